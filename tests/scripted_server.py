@@ -11,7 +11,7 @@ from typing import Any
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.rollout_service import RolloutService
-from mindspeed_rl.serving.server_process import LOG_PROBS
+from mindspeed_rl.serving.server_process import describe_log_probs
 
 
 def token(prompt_ids: Iterable[int], seed: int, position: int) -> int:
@@ -108,7 +108,7 @@ class ScriptedServer:
     def __init__(self, name: str) -> None:
         self.name = name
         self.engine = ScriptedEngine()
-        facts = {"num_workers": 1, "dtype": "float32", "max_model_len": 64, "log_probs": LOG_PROBS}
+        facts = {"num_workers": 1, "dtype": "float32", "max_model_len": 64, "log_probs": describe_log_probs(0)}
         self.service = RolloutService(self.engine, facts)
         self.silent = asyncio.Event()
         self.gone = False

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl import platform
@@ -42,6 +43,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_steps",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
+        "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
@@ -56,6 +58,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("npu", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
+        "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
@@ -69,6 +72,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ),
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
+        "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_stacked_experts",
         "mindspeed_rl.adaptors.vllm_log_probs",
@@ -89,8 +93,8 @@ _EXACT_ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("cpu", "train"): ("mindspeed_rl.adaptors.megatron_exact",),
     ("cpu", "rollout"): ("mindspeed_rl.adaptors.vllm_exact",),
 }
-#: True once this process computes such log-probs
-_exact = False
+#: slices of a sum over tensor-parallel ranks once this process computes such log-probs, else 0
+_exact = 0
 
 
 def engine_hooks() -> EngineHooks:
@@ -105,11 +109,13 @@ def apply(scope: Scope) -> None:
     Reads `EXACT_VARIABLE` of the environment: log-probs that are equal bit for bit on both sides.
     """
     global _exact
-    _exact = _exact or os.environ.get(EXACT_VARIABLE) == "1"
+    _exact = _exact or int(os.environ.get(EXACT_VARIABLE, 0))
     key = platform.current().name, scope
     with collecting_seldom():
-        for module in (*_ADAPTORS[key], *(_EXACT_ADAPTORS.get(key, ()) if _exact else ())):
+        for module in _ADAPTORS[key]:
             importlib.import_module(module).apply()
+        for module in _EXACT_ADAPTORS.get(key, ()) if _exact else ():
+            importlib.import_module(module).apply(_exact)
 
 
 #: (platform, function of this package) -> module that has the platform's own form of it
@@ -196,10 +202,13 @@ def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return product(rows) if module is None else module.multiply_rows(product, rows)
 
 
-def sum_rows(x: Tensor) -> Tensor:
-    """Return the sums over the last dimension; where log-probs are exact, zeros appended to it change none of them."""
+def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return this rank's part of the sums over the last dimension, that all ranks of the group have equal parts of.
+
+    Where log-probs are exact, the first rank returns the full sums and the others 0, and zeros at the end change none of them.
+    """
     module = _find_module("sum_rows")
-    return x.sum(-1) if module is None else module.sum_rows(x)
+    return x.sum(-1) if module is None else module.sum_rows(x, group)
 
 
 def log_softmax(logits: Tensor) -> Tensor:

@@ -6,8 +6,11 @@ Trainer and rollout engine call these same functions, so that log-probs of both 
 |---|---|
 | products | rows in blocks of 16, 32, ... 256, filled up with zeros: oneDNN and MKL add up one to three rows \
 in another order, and may divide the sums of many rows among threads |
+| products that tensor-parallel ranks add up | in as many slices as the larger layout of both sides has ranks, added in pairs \
+of neighbours; a column of a product depends on nothing but that column |
 | attention | in float32; keys from the first one on in blocks of `KEY_BLOCK`, whose parts are added up one after the other |
-| sums of probabilities | groups of 16, then pairs of neighbours: zeros at the end change nothing |
+| sums of probabilities | groups of 16, then pairs of neighbours: zeros at the end change nothing, and the sums of ranks are \
+among those of one |
 | rotation, SiLU | in float32 by single operations: torch's fused ones round the last elements of a tensor otherwise |
 | norms | torch's kernel, which computes row by row |
 
@@ -22,6 +25,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -50,18 +54,40 @@ def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def matmul(x: Tensor, matrix: Tensor) -> Tensor:
-    """Return x @ matrix of [..., k] and [k, n]; no gradient."""
-    return multiply_rows(lambda rows: torch.mm(rows, matrix), x.reshape(-1, x.size(-1))).view(*x.shape[:-1], -1)
+def matmul(x: Tensor, matrix: Tensor, slices: int = 1) -> Tensor:
+    """Return x @ matrix of [..., k] and [k, n], made of so many slices of k; no gradient."""
+    rows = x.reshape(-1, x.size(-1))
+    pairs = zip(rows.chunk(slices, 1), matrix.chunk(slices))
+    parts = [multiply_rows(lambda block, part=part: torch.mm(block, part), columns) for columns, part in pairs]
+    return add_slices(parts).view(*x.shape[:-1], -1)
 
 
-def sum_rows(x: Tensor) -> Tensor:
-    """Return the sums over the last dimension of [..., n]; zeros appended to it change none of them."""
+def add_slices(slices: Sequence[Tensor]) -> Tensor:
+    """Add neighbours in pairs, then neighbours of those: so ranks that add up their own slices first get the same bits."""
+    sums = list(slices)
+    while len(sums) > 1:
+        sums = [sum(sums[first + 1 : first + 2], sums[first]) for first in range(0, len(sums), 2)]
+    return sums[0]
+
+
+def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Return the sums over the last dimension of [..., n]; zeros appended to it change none of them.
+
+    Args:
+        group: of ranks that have equal parts of the dimension, multiples of 16; its first rank returns the sums over all
+            parts, the others return 0.
+    """
     sums = functional.pad(x, (0, -x.size(-1) % _GROUP)).unflatten(-1, (-1, _GROUP)).sum(-1)
-    while sums.size(-1) > 1:
-        sums = functional.pad(sums, (0, 1)) if sums.size(-1) % 2 else sums
-        sums = sums[..., 0::2] + sums[..., 1::2]
-    return sums[..., 0]
+    ranks = 1 if group is None else group.size()
+    while sums.size(-1) > 1 or ranks > 1:
+        if ranks > 1 and sums.size(-1) % 2:  # no further pair is of this rank alone
+            parts = sums.new_empty(ranks * sums.size(0), *sums.shape[1:])
+            dist.all_gather_into_tensor(parts, sums.contiguous(), group=group)
+            sums, ranks = torch.cat(parts.chunk(ranks), -1), 1
+        else:
+            sums = functional.pad(sums, (0, 1)) if sums.size(-1) % 2 else sums
+            sums = sums[..., 0::2] + sums[..., 1::2]
+    return sums[..., 0] if group is None or group.rank() == 0 else torch.zeros_like(sums[..., 0])
 
 
 def log_softmax(logits: Tensor) -> Tensor:
@@ -154,11 +180,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3).to(query.dtype)
 
 
-def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm) -> None:
+def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm, slices: int = 1) -> None:
     """Check that products of this processor give a row the same bits in blocks of every size, at every place.
 
     Args:
         multiply: [m, k] and [k, n] -> [m, n].
+        slices: columns of so many ranks must have the same bits too, and so must slices of rows.
 
     Raises:
         RuntimeError: they do not.
@@ -169,6 +196,16 @@ def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm) -> None:
             rows = torch.arange(float(_MAX_ROWS * width)).view(_MAX_ROWS, width).sin().to(dtype)
             matrix = torch.arange(float(48 * width)).view(48, width).cos().to(dtype).t()
             full = torch.mm(rows, matrix)
+            if slices > 1:
+                part = slice(width // slices, 2 * width // slices)
+                copied = torch.mm(rows[:, part].contiguous(), matrix[part].t().contiguous().t())
+                columns = [multiply(rows, columns) for columns in matrix.chunk(slices, 1)]
+                strided = multiply(rows[:, part], matrix[part])
+                if not torch.equal(torch.cat(columns, 1), full) or not torch.equal(strided, copied):
+                    raise RuntimeError(
+                        f"rl_config.exact_log_probs: products of {dtype} on this processor depend on the number of columns or "
+                        f"on their distance in memory ({slices} slices of {width}); use it without tensor parallelism"
+                    )
             for first, count in ((0, 16), (16, 48), (32, 128), (0, 256)):
                 if not torch.equal(multiply(rows[first : first + count], matrix), full[first : first + count]):
                     raise RuntimeError(

@@ -3,6 +3,9 @@
 | patch | symbol | why |
 |---|---|---|
 | products | tensor_parallel.layers: `torch.matmul` | blocks of rows; its only uses are in forward passes |
+| products that ranks add up | tensor_parallel.layers.RowParallelLinear.forward | in slices |
+| their sums | forward passes of two functions of tensor_parallel.mappings | in pairs of neighbours, where a collective \
+has an order of its own |
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | in float32, by operations that round alike at every place |
 
 Attention, SiLU and the sums of the head are called through `adaptors`. It can go when torch's own operators are
@@ -16,6 +19,7 @@ import types
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl.adaptors import cpu_rope, exact_kernels
@@ -32,7 +36,10 @@ class _ExactTorch(types.ModuleType):
 
     def __init__(self, original: Any) -> None:
         super().__init__("torch")
-        self._original, self.matmul = original, exact_kernels.matmul
+        self._original, self.slices = original, 1
+
+    def matmul(self, x: Tensor, matrix: Tensor) -> Tensor:
+        return exact_kernels.matmul(x, matrix, self.slices)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
@@ -43,8 +50,31 @@ def _make_tables(freqs: Tensor, mscale: float, dtype: torch.dtype) -> tuple[Tens
     return half.cos(), half.sin()
 
 
-def apply() -> None:
+def _all_reduce(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if group.size() == 1:
+        return x
+    parts = x.new_empty(group.size() * x.size(0), *x.shape[1:])
+    dist.all_gather_into_tensor(parts, x.contiguous(), group=group)
+    return exact_kernels.add_slices(parts.chunk(group.size()))
+
+
+def _reduce_scatter(
+    ctx: Any, x: Tensor, group: dist.ProcessGroup, input_split_sizes: list[int] | None = None, use_global_buffer: bool = False
+) -> Tensor:
+    ctx.group, ctx.input_split_sizes, ctx.use_global_buffer = group, input_split_sizes, use_global_buffer
+    if group.size() == 1:
+        return x
+    assert input_split_sizes is None  # of experts in several groups of tensor parallelism
+    parts = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(parts, x.contiguous(), group=group)
+    return exact_kernels.add_slices(parts.chunk(group.size()))
+
+
+def apply(slices: int) -> None:
     """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
+
+    Args:
+        slices: of a sum over tensor-parallel ranks; the larger number of ranks of both sides.
 
     Raises:
         RuntimeError: products of this processor depend on the number of rows.
@@ -52,9 +82,23 @@ def apply() -> None:
     global _applied
     if _applied:
         return
-    exact_kernels.check()
+    exact_kernels.check(slices=slices)
     layers: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.layers")
-    layers.torch = _ExactTorch(layers.torch)
+    layers.torch = products = _ExactTorch(layers.torch)
+    multiply = layers.RowParallelLinear.forward
+
+    def forward(self: Any, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        # another model of this process may have more ranks
+        products.slices = max(1, slices // self.tp_group.size())
+        try:
+            return multiply(self, input_)
+        finally:
+            products.slices = 1
+
+    layers.RowParallelLinear.forward = forward
+    mappings: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.mappings")
+    mappings._ReduceFromModelParallelRegion.forward = staticmethod(_all_reduce)
+    mappings._ReduceScatterToSequenceParallelRegion.forward = staticmethod(_reduce_scatter)
     rotary: Any = importlib.import_module(f"{_PREFIX}.models.common.embeddings.rope_utils")
     # another factor is of a model that plays no part in the rollout
     cpu_rope.adapt(rotary, exact_kernels.rotate, _make_tables, scales=False)

@@ -65,7 +65,7 @@ class LiveLinear:
         self._is_prepared, self._packed, self._packed_bytes = False, None, 0
 
     def _pack(self, weight: Tensor) -> None:
-        packed = weight.to(cpu_halves.product_format(weight.dtype))
+        packed = weight.to(cpu_halves.product_format(weight.dtype)).contiguous()
         self._packed = _kernels().create_onednn_mm(packed.t(), _KEPT_SHAPES)
         self._packed_bytes = packed.nbytes
 
@@ -99,7 +99,6 @@ def _is_packable(weight: Tensor, x: Tensor, min_elements: int) -> bool:
         and weight.dim() == 2
         and weight.dtype == x.dtype
         and weight.numel() >= min_elements
-        and weight.is_contiguous()
     )
 
 

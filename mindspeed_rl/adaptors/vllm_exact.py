@@ -3,6 +3,7 @@
 | patch | symbol | why |
 |---|---|---|
 | products | dispatch_cpu_unquantized_gemm | blocks of rows; biases are added after the result is rounded, as Megatron does |
+| products that ranks add up | RowParallelLinear.forward | in slices, added in pairs of neighbours, and the bias once |
 | norms | RMSNorm.forward_cpu | the residual is rounded before it is normalized |
 | activation, rotation | SiluAndMul.forward_cpu, RotaryEmbedding.forward_cpu | those of the trainer |
 | attention | CPUAttentionBackendImpl.forward | the kernel divides keys by the lengths of a batch |
@@ -14,6 +15,7 @@ is for the CPU as well and Megatron has the same kernels; `tests/dist/test_exact
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,17 +32,47 @@ _STEP = "_exact_step"
 
 
 class _ExactLinear(LiveLinear):
-    """The product of a layer in blocks of rows."""
+    """The product of a layer in blocks of rows, and in slices of what a row adds up."""
+
+    def __init__(self, slices: int) -> None:
+        super().__init__()
+        self._slices = [LiveLinear() for _ in range(slices)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        multiply = super().__call__
-        out = exact_kernels.multiply_rows(lambda rows: multiply(rows, weight, None), x.reshape(-1, x.size(-1)))
-        out = out.view(*x.shape[:-1], -1)
+        count = len(self._slices)
+        parts = []
+        for multiply, rows, matrix in zip(self._slices, x.reshape(-1, x.size(-1)).chunk(count, 1), weight.chunk(count, 1)):
+            product = functools.partial(multiply, weight=matrix, bias=None)
+            parts.append(exact_kernels.multiply_rows(product, rows))
+        out = exact_kernels.add_slices(parts).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
+    @property
+    def packed_bytes(self) -> int:
+        return sum(part.packed_bytes for part in self._slices)
 
-def apply() -> None:
+    def forget(self) -> None:
+        for part in self._slices:
+            part.forget()
+
+
+def _reduce(self: Any, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    """Compute `RowParallelLinear.forward`."""
+    from vllm.distributed import tensor_model_parallel_all_gather as all_gather
+
+    x = input_ if self.input_is_parallel else input_.chunk(self.tp_size, -1)[self.tp_rank]
+    out = self.quant_method.apply(self, x, None)
+    if self.reduce_results and self.tp_size > 1:
+        out = exact_kernels.add_slices(all_gather(out, 0).chunk(self.tp_size))
+    out = out if self.bias is None or self.skip_bias_add else out + self.bias
+    return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
+
+
+def apply(slices: int) -> None:
     """Patch vLLM in this process, after its other adaptors and before an engine is built. Imports vLLM; idempotent.
+
+    Args:
+        slices: of a sum over tensor-parallel ranks; the larger number of ranks of both sides.
 
     Raises:
         RuntimeError: products of this processor depend on the number of rows, or on the layout of the matrix.
@@ -52,18 +84,19 @@ def apply() -> None:
     import vllm.model_executor.layers.utils as layer_utils
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import RowParallelLinear
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
-    exact_kernels.check()
+    exact_kernels.check(slices=slices)
     if kernels._supports_onednn:
-        exact_kernels.check(lambda rows, matrix: LiveLinear(packs=True)(rows, matrix.t(), None))
+        exact_kernels.check(lambda rows, matrix: LiveLinear(packs=True)(rows, matrix.t(), None), slices)
     choose = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         choose(layer, remove_weight)
         if isinstance(getattr(layer, "cpu_linear", None), LiveLinear):
-            layer.cpu_linear = _ExactLinear()
+            layer.cpu_linear = _ExactLinear(max(1, slices // layer.tp_size) if isinstance(layer, RowParallelLinear) else 1)
 
     def normalize(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         added = x if residual is None else x + residual
@@ -74,10 +107,10 @@ def apply() -> None:
         gate, up = x.chunk(2, -1)
         return exact_kernels.silu(gate) * up
 
-    replaced: tuple[Any, ...] = RMSNorm, SiluAndMul, RotaryEmbedding, CPUAttentionBackendImpl
+    replaced: tuple[Any, ...] = RMSNorm, SiluAndMul, RotaryEmbedding, CPUAttentionBackendImpl, RowParallelLinear
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
     replaced[0].forward_cpu, replaced[1].forward_cpu, replaced[2].forward_cpu = normalize, activate, _rotate
-    replaced[3].forward, replaced[3].do_kv_cache_update = _attend, _cache
+    replaced[3].forward, replaced[3].do_kv_cache_update, replaced[4].forward = _attend, _cache, _reduce
     _applied = True
 
 

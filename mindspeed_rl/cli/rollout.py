@@ -210,5 +210,6 @@ def _serve(
     # it imports torch, which reads the environment
     from mindspeed_rl.serving.standalone import serve
 
-    serve(folder, generate, names, listening, token, platform_name=args.platform, **shared)
+    pixels, slices = shared["pixels"], shared["exact_slices"]
+    serve(folder, generate, names, listening, token, platform_name=args.platform, pixels=pixels, exact_slices=slices)
     return 0

@@ -233,6 +233,13 @@ class RunConfig:
         return "rl_config.max_total_response_length" if several else "generate_config.sampling_config.max_tokens"
 
     @property
+    def exact_slices(self) -> int:
+        """Slices of a sum over tensor-parallel ranks where log-probs are exact: the larger layout's ranks; else 0."""
+        if self.rl_config is None or self.generate_config is None or self.is_supervised or not self.rl_config.exact_log_probs:
+            return 0
+        return max(self.actor_config.tensor_model_parallel_size, self.generate_config.infer_tensor_parallel_size)
+
+    @property
     def has_files_here(self) -> bool:
         """True where a model, a tokenizer or data that the run file names is on this machine."""
         roles = [role for role in (self.actor_config, self.critic_config, self.reward_config) if role is not None]

@@ -99,7 +99,7 @@ class _VocabLogProbs(torch.autograd.Function):
             picked = _gather(shifted, labels[chunk, None], first)[:, 0]
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
             at = None if others is None else _gather(shifted, others[chunk], first)  # before `shifted` is overwritten
-            sums = torch.stack([adaptors.sum_rows(weights), shifted.mul_(weights).sum(-1), picked], 1)
+            sums = torch.stack([adaptors.sum_rows(weights, group), shifted.mul_(weights).sum(-1), picked], 1)
             summed = _all_reduce(sums if at is None else torch.cat([sums, at], 1), group)
             total, weighted, picked = summed[:, :3].unbind(1)
             log_total = total.log()

@@ -15,7 +15,8 @@ from mindspeed_rl.platform.base import Platform
 _ProcessKind = Literal["integrated", "trainer", "rollout", "cpu"]
 
 _ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
-#: "1": trainer and rollout engine of this process compute log-probs that are equal bit for bit (`rl_config.exact_log_probs`)
+#: trainer and rollout engine of this process compute log-probs that are equal bit for bit (`rl_config.exact_log_probs`), and
+#: add up over tensor-parallel ranks in so many slices
 EXACT_VARIABLE = "MINDSPEED_RL_EXACT_LOG_PROBS"
 #: variables that name the network interface, of each library that has one
 INTERFACES = ("HCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")

@@ -62,8 +62,8 @@ def build_worker_environment(
     quiet = build_quiet_environment(os.environ)
     if cfg.reads_images:
         quiet[VISION_VARIABLE] = "1"
-    if cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
-        quiet[environment.EXACT_VARIABLE] = "1"
+    if cfg.exact_slices:
+        quiet[environment.EXACT_VARIABLE] = str(cfg.exact_slices)
     if platform_name == "cpu":
         variables = platform.worker_env() | ({} if threads is None else {THREADS_VARIABLE: str(threads)})
         return quiet | {

@@ -33,7 +33,7 @@ from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, Pause
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
 from mindspeed_rl.serving.rollout_service import RolloutService
-from mindspeed_rl.serving.server_process import LOG_PROBS, ServerSettings
+from mindspeed_rl.serving.server_process import ServerSettings, describe_log_probs
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
@@ -228,7 +228,7 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
         "dtype": generate.dtype,
         "quantization": generate.quantization,
         "max_model_len": generate.max_model_len,
-        "log_probs": LOG_PROBS,
+        "log_probs": describe_log_probs(settings.exact_slices),
         "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
     }
     return RolloutService(engine or build_engine(settings), metadata)

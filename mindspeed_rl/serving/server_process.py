@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.serving.rollout_service import RolloutService
 
 #: the distribution of the log-probs that a server reports; servers of earlier releases report none, or others
-LOG_PROBS = "the full distribution at the request's temperature"
+_LOG_PROBS = "the full distribution at the request's temperature"
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class ServerSettings:
         heartbeat_interval_s: between two heartbeats.
         min_pixels, max_pixels: limits of images; None: the model's own.
         title: of the servers in messages, before their index.
+        exact_slices: as `RunConfig` has them.
         sleeps: the engine is offloaded between its phases: others use its devices in them.
     """
 
@@ -51,7 +52,13 @@ class ServerSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     title: str = "rollout server"
+    exact_slices: int = 0
     sleeps: bool = False
+
+
+def describe_log_probs(exact_slices: int) -> str:
+    """Return the kind of a server's log-probs, which must be that of the run; `exact_slices` as in the settings."""
+    return f"{_LOG_PROBS}, exact in {exact_slices} slices" if exact_slices else _LOG_PROBS
 
 
 class ServerMetadata(TypedDict):

@@ -30,7 +30,7 @@ from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
-from mindspeed_rl.serving.server_process import LOG_PROBS, ServerMetadata, ServerProcess, ServerSettings
+from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings, describe_log_probs
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
 
 if TYPE_CHECKING:
@@ -263,8 +263,13 @@ class RolloutServers:
                 f"its max_model_len is {metadata['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"
             )
         # servers of earlier releases have other ones, and no request can change them
-        if (reported := metadata.get("log_probs")) != LOG_PROBS:
-            violations.append(f"its log-probs are of {reported or 'an earlier release'}, those of the trainer of {LOG_PROBS}")
+        expected_kind = describe_log_probs(self._settings.exact_slices)
+        if (reported := metadata.get("log_probs")) != expected_kind:
+            how = "; a server has rl_config.exact_log_probs by `mindspeed-rl rollout --config-name`, or --join"
+            violations.append(
+                f"its log-probs are of {reported or 'an earlier release'}, those of the trainer of {expected_kind}"
+                + (how if self._settings.exact_slices else "")
+            )
         rules = ImageRules.read(self._settings.hf_folder, self._settings.min_pixels, self._settings.max_pixels)
         expected = None if rules is None else [rules.min_pixels, rules.max_pixels, config.limit_mm_image_per_prompt]
         reported_images = metadata.get("images")

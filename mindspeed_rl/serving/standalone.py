@@ -27,6 +27,7 @@ from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, read_model_metadata
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.observability.logging import set_up_logging
+from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_clients import CALLS_PATH
@@ -58,6 +59,7 @@ def serve(
     *,
     platform_name: str,
     pixels: tuple[int | None, int | None] = (None, None),
+    exact_slices: int = 0,
 ) -> None:
     """Serve until the process is interrupted, then end the engine.
 
@@ -68,13 +70,15 @@ def serve(
         listening: a bound socket.
         token: of every call.
         platform_name: name of the device kind.
-        pixels: limits of images, as `ServerSettings` has them.
+        pixels: limits of images, as `ServerSettings` has them, and so `exact_slices`.
     """
     device = platform.select(platform_name)
     device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
     # the user's shell has precedence: there is no run file
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)
+    if exact_slices:
+        os.environ[EXACT_VARIABLE] = str(exact_slices)
     set_up_logging(None)
     metadata = read_model_metadata(MegatronConfig(load=str(folder)))
     if metadata is not None and metadata.reads_images:
@@ -88,6 +92,7 @@ def serve(
         with_tokenizer=True,
         min_pixels=pixels[0],
         max_pixels=pixels[1],
+        exact_slices=exact_slices,
         # quantized weights come from the run
         load_weights=generate.quantization is None and any(folder.glob("*.safetensors")),
     )

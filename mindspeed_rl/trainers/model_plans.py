@@ -36,6 +36,8 @@ _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
 _EXACT_MODELS = ("llama", "qwen2", "qwen3")
+#: tokens whose probabilities these kernels add up at once
+_VOCAB_GROUP = 16
 
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
@@ -71,7 +73,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
             if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
-                _check_exact(architecture.name, model_config)
+                _check_exact(architecture.name, model_config, role)
             if source.adapter is not None and role.lora_target_modules:
                 ops = architecture.weight_ops(model_config)
                 adapter = open_peft(source.adapter, ops)
@@ -92,9 +94,16 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
     )
 
 
-def _check_exact(name: str, model_config: ModelConfig) -> None:
-    """Raise ValueError where the kernels of `exact_log_probs` do not compute a model."""
-    scaling = model_config.rope_scaling
+def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> None:
+    """Raise ValueError where the kernels of `exact_log_probs` do not compute a model in the layout of its role."""
+    scaling, ranks = model_config.rope_scaling, role.tensor_model_parallel_size
+    vocab = role.padded_vocab_size or model_config.pad_vocab(1, ranks).padded_vocab_size
+    if ranks > 1 and vocab % (_VOCAB_GROUP * ranks):
+        fits = -(-vocab // (_VOCAB_GROUP * ranks)) * _VOCAB_GROUP * ranks
+        raise ValueError(
+            f"rl_config.exact_log_probs (true) needs a multiple of {_VOCAB_GROUP} tokens of the vocabulary on each of the "
+            f"{ranks} tensor-parallel ranks, and there are {vocab} together; set padded_vocab_size: {fits}"
+        )
     for is_on, reason in (
         (name not in _EXACT_MODELS, f"this model ({name}); it has {', '.join(_EXACT_MODELS)}"),
         (model_config.sliding_window_layers, "layers that attend to a sliding window"),

@@ -70,6 +70,7 @@ class ServerRollout:
             heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
             min_pixels=actor.min_pixels,
             max_pixels=actor.max_pixels,
+            exact_slices=run.config.exact_slices,
         )
         self.servers = RolloutServers(run, settings, trainers.env)
         self._timers = Timers(worker="rollout")

@@ -85,18 +85,27 @@ def _requests(count: int) -> list[GenerationRequest]:
 
 
 def count_differences(
-    folder: str, keys: dict[str, Any], generate: dict[str, Any], num_samples: int, updates: int = 1, temperature: float = 0.8
+    folder: str,
+    keys: dict[str, Any],
+    num_samples: int,
+    infer_tp: int = 1,
+    updates: int = 1,
+    temperature: float = 0.8,
+    max_tokens: int = 160,
 ) -> list[dict[str, Any]]:
     """Compare log-probs of samples, before the first update and after each; this process computes exact ones from here on.
 
+    All ranks have the same samples: engines that are replicas of one another make the same.
+
     Args:
         keys: of `MegatronConfig`.
-        generate: of `GenerateConfig`.
+        infer_tp: tensor-parallel ranks of the engine.
 
     Returns:
-        Of each round the number of tokens, and for each shape of micro-batches that of log-probs whose bits differ.
+        Of each round the number of tokens, and for each shape of micro-batches that of log-probs whose bits differ; without
+        log-probs on ranks that are not of the last pipeline stage.
     """
-    os.environ[EXACT_VARIABLE] = "1"
+    os.environ[EXACT_VARIABLE] = str(max(infer_tp, keys.get("tensor_model_parallel_size", 1)))
     adaptors.apply("train")
     adaptors.apply("rollout")
     config = MegatronConfig(**KEYS | {"lr": 1e-3, "lr_warmup_iters": 0, "loss_chunk_size": 100} | keys)
@@ -122,7 +131,7 @@ def count_differences(
         rollout = VllmEngine(
             folder,
             GenerateConfig(
-                infer_tensor_parallel_size=config.tensor_model_parallel_size,
+                infer_tensor_parallel_size=infer_tp,
                 max_model_len=512,
                 max_num_seqs=24,
                 max_num_batched_tokens=700,
@@ -130,17 +139,15 @@ def count_differences(
                 dtype="bfloat16" if config.bf16 else "float32",
                 kv_cache_memory_gib=0.1,
                 fp32_lm_head=bool(config.fp32_lm_head),
-                **generate,
             ),
-            Sampling(temperature, 160, (1,), top_k=100),
+            Sampling(temperature, max_tokens, (1,), top_k=100),
             run_id=f"exact-{_shared_number()}",
             kv_bytes_per_token=4096,
         )
-        pair = Pair(trainer, WeightStream(model, bucket_bytes=1 << 16), rollout, config.tensor_model_parallel_size)
+        pair = Pair(trainer, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, dtype=dtype)
         requests, rounds = _requests(num_samples), []
         for iteration in range(updates + 1):
-            pair.version += 1
-            rollout.load_weights(pair.stream.named_tensors(dtype), pair.version)
+            pair.push()
             completions = rollout.generate(requests)
             rows = Rows(
                 [torch.tensor([*r.prompt_ids, *c.token_ids]) for r, c in zip(requests, completions)],
@@ -151,14 +158,16 @@ def count_differences(
                 },
             )
             sampled = torch.cat(rows.columns["rollout_log_probs"])
-            differing = []
-            for shape, engine in engines.items():
-                output = engine.forward(rows, shape.batching)
-                assert output is not None
-                computed = torch.cat(output[0])
-                differing.append(int((computed != sampled).sum()))
-            largest = float((computed - sampled).abs().max())
-            rounds.append({"tokens": len(sampled), "differing": differing, "largest": largest, "mean": float(sampled.mean())})
+            outputs = [engine.forward(rows, shape.batching) for shape, engine in engines.items()]
+            computed = [torch.cat(output[0]) for output in outputs if output is not None]
+            rounds.append(
+                {
+                    "tokens": len(sampled),
+                    "differing": [int((log_probs != sampled).sum()) for log_probs in computed],
+                    "largest": max((float((log_probs - sampled).abs().max()) for log_probs in computed), default=0.0),
+                    "mean": float(sampled.mean()),
+                }
+            )
             if iteration < updates:
                 trainer.train_step(rows, SHAPES[0].batching, weighted_loss)
         return rounds

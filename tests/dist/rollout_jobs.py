@@ -56,6 +56,7 @@ class Pair:
     rollout: VllmEngine
     infer_tp: int
     delta: bool = False
+    dtype: torch.dtype = torch.float32
     version: int = -1
     _push: WeightPush | None = None
 
@@ -67,7 +68,7 @@ class Pair:
     def _write(self, model: Any) -> None:
         if self._push is None:
             trained = self.stream.with_predictions if self.rollout.syncs_drafts else self.stream.trained
-            found = read_destinations(model, model.load_weights, trained.shapes, torch.float32, skip=DERIVED)
+            found = read_destinations(model, model.load_weights, trained.shapes, self.dtype, skip=DERIVED)
             repacked = self.rollout.hooks.repacked(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
@@ -121,7 +122,7 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput((per_token * mask).sum(), mask.sum(), PendingMetrics({"loss": masked_mean(per_token, mask)}))
 
 
-def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool) -> VllmEngine:
+def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool, dtype: str) -> VllmEngine:
     key = f"{folder} drafts" if drafts else folder
     if key not in _engines:
         config = GenerateConfig(
@@ -132,7 +133,7 @@ def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool, d
             max_model_len=512 if routed else 64,
             max_num_batched_tokens=2048 if routed else 256,
             enable_prefix_caching=routed,
-            dtype="float32",
+            dtype=dtype,
             kv_cache_memory_gib=0.03,
             speculative_config={"method": "mtp", "num_speculative_tokens": 1} if drafts else None,
         )
@@ -178,26 +179,32 @@ def pair_of(
         shape = batch_shape(config, packed=setting.packed, pad_id=0, num_predictions=plan.model_config.mtp_num_layers)
         engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
         engine.start_training(1)
-        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts)
-        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp)
+        dtype = "bfloat16" if config.bf16 else "float32"
+        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype)
+        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, dtype=getattr(torch, dtype))
         dist.barrier()
     finally:
         parallel_state.destroy_model_parallel()
         gc.collect()
 
 
-def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
+def differences(pair: Pair, rows: Rows, setting: Setting) -> torch.Tensor:
     """Between the trainer's and the rollout's log-probs of the same tokens, on this rank."""
     mine = my_rows(rows)
     output = pair.engine.forward(mine, setting.batching)
     if output is None:
-        return 0.0
-    return max((a - b).abs().max().item() for a, b in zip(output[0], mine.columns["rollout_log_probs"]))
+        return torch.zeros(1)
+    return torch.cat([(a - b).abs() for a, b in zip(output[0], mine.columns["rollout_log_probs"])])
+
+
+def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
+    """The largest of `differences`."""
+    return differences(pair, rows, setting).max().item()
 
 
 def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None = None) -> dict[str, Any]:
     """Pushes, proves, generates, compares log-probs and makes a step, several times over."""
-    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": []}
+    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "means": []}
     results = []
     with pair_of(setting, infer_tp, sharing) as pair:
         for iteration in range(updates + 1):
@@ -206,7 +213,9 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
             completions = pair.generate(iteration)
             rows = sampled_rows(completions)
             report["tokens"].append([completion.token_ids for completion in completions])
-            report["differences"].append(largest_difference(pair, rows, setting))
+            apart = differences(pair, rows, setting)
+            report["differences"].append(apart.max().item())
+            report["means"].append(apart.mean().item())
             if iteration < updates:
                 results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})

@@ -357,6 +357,10 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
         return
     on_cpu, block = cfg.platform == "cpu", (generate.engine_kwargs or {}).get("block_size")
     compiled = on_cpu and not generate.enforce_eager
+    tensor, slices = "actor_config.tensor_model_parallel_size", cfg.exact_slices
+    ranks, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
+    # neighbours are added in pairs, so that ranks may add up their own slices first
+    uneven = 1 < min(ranks, infer) < slices and (ranks & (ranks - 1) or infer & (infer - 1))
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
         (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
@@ -373,13 +377,13 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
         (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),
         (compiled and "false", "generate_config.enforce_eager", ": compiled code adds up in another order"),
         (on_cpu and block, "generate_config.engine_kwargs.block_size", ": keys are added up in blocks of 128"),
-        *(
-            (size > 1 and size, name, "")
-            for name, size in (
-                ("actor_config.tensor_model_parallel_size", actor.tensor_model_parallel_size),
-                ("actor_config.context_parallel_size", actor.context_parallel_size),
-                ("generate_config.infer_tensor_parallel_size", generate.infer_tensor_parallel_size),
-            )
+        (
+            actor.context_parallel_size > 1 and actor.context_parallel_size,
+            *("actor_config.context_parallel_size", ": its slices of the keys are added up in another order"),
+        ),
+        (
+            uneven and ranks,
+            *(tensor, f" and infer_tensor_parallel_size ({infer}): both are powers of two, or equal, or one of them is 1"),
         ),
     )
     names, reasons = dict[str, object]({key: True}), []
