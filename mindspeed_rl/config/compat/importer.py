@@ -93,6 +93,7 @@ class Import:
     added: dict[str, str] = field(default_factory=dict)
     plans: tuple[SourcePlan, SourcePlan] | None = None
     next_command: str = "mindspeed-rl explain --config-name"
+    _sources: dict[str, tuple[dict[str, object], str]] = field(default_factory=dict)
 
     def set(self, path: str, value: object) -> None:
         """Set the dotted key to the value."""
@@ -109,8 +110,22 @@ class Import:
         """Set the dotted keys that an option becomes; without any, the note alone says what becomes of it."""
         for path, value in values.items():
             self.set(path, value)
-        text = ", ".join(f"{_place(path)}: {format_value(value)}" for path, value in values.items())
-        self.translated[option] = f"{text} ({note})" if text and note else text or note
+        self._sources[option] = dict(values), note
+        self.translated[option] = _describe(values, note)
+
+    def name_dropped(self) -> None:
+        """Name the keys that options set and that are not in the run file after all, as nothing in it reads them."""
+        for option, (values, note) in self._sources.items():
+            dropped = [path for path, value in values.items() if value is not None and self.get(path) is None]
+            if not dropped or option not in self.translated:
+                continue
+            kept = {path: value for path, value in values.items() if path not in dropped}
+            reason = f"nothing in this run reads {', '.join(map(_place, dropped))}"
+            if kept:
+                self.translated[option] = f"{_describe(kept, note)}; {reason}"
+            else:
+                del self.translated[option]
+                self.without_effect.setdefault(option, reason)
 
     def note(self, option: str, reason: str, *, changes_nothing: bool = True) -> None:
         """Note why no key is set for an option: it has no effect here, or is the same by nature."""
@@ -210,6 +225,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
             here = record.values[record.default] if record.values else record.default  # type: ignore[index]
             for key in record.keys:
                 run.add_default(key, here, f"the default of {project.title}")
+    run.name_dropped()
     noted = (run.translated, run.same, run.without_effect, run.refused)
     for name in command.options:
         if not any(project.prefix + name in notes for notes in noted):
@@ -260,6 +276,12 @@ def _compare_plans(run: Import, project: SourceProject, command: SourceCommand) 
         if name not in run.settings.accepted
     ]:
         raise ConfigError(errors)
+
+
+def _describe(values: Mapping[str, object], note: str) -> str:
+    """Return the keys that an option becomes with their values; without any, the note."""
+    text = ", ".join(f"{_place(path)}: {format_value(value)}" for path, value in values.items())
+    return f"{text} ({note})" if text and note else text or note
 
 
 def _has_entry(values: Mapping[object, object], value: object) -> bool:
@@ -362,30 +384,30 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
 
 
 def set_rollout_format(run: Import, option: str, value: object) -> None:
-    """Set the format of the engine's matrices: int8, which vllm-ascend names ascend; others are refused by name."""
-    if value in ("int8", "ascend"):
+    """Set the format of the engine's matrices: int8, also by its names in vllm-ascend and SGLang; refuse others by name."""
+    if value in ("int8", "ascend", "w8a8_int8"):
         run.translate(option, {"generate_config.quantization": "int8"}, "quantized at each weight sync")
     elif value in (None, "", "null", "None"):
         run.note(option, "the engine has the format of dtype")
     else:
-        run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync")
+        cache = ", and for keys and values alone kv_cache_dtype: fp8_e4m3" if "fp8" in str(value) else ""
+        run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync{cache}")
 
 
 def train_prediction_layers(run: Import, options: Sequence[str], count: int, factor: float, *, detaches: bool) -> None:
     """Set the training of multi-token-prediction layers, under the first of the options that the command has for it.
 
-    Adapters are read before; a model whose adapters train has no prediction layers that do.
+    Where adapters train, which are read before, the layers have some too, as they have in Megatron there.
 
     Args:
         count: layers.
         factor: weight of their loss.
         detaches: their loss trains them alone there.
     """
-    if run.get("megatron_training.lora_target_modules"):
-        run.refuse(options[0], "prediction layers that train next to adapters")
     keys = {"mtp_num_layers": count, "mtp_loss_scaling_factor": factor, "mtp_detach_heads": detaches}
     values = {f"megatron_training.{name}": value for name, value in keys.items()}
-    run.translate(options[0], values, "their loss is a mean over the tokens of an optimizer step")
+    adapted = "; their adapters train" if run.get("megatron_training.lora_target_modules") else ""
+    run.translate(options[0], values, f"their loss is a mean over the tokens of an optimizer step{adapted}")
     run.translated |= dict.fromkeys(options[1:], f"see {options[0]}")
 
 

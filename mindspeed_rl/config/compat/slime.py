@@ -6,7 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import Import, build_rollout_batch, read_scalar, train_prediction_layers
+from mindspeed_rl.config.compat.importer import (
+    Import,
+    build_rollout_batch,
+    read_scalar,
+    set_rollout_format,
+    train_prediction_layers,
+)
 from mindspeed_rl.config.compat.megatron_options import (
     build_megatron_table,
     plan_layout,
@@ -283,6 +289,10 @@ _TABLE: dict[str, Option] = {
     "balance_data": to(f"{_RL}.use_dp_batch_balance"),
     "sglang_mem_fraction_static": to(f"{_ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{_ENGINE}.max_num_seqs"),
+    "sglang_quantization": by(set_rollout_format, "quantization, int8 under SGLang's name w8a8_int8"),
+    "sglang_kv_cache_dtype": to(
+        f"{_ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}
+    ),
     # evaluation and logs
     "eval_interval": to(f"{_ACTOR}.eval_interval"),
     "eval_prompt_data": by(_held_out, "eval_data_path"),

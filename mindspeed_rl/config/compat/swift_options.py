@@ -112,8 +112,12 @@ def _columns(run: Import, option: str, value: object) -> None:
 
 
 def _engine_arguments(run: Import, option: str, value: object) -> None:
-    if arguments := _mapping(run, option, value):
-        run.translate(option, {f"{ENGINE}.engine_kwargs": arguments})
+    arguments = dict(_mapping(run, option, value))
+    if "quantization" in arguments:
+        set_rollout_format(run, option, arguments.pop("quantization"))
+    own = {f"{ENGINE}.{name}": arguments.pop(name) for name in ("kv_cache_dtype",) if name in arguments}
+    if own or arguments:
+        run.translate(option, own | ({f"{ENGINE}.engine_kwargs": arguments} if arguments else {}))
 
 
 def _drafts(run: Import, option: str, value: object) -> None:

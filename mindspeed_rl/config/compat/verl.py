@@ -19,6 +19,7 @@ from mindspeed_rl.config.compat.importer import (
     Import,
     find_lora_targets,
     read_scalar,
+    set_rollout_format,
     start_from_adapter,
     train_prediction_layers,
 )
@@ -130,9 +131,10 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(max_model_len|max_num_seqs|max_num_batched_tokens|enforce_eager|"
-        r"gpu_memory_utilization|enable_prefix_caching|dtype)",
+        r"gpu_memory_utilization|enable_prefix_caching|dtype|kv_cache_dtype)",
         by(lambda run, option, value: _set_engine(run, option, value, f"{GENERATE}."), "the key of that name"),
     ),
+    (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.quantization", by(set_rollout_format, "quantization, int8 or ascend")),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.async_scheduling", no_effect("the engine schedules by itself")),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.((?:compilation|additional|speculative)_config\.[\w.]+)",

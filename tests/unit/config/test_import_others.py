@@ -132,10 +132,19 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
         ("--enable-mtp-training", "it needs --mtp-num-layers"),
         ("--custom-generate-function-path a.b", "a function in slime's form"),
+        ("--sglang-quantization fp8", "a rollout engine in fp8; int8 is available.*kv_cache_dtype"),
+        ("--sglang-quantization w8a8_int8", "importance_sampling would be token_truncate"),
     ],
 )
 def test_slime_features_that_are_missing_are_named(options: str, feature: str) -> None:
     fail("slime", SLIME + "--num-rollout 10 --global-batch-size 256 " + options, feature)
+
+
+def test_slime_s_int8_engine_and_fp8_cache_are_keys_here() -> None:
+    engine = "--sglang-quantization w8a8_int8 --sglang-kv-cache-dtype fp8_e4m3"
+    command = SLIME + "--num-rollout 10 --global-batch-size 256 " + engine
+    keys = take("slime", command, "importance_sampling").tree["generate_config"]
+    assert (keys["quantization"], keys["kv_cache_dtype"]) == ("int8", "fp8_e4m3")
 
 
 def test_slime_trains_prediction_layers_apart_from_the_model() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -29,6 +30,14 @@ def imported(changes: str = "", base: str = GRPO, **settings) -> Import:
 def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:
     assert imported("--vllm_quantization int8", accepted={"importance_sampling"}).get("generate_config.quantization") == "int8"
     assert "a rollout engine in fp8; int8 is available" in refusal("--vllm_quantization fp8")
+    arguments = json.dumps({"quantization": "ascend", "kv_cache_dtype": "fp8", "scheduling_policy": "fcfs"})
+    keys = imported(f"--vllm_engine_kwargs '{arguments}'", accepted={"importance_sampling"}).tree["generate_config"]
+    assert [keys[name] for name in ("quantization", "kv_cache_dtype", "engine_kwargs")] == [
+        "int8",
+        "fp8",
+        {"scheduling_policy": "fcfs"},
+    ]
+    assert "a rollout engine in awq" in refusal("""--vllm_engine_kwargs '{"quantization": "awq"}'""")
 
 
 def refusal(changes: str, base: str = GRPO, **settings) -> str:

@@ -381,6 +381,10 @@ def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_forma
     assert imported(f"{R}.quantization=null").get("generate_config.quantization") is None
     assert "a rollout engine in fp8; int8 is available" in refusal(f"{R}.quantization=fp8")
     assert "quantized from a file" in refusal(f"{R}.quantization_config_file=q.json")
+    vllm = f"+{R}.engine_kwargs.vllm."
+    run = imported(f"{vllm}quantization=ascend {vllm}kv_cache_dtype=fp8", accepted=corrected)
+    assert values(run, "generate_config.quantization", "generate_config.kv_cache_dtype") == ["int8", "fp8"]
+    assert "a rollout engine in fp8" in refusal(f"{vllm}quantization=fp8")
 
 
 def test_an_unknown_option_may_be_left_out_by_the_user() -> None:
