@@ -1,29 +1,32 @@
 """Test files of every environment, and parts of about the same length: python tests/parts.py ENVIRONMENT [--all] [--part K/N]
 
-The files of all environments, one after another, are a line as long as `durations.json` says: seconds of a file without its
-slow tests, and of these; those of the simulated NPU, which run beside the others, are a line of their own. Part K of N is the
-K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO`
-chooses its tests by their position (`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part.
+The files of the environments of a lane, one after another, are a line as long as `durations.json` says: seconds of a file
+without its slow tests, and of these. `tests/run.sh` runs the lanes at the same time, after that of the unit tests. Part K of N
+is the K-th of N equal stretches of each line. Where a file is cut, `--share FILE=FROM:TO` chooses its tests by their position
+(`pytest_collection_modifyitems` of conftest.py), so each test is in exactly one part. The files of a part are in falling order
+of their seconds: processes that take one after another then end at about the same time.
 `pytest --record-durations` keeps the longer of what it measured and what is in the file: delete it first to measure anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = _ROOT / "tests" / "durations.json"
 
-#: files and folders; tests that touch Megatron run again on its later releases
+#: files and folders; what Megatron's version can change runs again on its later releases
 _LATER_RELEASE = (
     "tests/unit/adaptors tests/unit/engine tests/unit/models tests/unit/resharding tests/unit/npu/test_stack.py tests/dist "
     "tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"
 )
 ENVIRONMENTS: dict[str, str] = {
     "unit": "tests/unit",
-    "processes": "tests/dist tests/e2e tests/faults",
+    "dist": "tests/dist",
+    "runs": "tests/e2e tests/faults",
     # of packages that are optional, or that want other versions than the CPU environment has
     "extras": (
         "tests/unit/observability/test_tracker_services.py tests/unit/inference/test_lm_harness.py "
@@ -38,12 +41,10 @@ ENVIRONMENTS: dict[str, str] = {
 }
 #: that `tests/run.sh` starts with --all only
 _WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2")
-#: runs at the same time as the others
-_BESIDE = "npu_sim"
+#: environments of the lanes
+_LANES = (("unit",), ("npu_sim",), ("dist", "megatron-0.17.1", "megatron-0.19.2"), ("runs", "extras"))
 #: seconds of a file that has not been measured, and the least that one counts
 _NEW_S, _LEAST_S = 5.0, 0.1
-#: processes that the unit tests count with: a constant, for the parts of two machines are the same
-_UNIT_PROCESSES = 2
 
 
 def list_files(environment: str) -> list[str]:
@@ -59,24 +60,25 @@ def select(environment: str, part: int, count: int, *, with_slow: bool) -> list[
     """Return pytest's arguments for what an environment runs in part `part` (from 1) of `count`."""
     measured: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     line: list[tuple[str, str, float]] = []
-    for name in ENVIRONMENTS:
-        if (name == _BESIDE) != (environment == _BESIDE) or (name in _WITH_ALL and not with_slow):
+    for name in next(lane for lane in _LANES if environment in lane):
+        if name in _WITH_ALL and not with_slow:
             continue
         slow = with_slow and not name.startswith("megatron")
         for file in list_files(name):
             fast_s, slow_s = measured.get(file, (_NEW_S, 0.0))
             seconds = max(_LEAST_S, fast_s + slow * slow_s)
-            line.append((name, file, seconds / _UNIT_PROCESSES if name == "unit" else seconds))
+            line.append((name, file, seconds))
     total = sum(seconds for _, _, seconds in line)
     first, last = total * (part - 1) / count, total if part == count else total * part / count
-    start, arguments = 0.0, []
+    start, chosen = 0.0, []
     for index, (name, file, seconds) in enumerate(line):
         end = total if index == len(line) - 1 else start + seconds  # exactly the end of the last part
         low, high = max(0.0, (first - start) / seconds), 1.0 if last >= end else (last - start) / seconds
         if name == environment and low < 1.0 and high > 0.0:
-            arguments += [file] if (low, high) == (0.0, 1.0) else [file, f"--share={file}={low!r}:{high!r}"]
+            arguments = [file] if (low, high) == (0.0, 1.0) else [file, f"--share={file}={low!r}:{high!r}"]
+            chosen.append(((min(high, 1.0) - low) * seconds, arguments))
         start = end
-    return arguments
+    return [argument for _, arguments in sorted(chosen, key=lambda item: -item[0]) for argument in arguments]
 
 
 def is_in_share(position: int, count: int, share: str) -> bool:
@@ -87,11 +89,15 @@ def is_in_share(position: int, count: int, share: str) -> bool:
 
 def record(measured: dict[str, list[float]]) -> None:
     """Write seconds of files, [without slow tests, of slow tests], where they are more than those in the file."""
-    known: dict[str, list[float]] = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    for file, seconds in measured.items():
-        known[file] = [round(max(pair), 1) for pair in zip(seconds, known.get(file, (0.0, 0.0)))]
-    lines = [f"  {json.dumps(file)}: {json.dumps(known[file])}" for file in sorted(known) if (_ROOT / file).exists()]
-    DURATIONS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    with DURATIONS.open("a+") as stream:  # two lanes may end at once
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        stream.seek(0)
+        known: dict[str, list[float]] = json.loads(stream.read() or "{}")
+        for file, seconds in measured.items():
+            known[file] = [round(max(pair), 1) for pair in zip(seconds, known.get(file, (0.0, 0.0)))]
+        lines = [f"  {json.dumps(file)}: {json.dumps(known[file])}" for file in sorted(known) if (_ROOT / file).exists()]
+        stream.truncate(0)
+        stream.write("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 if __name__ == "__main__":

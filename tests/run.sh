@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [--part K/N] [pytest arguments]
 #
-# Unit tests run on as many cores as there are (at most four), a file on one of them; the others start processes of their own.
+# Unit tests run first, on as many cores as there are (at most four), a file on one of them. The others start processes of their own;
+# they are three lanes that run at the same time where there are two cores and 12 GiB of free memory, and one after another elsewhere:
+# tests/dist and the releases of the second line; tests/e2e, tests/faults and the optional packages; the simulated NPU. The output of
+# a lane beside the first comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that touch Megatron on the releases of the second line (tests/second_line).
 # --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
 # whole, so that a part that was interrupted or failed is run again alone.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
-# Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out. They run at the same time as those that
-# start processes, both of which use about one core; their output comes when both have ended.
+# Python 3.11, g++, the packages of tests/npu_sim); a line says why they were left out.
 # VENV_DIR=... uses another environment than .venv, EXTRAS_VENV=... another one than .venv-extras, NPU_SIM_VENV=... another one
 # than .venv-npu-sim.
 set -euo pipefail
@@ -70,6 +72,7 @@ found=no
 take_result() { # pytest says 5 where nothing was selected, as by -k
     [[ $1 -eq 5 ]] || found=yes
     [[ $1 -eq 0 || $1 -eq 5 ]] || status=$1
+    [[ $1 -ne 2 || -z "$in_lane" ]] || exit 2  # it was interrupted
 }
 run_tests() {
     local result=0
@@ -87,8 +90,9 @@ choose() {
 }
 
 # The simulated NPU has an environment of its own.
-start_beside() {
-    local reason="" tool
+npu_sim_lane() {
+    local reason="" tool result=0
+    choose npu_sim || return 0
     [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
     for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
         [[ -n "$reason" ]] || command -v "$tool" > /dev/null || reason="$tool was not found"
@@ -101,51 +105,92 @@ start_beside() {
         echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
         return
     fi
-    beside_output="$(mktemp)"
-    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" > "$beside_output" 2>&1 &
-    beside=$!
-}
-end_beside() {
-    local result=0
-    wait "$beside" || result=$?
-    beside=""
-    echo "tests/run.sh: the tests on the simulated NPU:"
-    cat "$beside_output"
-    rm "$beside_output"
+    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
     take_result "$result"
 }
-beside="" beside_output=""
-trap '[[ -z "$beside" ]] || { kill -INT "$beside"; wait "$beside"; rm -f "$beside_output"; } || true' EXIT
 
-if choose unit; then
-    cores="$(getconf _NPROCESSORS_ONLN)"
-    run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile "${files[@]}"
-fi
-if choose npu_sim; then
-    start_beside
-fi
+# tests/dist; with --all again on other releases of Megatron, which have environments of their own
+dist_lane() {
+    local release result
+    if choose dist; then
+        run_tests "${files[@]}"
+    fi
+    for release in 0.17.1 0.19.2; do
+        if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
+            result=0
+            VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
+            take_result "$result"
+        fi
+    done
+}
+
+# tests/e2e and tests/faults; with --all those of optional packages
+runs_lane() {
+    local extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
+    if choose runs; then
+        run_tests "${files[@]}"
+    fi
+    if [[ ${#select[@]} -eq 0 ]] && choose extras; then
+        if bash envs/cpu/extras.sh "$venv" "$extras"; then
+            "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
+            take_result "$result"
+        else
+            status=1  # --all asked for everything
+        fi
+    fi
+}
+
+lanes=() outputs=()
+start_beside() { # a lane, whose output is kept
+    outputs+=("$(mktemp)")
+    (
+        status=0 found=no in_lane=yes
+        "$1"
+        [[ "$found" == yes || $status -ne 0 ]] || status=5
+        exit "$status"
+    ) > "${outputs[-1]}" 2>&1 &
+    lanes+=("$!")
+}
+end_beside() {
+    local index result
+    for index in "${!lanes[@]}"; do
+        result=0
+        wait "${lanes[index]}" || result=$?
+        unset "lanes[index]"
+        cat "${outputs[index]}"
+        rm "${outputs[index]}"
+        take_result "$result"
+    done
+}
+stop_beside() { # pytest ends with a summary at this signal, which the shell of a lane ignores
+    local lane
+    for lane in ${lanes[@]+"${lanes[@]}"}; do
+        pkill -INT -P "$lane" || true
+        wait "$lane" || true
+    done
+    rm -f ${outputs[@]+"${outputs[@]}"}
+}
+in_lane=""
+trap stop_beside EXIT
+
+cores="$(getconf _NPROCESSORS_ONLN)"
 if [[ "$whole" == no ]]; then
     run_tests "${paths[@]}"
-elif choose processes; then
-    run_tests "${files[@]}"
-fi
-if [[ ${#select[@]} -eq 0 ]] && choose extras; then
-    extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
-    if bash envs/cpu/extras.sh "$venv" "$extras"; then
-        "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-        take_result "$result"
+else
+    if choose unit; then
+        run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "${files[@]}"
+    fi
+    free_gib="$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo 2> /dev/null || echo 0)"
+    if ((cores > 1 && ${free_gib:-0} >= 12)); then
+        start_beside npu_sim_lane
+        start_beside dist_lane
+        runs_lane
+        end_beside
     else
-        status=1  # --all asked for everything
+        dist_lane
+        runs_lane
+        npu_sim_lane
     fi
 fi
-# Other releases of Megatron have environments of their own, beside this one.
-for release in 0.17.1 0.19.2; do
-    if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
-        result=0
-        VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-        take_result "$result"
-    fi
-done
-[[ -z "$beside" ]] || end_beside
 [[ "$found" == yes || $status -ne 0 ]] || status=5
 exit "$status"

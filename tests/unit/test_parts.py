@@ -31,6 +31,7 @@ def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
     script = (TESTS / "run.sh").read_text()
     chosen = set(re.findall(r"choose ([a-z_]+)\b(?!-)", script))
     (releases,) = re.findall(r"for release in (.*); do\n.*choose \"megatron-\$release\"", script)
+    assert sorted(name for lane in parts._LANES for name in lane) == sorted(parts.ENVIRONMENTS)
     assert chosen | {f"megatron-{release}" for release in releases.split()} == parts.ENVIRONMENTS.keys()
 
 
@@ -45,7 +46,7 @@ def test_each_test_is_in_exactly_one_part(count: int, with_slow: bool) -> None:
                 for of_size in times[file]:
                     for position in range(len(of_size)):
                         of_size[position] += parts.is_in_share(position, len(of_size), share)
-        runs = with_slow or environment in ("unit", "processes", "npu_sim")
+        runs = with_slow or environment in ("unit", "dist", "runs", "npu_sim")
         assert sorted(times) == sorted(parts.list_files(environment) if runs else [])
         assert all(number == 1 for of_file in times.values() for of_size in of_file for number in of_size)
 
@@ -61,7 +62,7 @@ def test_parts_are_equally_long_by_what_files_took(with_slow: bool) -> None:
             for file, share in _shares(environment, part, 4, with_slow=with_slow).items():
                 low, high = map(float, share.split(":"))
                 of_file = sum(measured[file][: 1 + with_its_slow]) if file in measured else 0.0
-                seconds[-1] += of_file * (high - low) / (2 if environment == "unit" else 1)
+                seconds[-1] += of_file * (high - low)
     assert max(seconds) < 1.15 * min(seconds)
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-from patience import patient
+from vllm_program import run_program
 
 PROGRAM = """
 import json, sys
@@ -30,10 +28,13 @@ rest = (RolloutLayout(1, 1),)
 arguments = build_engine_arguments(sys.argv[1], config, adaptors.engine_hooks(), *rest, kv_bytes_per_token=1024)
 ascend = build_engine_arguments(sys.argv[1], config, VllmAscendHooks((0, 23)), *rest, kv_bytes_per_token=1024)
 engine = EngineArgs(**arguments).create_engine_config()
+published = build_engine_arguments(sys.argv[1] + "/internlm3", config, adaptors.engine_hooks(), *rest, kv_bytes_per_token=1024)
+internlm3 = EngineArgs(**published).create_engine_config().model_config
 print(json.dumps({
     "tokens": [engine.scheduler_config.max_num_batched_tokens, ascend["max_num_batched_tokens"]],
     "chunked": [engine.scheduler_config.enable_chunked_prefill, ascend["enable_chunked_prefill"]],
     "arguments": arguments["compilation_config"], "compile_sizes": engine.compilation_config.compile_sizes,
+    "rope": internlm3.hf_config.rope_parameters, "length": internlm3.max_model_len, "model": internlm3.architectures,
 }))
 """
 LLAMA = {
@@ -41,16 +42,22 @@ LLAMA = {
     "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128,
     "max_position_embeddings": 4096,
 }  # fmt: skip
+#: with Python code of its own, and frequencies that change beyond its length
+INTERNLM3 = LLAMA | {
+    "architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "rope_theta": 5e7,
+    "rope_scaling": {"rope_type": "dynamic", "factor": 6.0},
+    "auto_map": {"AutoConfig": "configuration_internlm3.InternLM3Config"},
+}  # fmt: skip
 
 
-def test_graphs_and_the_tokens_of_a_step_are_as_written(tmp_path: Path) -> None:
+def test_an_engine_gets_what_the_run_file_and_the_model_say(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, check=False, timeout=patient(300)
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    (tmp_path / "internlm3").mkdir()
+    (tmp_path / "internlm3" / "config.json").write_text(json.dumps(INTERNLM3))
+    found = run_program(PROGRAM, tmp_path)
     assert found["chunked"] == [False, True]
     assert found["tokens"] == [4096, 512]  # where prompts are not split, a step takes a whole one
     assert found["arguments"] == {"compile_sizes": [4], "cudagraph_capture_sizes": [1, 8]}
     assert found["compile_sizes"] == [4]
+    assert found["rope"] == {"rope_type": "default", "rope_theta": 5e7}  # as the trainer computes them
+    assert found["model"] == ["InternLM3ForCausalLM"] and found["length"] == 4096

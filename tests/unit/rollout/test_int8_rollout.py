@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from vllm_program import run_program
 
 PROGRAM = """
 import json, sys
@@ -119,19 +116,12 @@ try:
     pushes[0].prove(model, engine.hooks.unpack(model))
 except WeightDeliveryError as error:
     report["damaged"] = str(error)
-print("REPORT", json.dumps(report))
+print(json.dumps(report))
 """
 
 
 def _run(folder: Path, dtype: str, cache: str = "auto") -> dict[str, list[float]]:
-    from mindspeed_rl.platform.cpu import CpuPlatform
-
-    environment = {**os.environ, **CpuPlatform().worker_env()}
-    command = [sys.executable, "-c", PROGRAM, str(folder), dtype, cache]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
-    found = [line for line in ended.stdout.splitlines() if line.startswith("REPORT")]
-    assert found, ended.stderr[-3000:]
-    return json.loads(found[0].removeprefix("REPORT"))
+    return run_program(PROGRAM, folder, dtype, cache)
 
 
 @pytest.mark.slow
