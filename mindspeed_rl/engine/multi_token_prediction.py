@@ -16,8 +16,9 @@ layers.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -41,33 +42,50 @@ if TYPE_CHECKING:
     from mindspeed_rl.engine.batching import MicroBatch
 
 
-class _PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it."""
+#: name of the decoder layer inside: `transformer_layer` in megatron-core 0.16, `mtp_model_layer` in later releases
+_INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules) if field.name.endswith("_layer"))
 
-    def _get_embeddings(  # pyrefly: ignore[bad-override]  (the tokens of several layers)
+
+class _PredictionLayer(MultiTokenPredictionLayer):
+    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it.
+
+    The decoder layer inside has the name `transformer_layer` in every release, as it has in all their checkpoints.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        if _INNER != "transformer_layer":
+            self.transformer_layer = self._modules.pop(_INNER)
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__("transformer_layer" if name == _INNER and name not in self._modules else name)
+
+    def forward(  # pyrefly: ignore[bad-override]  (the tokens of several layers)
         self,
         input_ids: Sequence[Tensor],
         position_ids: Tensor,
-        embedding: Callable[..., Tensor],
         hidden_states: Tensor,
-        packed_seq_params: object = None,
-    ) -> tuple[Sequence[Tensor], Tensor, Tensor, Tensor]:
+        *,
+        embedding: Callable[..., Tensor],
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        """Return hidden states, the tokens of the layers after this one, and what else the release's block passes on."""
         decoder_input = embedding(input_ids=input_ids[0], position_ids=position_ids)
         hidden_states = make_viewless_tensor(inp=hidden_states, requires_grad=True, keep_graph=True)
         if not hidden_states.requires_grad:  # detached: a recomputed layer needs an input with a gradient
             hidden_states.requires_grad_(True)
-        return input_ids[1:], position_ids, decoder_input, hidden_states
 
-    def _checkpointed_forward(  # pyrefly: ignore[bad-override]  (called with these names alone)
-        self, forward_func: Callable[..., Tensor], hidden_states: Tensor, decoder_input: Tensor, **others: object
-    ) -> Tensor:
-        """Run the layer so that backward computes it again; Megatron's takes no layout of packed sequences."""
+        def compute(hidden: Tensor, embedded: Tensor) -> Tensor:
+            return self._proj_and_transformer_layer(hidden_states=hidden, decoder_input=embedded, **others)
 
-        def forward(hidden: Tensor, embedded: Tensor) -> Tensor:
-            return forward_func(hidden_states=hidden, decoder_input=embedded, **others)
-
-        distributes = self.config.distribute_saved_activations
-        return tensor_parallel.checkpoint(forward, distributes, hidden_states, decoder_input)
+        if self.config.recompute_granularity == "full" and self.training:
+            # Megatron's own recomputation takes no layout of packed sequences in release 0.16
+            distributes = self.config.distribute_saved_activations
+            hidden_states = tensor_parallel.checkpoint(compute, distributes, hidden_states, decoder_input)
+        else:
+            hidden_states = compute(hidden_states, decoder_input)
+        masks = (others["padding_mask"],) if "padding_mask" in others else ()  # from release 0.18 on
+        return hidden_states, input_ids[1:], position_ids, *masks
 
 
 def build_prediction_spec(
@@ -76,8 +94,9 @@ def build_prediction_spec(
     """Return the spec of the block of prediction layers, each of which has the one decoder layer of `inner`."""
     assert inner.layer_specs is not None
     (layer,) = inner.layer_specs
+    inner_layer: dict[str, Any] = {_INNER: layer}
     parts = MultiTokenPredictionLayerSubmodules(
-        enorm=norm, hnorm=norm, eh_proj=ColumnParallelLinear, transformer_layer=layer, layer_norm=norm
+        enorm=norm, hnorm=norm, layer_norm=norm, eh_proj=ColumnParallelLinear, **inner_layer
     )
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(module=_PredictionLayer, submodules=parts)] * num_layers)
 

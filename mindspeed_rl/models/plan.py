@@ -141,6 +141,12 @@ def lay_out_model(
             f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the {linear.num_key_heads} key "
             "heads of the model's gated delta nets (linear_num_key_heads), which are computed on one rank each."
         )
+    if model_config.sparse_attention is not None and model_config.num_attention_heads % (tp * cp):
+        raise ValueError(
+            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the model's "
+            f"{model_config.num_attention_heads} attention heads; sparse attention exchanges full heads under either "
+            "context_parallel_algo"
+        )
     num_expert_ranks, expert_tp_size = config.expert_sizes
     layout = Layout(
         num_layers=model_config.num_layers,
@@ -203,24 +209,12 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
 
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
     """Raise ValueError where the multi-token-prediction layers of a model cannot be trained."""
-    key, pp = f"mtp_num_layers: {config.mtp_num_layers}", config.pipeline_model_parallel_size
+    key = f"mtp_num_layers: {config.mtp_num_layers}"
     if architecture.read_mtp_ops is None:
         raise ValueError(f"{key}: {architecture.name} has no multi-token-prediction layers; set it to 0.")
     architecture.read_mtp_ops(model_config, config.mtp_num_layers - 1, ExpertPacking())  # raises where a family has fewer
-    tied = pp > 1 and not model_config.untie_embeddings_and_output_weights
-    violations = {
-        "lora_target_modules: a LoRA run trains adapters of the decoder alone": bool(config.lora_target_modules),
-        "a model that sees images: embeddings of images are not shifted": model_config.vision is not None,
-        f"pipeline_model_parallel_size: {pp} and tied embeddings: the last stage would have the embedding twice": tied,
-    }
-    for reason in (reason for reason, is_violated in violations.items() if is_violated):
-        raise ValueError(f"{key} cannot be used with {reason}; remove one of the two.")
-    release = _read_megatron_release()
-    if release is not None and tuple(int(part) for part in release.split(".")[:2]) > _LAST_WITH_GROUPED_EXPERTS:
-        raise ValueError(
-            f"{key}: megatron-core {release} names the parts of these layers in another way than "
-            f"{'.'.join(map(str, _LAST_WITH_GROUPED_EXPERTS))}, whose block is trained; set it to 0."
-        )
+    if model_config.vision is not None:
+        raise ValueError(f"{key}: not available for a model that sees images, whose embeddings are not shifted; set it to 0.")
 
 
 def _read_megatron_release() -> str | None:

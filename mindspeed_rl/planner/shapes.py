@@ -169,9 +169,10 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
         if stage == layout.last_chunk[0]:
             total += sections["post"]
             # prediction layers share the embedding, of which their stage then has a copy
-            total += sections["pre"] if plan.model_config.mtp_num_layers and stage != layout.first_chunk[0] else none
+            copies = plan.model_config.mtp_num_layers > 0 and stage != layout.first_chunk[0]
+            total += sections["pre"] if copies else none
             # the head of a tied model is the embedding itself where one stage has both
-            total += sections.get("tied", none) if stage != layout.first_chunk[0] else none
+            total += sections.get("tied", none) if stage != layout.first_chunk[0] and not copies else none
         stages.append(total)
     return stages
 

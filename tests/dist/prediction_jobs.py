@@ -47,7 +47,8 @@ def first_step(setting: Setting) -> dict[str, Any]:
         engine.on_gradients = collect
         rows = masked_rows()
         micro_batch = engine._micro_batches(rows, setting.batching)[0]
-        weight = model.output_layer.weight.detach().clone()
+        tied = model.share_embeddings_and_output_weights
+        weight = (model.shared_embedding_or_output_weight() if tied else model.output_layer.weight).detach().clone()
         result = engine.train_step(rows, setting.batching, weighted_loss)
         logits = [
             (hidden.flatten(0, 1)[targets.hidden_index] @ weight.t()).numpy()

@@ -31,12 +31,14 @@ def _keys(family: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {name: tiny_prediction.Predicting.build(name).save(tmp_path_factory.mktemp(name)) for name in _FAMILIES}
+    names = (*_FAMILIES, "qwen3_5_tied")
+    return {name: tiny_prediction.Predicting.build(name).save(tmp_path_factory.mktemp(name)) for name in names}
 
 
 @pytest.mark.parametrize("detaches", [False, True], ids=["whole", "detached"])
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=() if one in ("deepseek_v3", "mimo") else _SLOW) for one in _FAMILIES]
+    "family",
+    [pytest.param(one, marks=() if one in ("deepseek_v3", "mimo") else _SLOW) for one in (*_FAMILIES, "qwen3_5_tied")],
 )
 def test_logits_losses_and_gradients_are_those_of_the_plain_computation(
     ranks: Callable[[int], Ranks], folders: dict[str, Path], family: str, detaches: bool
@@ -84,6 +86,8 @@ _LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "TP2 SP padded": ("qwen3_5", 2, {"keys": SP, "packed": False}),
     "PP2": ("deepseek_v3", 2, {"keys": PP}),
     "PP2 uneven": ("qwen3_5", 2, {"keys": PP | {"num_layer_list": "2,1"}}),
+    "PP2 tied": ("qwen3_5_tied", 2, {"keys": PP | {"num_layer_list": "2,1"}}),
+    "PP2 tied detached": ("qwen3_5_tied", 2, {"keys": PP | {"num_layer_list": "1,2", "mtp_detach_heads": True}}),
     "CP2 ring": ("mimo", 2, {"keys": RING}),
     "CP2 ring padded": ("mimo", 2, {"keys": RING, "packed": False}),
     "CP2 Ulysses": ("qwen3_5", 2, {"keys": ULYSSES}),
@@ -96,10 +100,32 @@ _QUICK = ("TP2 SP", "PP2", "CP2 ring")
 @pytest.mark.parametrize("layout", [pytest.param(name, marks=() if name in _QUICK else _SLOW) for name in _LAYOUTS])
 def test_every_layout_trains_as_one_process_does(ranks: Callable[[int], Ranks], folders: dict[str, Path], layout: str) -> None:
     family, size, changes = _LAYOUTS[layout]
-    alone = ranks(1).run(jobs.train, setting=Setting(str(folders[family]), _keys(family)))
-    changes = changes | {"keys": _keys(family, **changes.get("keys", {}))}
+    keys = _keys(family, **changes.get("keys", {}))
+    loss = {name: value for name, value in keys.items() if name.startswith("mtp_")}
+    alone = ranks(1).run(jobs.train, setting=Setting(str(folders[family]), loss))
+    changes = changes | {"keys": keys}
     reports = ranks(size).run(jobs.train, setting=Setting(str(folders[family]), **changes), timeout_s=240)
     assert_same_training(reports, alone, tolerance=2e-5)
+
+
+_ADAPTERS = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
+
+
+@_SLOW
+@pytest.mark.parametrize("layout", ["TP2", "PP2"])
+def test_adapters_of_the_layers_train_alike_and_nothing_else_does(
+    ranks: Callable[[int], Ranks], folders: dict[str, Path], layout: str
+) -> None:
+    family, sizes = "qwen3_5_tied", {"TP2": SP, "PP2": PP | {"num_layer_list": "2,1"}}[layout]
+    folder, keys = str(folders[family]), _keys(family, **_ADAPTERS)
+    alone = ranks(1).run(jobs.train, setting=Setting(folder, keys))
+    reports = ranks(2).run(jobs.train, setting=Setting(folder, keys | sizes), timeout_s=240)
+    assert_same_training(reports, alone, tolerance=2e-5)
+    published = load_file(f"{folder}/model.safetensors")
+    changed = {name for name, value in published.items() if not np.array_equal(value.numpy(), alone[0]["weights"][name])}
+    adapted = r"(q|k|v|o|gate|up|down)_proj|in_proj_\w+|out_proj"
+    assert all(re.search(rf"\.({adapted})\.weight$", name) for name in changed)
+    assert {f"mtp.layers.0.{name}.weight" for name in ("self_attn.o_proj", "mlp.down_proj")} <= changed
 
 
 @pytest.mark.parametrize("keys", [pytest.param({}, marks=_SLOW), PP], ids=["one process", "PP2"])

@@ -22,6 +22,7 @@ _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     # every second layer has full attention, as prediction layers have
     "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "apart"),
+    "qwen3_5_tied": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": True}, 3, "apart"),
     "qwen3_next": (
         lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4},
         3,
@@ -34,7 +35,7 @@ _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     ),
     "mimo": (lambda: tiny_hf.CONFIGS["untied"].to_dict() | {"num_hidden_layers": 3}, 2, "mimo"),
 }
-FAMILIES = tuple(_MODELS)
+FAMILIES = tuple(name for name in _MODELS if not name.endswith("_tied"))
 #: names of the projection, the norms of embedding and hidden state, and the last norm
 _NAMES = {
     "numbered": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),

@@ -131,6 +131,15 @@ def _prediction_layers(cfg: RunConfig) -> Iterator[Violation]:
             "token after each one, so that the end of a shared prompt has no state that is the same in all samples",
             ({"rl_config.use_prefix_grouper": False}, none),
         )
+    push = cfg.generate_config.lora_push if cfg.generate_config is not None else None
+    if count and not cfg.is_supervised and push == "adapter":
+        yield Violation(
+            "prediction_adapters",
+            {"megatron_training.mtp_num_layers": count, "generate_config.lora_push": "adapter"},
+            f"megatron_training.mtp_num_layers ({count}) excludes generate_config.lora_push: adapter, as vLLM's adapters have "
+            "no prediction layers",
+            ({"generate_config.lora_push": "merged"}, none),
+        )
 
 
 def _roles(cfg: RunConfig) -> Iterator[Violation]:

@@ -346,7 +346,8 @@ def test_prediction_layers_train_in_sft_with_the_weight_of_their_loss() -> None:
     assert values(imported("--mtp_num_layers 1", base.format("sft")), *keys) == [1, 0.1, False]
     run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3", base.format("pt"))
     assert values(run, *keys) == [1, 0.3, False]
-    assert "next to adapters" in refusal("--mtp_num_layers 1 --tuner_type lora", base.format("sft"))
+    run = imported("--mtp_num_layers 1 --tuner_type lora", base.format("sft"))
+    assert values(run, *keys) == [1, 0.1, False] and "their adapters train" in run.translated["--mtp_num_layers"]
     assert "next to a preference loss" in refusal("--mtp_num_layers 1", base.format("rlhf --rlhf_type dpo"))
     assert "computes no loss" in imported("--mtp_num_layers 1").without_effect["--mtp_num_layers"]
     assert values(imported("--mtp_loss_scaling_factor 0.3", base.format("sft")), *keys) == [None] * 3

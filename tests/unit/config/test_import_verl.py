@@ -325,7 +325,6 @@ def test_the_length_is_verls() -> None:
         ("algorithm.use_pf_ppo=True", "PF-PPO"),
         (f"{A}.optim.optimizer=sgd", "the optimizer sgd"),
         (f"{A}.qat.enable=True", "quantization-aware training"),
-        (f"{PREDICTION} {M}.lora.rank=8", "prediction layers that train next to adapters"),
         (f"{M}.mtp.enable=True {M}.mtp.enable_rollout=True {M}.mtp.method=eagle3", "as drafts by the method eagle3"),
         (f"{A}.megatron.override_transformer_config.mtp_num_layers=2", "another number of prediction layers"),
         ("algorithm.adv_estimator=gae critic.model.path=m critic.model.mtp.enable_train=True", "prediction layers of a critic"),
@@ -369,8 +368,11 @@ def test_prediction_layers_train_with_verls_weight_and_their_drafts_are_those_of
     }
     # FSDP trains none, and layers that are only kept do not train
     for options in (PREDICTION.replace("megatron", "fsdp"), f"model_engine=megatron {M}.mtp.enable=True"):
-        run = imported(options)
+        run = imported(f"{options} {factor}")
         assert values(run, *keys, key) == [None] * 4 and f"{M}.mtp.enable" in run.without_effect
+        # what is dropped is named
+        name = factor.partition("=")[0]
+        assert name not in run.translated and "reads megatron_training.mtp_loss_scaling_factor" in run.without_effect[name]
 
 
 def test_a_rollout_in_int8_is_quantized_from_the_trained_weights_and_other_formats_are_refused_by_name() -> None:

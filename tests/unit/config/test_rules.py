@@ -46,6 +46,11 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
         "prediction_prefixes",
         ["megatron_training.mtp_num_layers (1)", "use_prefix_grouper"],
     ),
+    (
+        {M: {"mtp_num_layers": 1, "lora_r": 8, "lora_target_modules": ["linear_qkv"]}, G: {"lora_push": "adapter"}},
+        "prediction_adapters",
+        ["megatron_training.mtp_num_layers (1)", "lora_push: adapter"],
+    ),
     ({M: {"split": "90,ten"}}, "split_shares", ["actor_config.split", "'90,ten'", "95,5,0"]),
     ({R: {"reference_resource": {"num_npus": 8}}}, "integrated_reference", ["reference_resource", "use_integrated_worker"]),
     ({"ref_config": {"lr": 1.0}}, "integrated_reference", ["ref_config", "integrated_mode_config.ref_model_load_path"]),

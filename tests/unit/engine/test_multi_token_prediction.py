@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from test_engine_batching import CPU, random_rows, shapes
@@ -80,15 +78,26 @@ def test_operations_of_the_layer_are_its_products_its_attention_and_a_head(deeps
     assert costs[1].per_squared_token - costs[0].per_squared_token == pytest.approx(2 * heads * (192 + 128) / 2)
 
 
-@pytest.mark.parametrize(
-    ("model", "keys", "words"),
-    [
-        ("Qwen2.5-7B", {}, "mtp_num_layers: 1: qwen2 has no multi-token-prediction layers"),
-        ("deepseek", {"lora_target_modules": ["linear_qkv"]}, "mtp_num_layers: 1 cannot be used with lora_target_modules"),
-    ],
-)
-def test_what_cannot_train_is_refused_with_the_key(deepseek: Path, tmp_path: Path, model: str, keys: Any, words: str) -> None:
-    if model != "deepseek":
-        (tmp_path / "config.json").write_text((MODELS / f"{model}.json").read_text())
-    with pytest.raises(ValueError, match=re.escape(words)):
-        plan_model(MegatronConfig(mtp_num_layers=1, **keys), deepseek if model == "deepseek" else tmp_path)
+def test_a_tied_head_is_the_copy_of_the_embedding_on_the_last_stage(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2, "hidden_size": 64,
+        "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024,
+        "rms_norm_eps": 1e-6, "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
+        "max_position_embeddings": 512, "tie_word_embeddings": True, "hidden_act": "silu", "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"], "mtp_num_hidden_layers": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    def count(stages: int, layers: int) -> list[int]:
+        config = MegatronConfig(mtp_num_layers=layers, pipeline_model_parallel_size=stages)
+        return [elements.parameters for elements in count_stage_elements(plan_model(config, tmp_path), config)]
+
+    layer = count(1, 1)[0] - count(1, 0)[0]
+    assert [b - a for a, b in zip(count(2, 0), count(2, 1))] == [0, layer]
+
+
+def test_a_family_without_such_layers_is_refused_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODELS / "Qwen2.5-7B.json").read_text())
+    with pytest.raises(ValueError, match="mtp_num_layers: 1: qwen2 has no multi-token-prediction layers"):
+        plan_model(MegatronConfig(mtp_num_layers=1), tmp_path)

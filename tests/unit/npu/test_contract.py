@@ -35,10 +35,6 @@ REMOVED_VARIABLES = {"VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE": (0, 25)}
 GUARDED = {"mindspeed_rl/engine/lora_experts.py": {"megatron": {"0.16.1"}}}
 #: name -> releases without it; our code looks before it uses the name, and refuses the key that asks for it
 MISSING = {"torch_npu.npu_ring_attention_update": {"2.9.0"}}
-#: name -> releases that take other arguments; the key `mtp_num_layers` is refused with them
-OTHER_ARGUMENTS = {
-    "megatron.core.transformer.multi_token_prediction.MultiTokenPredictionLayerSubmodules": {"0.17.1", "0.18.0", "0.19.2"}
-}
 
 RECORD = json.loads(contract.PINNED.read_text())
 USES = contract.uses(contract.ROOT / "mindspeed_rl")
@@ -66,9 +62,7 @@ def problems(uses: list[contract.Use], package: str) -> list[str]:
                 found.append(f"{use.where}: {use.name} is not in the record of {package} {version}")
             elif names[use.name] and use.keywords is not None:
                 wrong = contract.accepts(names[use.name], use.keywords, use.positional or 0)
-                if version in OTHER_ARGUMENTS.get(use.name, ()):
-                    assert wrong, f"{use.name} is as our code calls it in {version}"
-                elif wrong:
+                if wrong:
                     found.append(f"{use.where}: {use.name} {wrong} in {package} {version}")
     return found
 
