@@ -6,11 +6,13 @@ The ranks are processes without Ray, prepared before they import Megatron.
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import time
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from typing import cast
 
 from mindspeed_rl import platform, registry
 from mindspeed_rl.config import MegatronConfig, Objective, RLConfig, RunConfig
@@ -37,6 +39,10 @@ class CountJob:
         platform: name of the device kind.
         world_size: ranks.
         rows, tokens: of an update on one rank, and of each row.
+        engine_ranks, engines_sharing_experts: of a rollout engine, and of a model's experts; where the ranks that are counted
+            do not divide by them, the largest number that divides both.
+        engine_dtype: of the rollout's weights.
+        bucket_bytes: limit of the bytes in flight on a rank during a push.
         plain: Megatron alone trains, in place of the suite's engine.
     """
 
@@ -50,6 +56,10 @@ class CountJob:
     world_size: int
     rows: int
     tokens: int
+    engine_ranks: int
+    engines_sharing_experts: int
+    engine_dtype: str
+    bucket_bytes: int
     plain: bool = False
 
     @property
@@ -89,6 +99,8 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
     # the first rank of the last stage: it has head and loss
     shown = job.world_size - job.world_size // config.pipeline_model_parallel_size
     records = ours[shown], None if plain is None else plain[shown]
+    copies, num_bytes = cast(list[int], ours[shown].pop("least_of_push"))
+    bounds["push"] = LowerBound(copies, 1, collective_bytes=num_bytes)  # each slice is written, and the proof is read
     settings = _describe_settings(job, shown)
     return (
         json.dumps(encode_costs(*records, bounds, settings), indent=2) if as_json else format_costs(*records, bounds, settings)
@@ -126,6 +138,10 @@ def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: i
         world_size=config.pipeline_model_parallel_size * ranks,
         rows=rows,
         tokens=tokens,
+        engine_ranks=cfg.generate_config.infer_tensor_parallel_size,
+        engines_sharing_experts=cfg.generate_config.infer_expert_parallel_size,
+        engine_dtype="bfloat16" if cfg.generate_config.dtype == "bfloat16" else "float32",
+        bucket_bytes=cfg.generate_config.update_weights_bucket_mb << 20,
     )
 
 
@@ -172,7 +188,8 @@ def _describe_settings(job: CountJob, shown: int) -> dict[str, str]:
         f"vocabulary {model_config.vocab_size}",
         "layout": f"{layout}{', sequence parallel' if config.sequence_parallel and sizes['TP'] > 1 else ''}; rank {shown}",
         "iteration": f"log-probs and one optimizer step on {job.rows} rows of {job.tokens} tokens in "
-        f"{len(job.micro_batch_rows)} micro-batches; training state off the device and back",
+        f"{len(job.micro_batch_rows)} micro-batches; the weights pushed to an engine laid out as vLLM's over "
+        f"{math.gcd(job.engine_ranks, job.world_size)} of {job.world_size} ranks; training state off the device and back",
     }
 
 

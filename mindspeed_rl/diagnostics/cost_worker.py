@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import accumulate
 from typing import Any, cast
@@ -24,23 +26,36 @@ from mindspeed_rl.adaptors import fused_steps
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.diagnostics.cost_iteration import CountJob
-from mindspeed_rl.engine import parallel, vocab
+from mindspeed_rl.engine import parallel, train_engine, vocab
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.build import batch_shape, build_model, plan_transformer_config
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.optimizer import build_optimizer, ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel
+from mindspeed_rl.engine.sparse_attention import SparseCoreAttention
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec
 from mindspeed_rl.platform.cost_ledger import CostLedger
+from mindspeed_rl.resharding.destinations import read_destinations
+from mindspeed_rl.resharding.exchange import Exchange
+from mindspeed_rl.resharding.layouts import InferenceLayout, Slice, slice_shape
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.workers.roles import build_micro_batching
+
+#: parameters that vLLM makes of several tensors
+_FUSED = ((re.compile(r"\b[qkv]_proj\b"), "qkv_proj"), (re.compile(r"\b(gate|up)_proj\b"), "gate_up_proj"))
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 
 
 def count(job: CountJob) -> dict[str, object]:
     """Return the cost of this rank's iteration; collective over all ranks."""
     parallel.init_distributed(job.config, job.plan.layout.vpp)
-    trainer = _MegatronTrainer(job) if job.plain else _SuiteTrainer(job)
-    return _count_second(trainer.iterate, trainer.inner)
+    if job.plain:
+        plain = _MegatronTrainer(job)
+        return _count_second(plain.iterate, plain.inner)
+    trainer = _SuiteTrainer(job)
+    return _count_second(trainer.iterate, trainer.inner) | {"least_of_push": trainer.least_of_push}
 
 
 def _build_rows(job: CountJob) -> Rows:
@@ -77,8 +92,57 @@ def _count_second(iterate: Callable[[CostLedger], None], inner: _Inner) -> dict[
     return ledger.record()
 
 
+class _EngineModel(nn.Module):
+    """Weights laid out as vLLM's: query, key and value fused, gate and up fused, experts stacked. It computes nothing."""
+
+    def __init__(self, layout: InferenceLayout, stream: WeightStream, num_experts: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        # HF tensor -> (slice, parameter, expert, first row) of each part on this rank
+        self._parts: dict[str, list[tuple[Slice, str, int, int]]] = {}
+        rows: dict[str, dict[int, int]] = {}
+        columns: dict[str, tuple[int, ...]] = {}
+        for tensor, slices in layout.list_slices(stream.ops, num_experts=num_experts).items():
+            name, expert = tensor, 0
+            if found := _EXPERT.fullmatch(tensor):
+                name, expert = f"{found[1]}.{'w2' if found[3] == 'down' else 'w13'}_weight", int(found[2])
+            for pattern, fused in _FUSED:
+                name = pattern.sub(fused, name)
+            name = name.replace(".", "-")  # a module's parameters have no dots
+            for tensor_slice in (tensor_slice for tensor_slice, ranks in slices.items() if dist.get_rank() in ranks):
+                height, *width = slice_shape(tensor_slice)
+                of_experts = rows.setdefault(name, {})
+                first = of_experts.get(expert, 0)
+                self._parts.setdefault(tensor, []).append((tensor_slice, name, expert, first))
+                of_experts[expert], columns[name] = first + height, tuple(width)
+        self._experts = {name: sorted(of_experts) for name, of_experts in rows.items()}
+        for name, of_experts in rows.items():
+            stacked = (len(of_experts),) if "experts-w" in name else ()
+            shape = (*stacked, max(of_experts.values()), *columns[name])
+            zeros = torch.zeros(shape, dtype=dtype, device=stream.trained.device)
+            self.register_parameter(name, nn.Parameter(zeros, requires_grad=False))
+
+    def resize(self, *, awake: bool) -> None:
+        """Give the weights their memory, or take it away, as an engine that sleeps while the trainer works."""
+        for parameter in self.parameters():
+            parameter.untyped_storage().resize_(parameter.nbytes if awake else 0)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy this rank's parts of full tensors to their parameters."""
+        parameters = dict(self.named_parameters())
+        for tensor, full in weights:
+            for tensor_slice, name, expert, first in self._parts.get(tensor, ()):
+                part = full[tuple(slice(*side) for side in tensor_slice)]
+                data = parameters[name].data
+                plane = data[self._experts[name].index(expert)] if data.dim() > part.dim() else data
+                plane[first : first + part.size(0)].copy_(part)
+
+
 class _SuiteTrainer:
-    """The suite's engine: log-probs, an update, training state off the device and back."""
+    """The suite's engine: log-probs, an update, its weights pushed, training state off the device and back.
+
+    Attributes:
+        least_of_push: copies and bytes that a push cannot do without.
+    """
 
     def __init__(self, job: CountJob) -> None:
         config, rl = job.config, job.rl
@@ -90,13 +154,26 @@ class _SuiteTrainer:
         self._log_probs = build_micro_batching(rl, "actor", rl.actor_forward_micro_batch_size or config.micro_batch_size or 1)
         self._loss = partial(policy_loss, objective=job.objective)
         engine = self._engine
+        stream = WeightStream(engine.model, bucket_bytes=job.bucket_bytes)
+        world = dist.get_world_size()
+        tensor = math.gcd(job.engine_ranks, world)
+        sharing = math.gcd(job.engines_sharing_experts, world // tensor)
+        layout = InferenceLayout(tensor, world // tensor, sharing > 1, sharing)
+        dtype = getattr(torch, job.engine_dtype)
+        self._rollout = _EngineModel(layout, stream, job.plan.layout.num_experts, dtype)
+        trained = stream.trained
+        places = read_destinations(self._rollout, self._rollout.load_weights, trained.shapes, dtype)
+        self._push = WeightPush(trained, places, Exchange.from_world(), replica=dist.get_rank() // (tensor * sharing))
+        self._rollout.resize(awake=False)
+        self.least_of_push = [len(places.needs()), self._push.needed_bytes]
         self.inner: _Inner = [
             (engine, "_micro_batches", "micro-batches"),
             (PolicyModel, "_postprocess", "head"),
             (vocab._VocabLogProbs, "backward", "head, backward"),
             (engine, "loss_step", "loss"),
             (engine.model.transformer_config, "finalize_model_grads_func", "gradients"),
-            (engine.optimizer, "step", "optimizer"),
+            (train_engine, "compute_squared_norms", "optimizer"),
+            (train_engine, "step_with_norm", "optimizer"),
         ]
 
     def iterate(self, ledger: CostLedger) -> None:
@@ -106,6 +183,12 @@ class _SuiteTrainer:
             engine.forward(self._rows, self._log_probs)
         with ledger.at("update"):
             engine.train_step(self._rows, self._update, self._loss, PolicyBatch.from_inputs)
+        self._rollout.resize(awake=True)
+        with ledger.at("push"):
+            self._push.write(self._rollout)
+            with ledger.at("proof"):
+                self._push.prove(self._rollout)
+        self._rollout.resize(awake=False)
         with ledger.at("offload"):
             engine.offloader.offload(optimizer=True, grads=True, params=True)
         with ledger.at("onload"):
@@ -132,7 +215,7 @@ class _MegatronTrainer:
             plan.model_config,
             transformer,
             norm=norm,
-            core_attention=DotProductAttention,
+            core_attention=DotProductAttention if plan.model_config.sparse_attention is None else SparseCoreAttention,
             linear_attention=GatedDeltaNet,
             layout=plan.layout,
         )

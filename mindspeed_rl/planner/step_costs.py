@@ -122,7 +122,7 @@ def _group_by_phase(record: _Record) -> dict[str, dict[str, float]]:
     for phase, size in record["peak_bytes"].items():
         phases[phase]["peak_mib"] = size / _MIB
     phases.pop("outside", None)
-    order = ("log-probs", "update", "offload", "onload")
+    order = ("log-probs", "update", "push", "offload", "onload")
 
     def rank(phase: str) -> tuple[int, str]:
         first = phase.split(" / ")[0]

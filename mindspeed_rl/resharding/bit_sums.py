@@ -27,6 +27,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from mindspeed_rl import platform
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -50,11 +51,12 @@ def bit_sum(tensor: Tensor) -> int:
     return int(sum_groups([[(full_slice(tuple(tensor.shape)), tensor)]])) & MASK
 
 
-def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
-    """Return the sum of the shares in each group: [groups] int64, which wraps modulo 2^64; synchronizes a device once.
+def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]], device: torch.device | None = None) -> Tensor:
+    """Return the sum of the shares in each group: [groups] int64, which wraps modulo 2^64.
 
     Args:
         groups: of parts: a slice of a full tensor, of one or two dimensions, and its elements in that shape.
+        device: of the result; None for the host's memory, for which the host waits once where elements are elsewhere.
     """
     by_loops, by_torch = _CompiledSums(), _TorchSums()
     count = elements = 0
@@ -69,6 +71,8 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]]) -> Tensor:
             compiled = view.is_cpu and (elements > _UNCOMPILED or _COMPILED in sys.modules)
             (by_loops if compiled else by_torch).add(group, tensor_slice, view)
     totals = by_loops.totals(count)
+    if device is not None:
+        totals = platform.current().to_device([totals], device)[0]
     by_torch.add_to(totals)
     return totals
 
@@ -140,7 +144,8 @@ class _TorchSums:
         """Add the sums to those of their groups."""
         self._sum()
         for groups, sums in self._sums.values():
-            totals.index_add_(0, torch.tensor(groups), torch.cat(sums).cpu())  # synchronizes once
+            index = platform.current().to_device([torch.tensor(groups)], totals.device)[0]
+            totals.index_add_(0, index, torch.cat(sums).to(totals.device))
 
     def _sum(self) -> None:
         for batch in self._batches():

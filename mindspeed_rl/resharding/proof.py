@@ -66,8 +66,13 @@ class _ChunkSums:
 
     def wait(self) -> list[int]:
         """Return the sum of each chunk, by its index."""
+        return self.wait_with(self._sums[:0])[0]
+
+    def wait_with(self, others: Tensor) -> tuple[list[int], list[int]]:
+        """Return the sum of each chunk, and other sums that are read in the same transfer."""
         self._work.wait()
-        return [value & MASK for value in self._sums.tolist()]
+        values = [value & MASK for value in torch.cat([self._sums, others]).tolist()]
+        return values[: len(self._sums)], values[len(self._sums) :]
 
 
 @torch.no_grad()
@@ -87,18 +92,15 @@ def compute_chunk_sums(
         exchange: of the group.
         device: of the group's messages.
     """
-    mine = [index for index, chunk in enumerate(plan.chunks) if chunk.prover == exchange.rank]
-    assert sources is not None or not mine, "a rank without shards proves nothing"
 
     def views(chunk: Chunk) -> Iterator[tuple[Slice, Tensor]]:
-        assert sources is not None
+        if chunk.prover != exchange.rank:
+            return
+        assert sources is not None, "a rank without shards proves nothing"
         name = plan.tensors[chunk.tensor].name
-        return ((part, view.to(dtypes[name])) for part, view in sources.views(name, chunk.tensor_slice))
+        yield from ((part, view.to(dtypes[name])) for part, view in sources.views(name, chunk.tensor_slice))
 
-    sums = torch.zeros(len(plan.chunks), dtype=torch.int64)
-    if mine:
-        sums[mine] = sum_groups(views(plan.chunks[index]) for index in mine)
-    return _ChunkSums(sums.to(device), exchange)
+    return _ChunkSums(sum_groups((views(chunk) for chunk in plan.chunks), device), exchange)
 
 
 def compare(
@@ -142,14 +144,14 @@ def compare(
                 shares.append((parameter, tensor, tensor_slice))
                 yield [(tensor_slice, elements)]
 
-        actual = sum_groups(views()).tolist()  # while the other ranks' sums are transferred
-        sums = trained.wait()
+        # computed while the other ranks' sums are transferred
+        sums, actual = trained.wait_with(sum_groups(views(), device))
         totals: dict[tuple[str, str], int] = {}
         for (name, tensor, tensor_slice), share in zip(shares, actual):
             if tensor in destinations.loaded.get(name, ()):
                 totals[name, tensor] = totals.get((name, tensor), 0) + share
             # padding is 0
-            elif share & MASK != (_sum_need(plan, sums, tensor, tensor_slice) if tensor else 0):
+            elif share != (_sum_need(plan, sums, tensor, tensor_slice) if tensor else 0):
                 wrong.append(name)
         for (name, tensor), total in totals.items():
             full = _sum_need(plan, sums, tensor, full_slice(destinations.shapes[tensor]))
