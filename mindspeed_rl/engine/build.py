@@ -25,6 +25,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.multi_token_prediction import build_prediction_spec
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
+from mindspeed_rl.engine.sparse_attention import SparseCoreAttention
 from mindspeed_rl.engine.vision import VisionEncoder, add_to_layers, build_tower
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, prediction_layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations
@@ -162,6 +163,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     transformer = plan_transformer_config(config, plan)
     # not a module itself, but a factory of one
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
+    core_attention = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
     models: list[GPTModel] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     with platform.current().preserve_rng_state():
@@ -171,7 +173,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 model_config,
                 transformer,
                 norm=norm,
-                core_attention=CoreAttention,
+                core_attention=core_attention,
                 linear_attention=GatedDeltaNet,
                 layout=layout,
                 vp_stage=vp_stage,
@@ -179,7 +181,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             )
             blocks = [spec]
             if model_config.mtp_num_layers and (pp_rank, stage) == layout.last_chunk:
-                blocks.append(prediction_layer_spec(model_config, transformer, norm=norm, core_attention=CoreAttention))
+                blocks.append(prediction_layer_spec(model_config, transformer, norm=norm, core_attention=core_attention))
             if config.recompute_activation_function and not platform.current().megatron_kernels:
                 for block in blocks:
                     recompute_activations(block)

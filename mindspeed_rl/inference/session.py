@@ -220,6 +220,17 @@ def open_session(options: SessionOptions) -> Session:
             "--engine megatron: its cache has no states of gated delta nets, which this model has; use --engine vllm"
         )
     max_len = options.max_length or model.model_config.max_position_embeddings
+    if (sparse := model.model_config.sparse_attention) is not None:
+        if options.engine == "vllm" and device.name == "cpu":
+            raise ValueError(
+                f"--engine vllm: vLLM's CPU build has no sparse attention, which this model has; use --engine megatron with "
+                f"--max-length up to {sparse.topk}, where it equals full attention"
+            )
+        if options.engine == "megatron" and max_len > sparse.topk:
+            raise ValueError(
+                f"--engine megatron: its cache has no keys of this model's indexer, so --max-length ({max_len}) can be up to "
+                f"{sparse.topk} (index_topk of config.json), where all tokens are attended to"
+            )
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,

@@ -32,6 +32,7 @@ ARCHITECTURES: dict[str, str] = {
     "qwen3_5_moe_vl": "mindspeed_rl.models.qwen3_vl:QWEN3_5_MOE_VL",
     "deepseek_v2": "mindspeed_rl.models.deepseek_v2:DEEPSEEK_V2",
     "deepseek_v3": "mindspeed_rl.models.deepseek_v3:DEEPSEEK_V3",
+    "deepseek_v32": "mindspeed_rl.models.deepseek_v32:DEEPSEEK_V32",
     "gemma2": "mindspeed_rl.models.gemma2:GEMMA2",
     "gemma3": "mindspeed_rl.models.gemma3:GEMMA3",
     "glm4": "mindspeed_rl.models.glm4:GLM4",
@@ -115,6 +116,8 @@ def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
         unread = []
         for key in keys:
             # no key has a value of this form, so that a family refuses it in those that it reads
+        if expected.sparse_attention is not None and not any(key.startswith("index_") for key in hf_config):
+            continue
             with contextlib.suppress(ValueError):
                 if family.read_model_config({**hf_config, key: ["?"]}) == expected:
                     unread.append(key)

@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -127,6 +128,10 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         and not model_config.multi_latent_attention
     ):
         _set_yarn(config, model_config.rope_scaling)
+    if model_config.sparse_attention is not None:
+        # latent attention hands its input to core attention then; only now, because Megatron's own core attention of that
+        # name refuses context parallelism, and its config with it
+        config.experimental_attention_variant = "dsa"
     return config
 
 
@@ -256,6 +261,7 @@ def layer_spec(
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
+        core_attention: for a model with an indexer one that takes its shape, too.
         linear_attention: the gated delta net of hybrid models.
         layout: the layout the config was made with; needed when it has no-op layers.
         vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
@@ -364,6 +370,8 @@ def _one_layer(
                 "sinks": model_config.attention_sinks,
             },
         )
+    if model_config.sparse_attention is not None:
+        attention.core_attention = ModuleSpec(module=core_attention, params={"shape": model_config.sparse_attention})
     if model_config.qk_layernorm_after_rope:
         params = {"norm": norm, "attention": attention.core_attention}
         attention.core_attention = ModuleSpec(module=NormalizedAttention, params=params)
@@ -459,6 +467,10 @@ def build_gpt_model(
             return (both, *factor) if factor else both
 
         model.rotary_pos_emb.register_forward_hook(append_local, with_kwargs=True)
+    if model_config.sparse_attention is not None:
+        for module in model.modules():
+            if isinstance(module, MLASelfAttention):
+                module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
     if pre_process and model_config.embedding_scale is not None:
         # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
         # and the factor is rounded to the output's dtype first, as transformers does

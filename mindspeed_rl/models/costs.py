@@ -25,7 +25,7 @@ class ModelFlops:
     """Operations of a forward pass over a sequence of s tokens: per_token * s + per_squared_token * s^2.
 
     Two operations a weight and token (the embedding is looked up, not multiplied; of the experts the chosen ones count), and
-    causal attention: 2 * s^2 * heads * head size a layer.
+    causal attention: 2 * s^2 * heads * head size a layer. With an indexer half of that for its heads.
     """
 
     per_token: float
@@ -56,7 +56,11 @@ class ModelFlops:
             state = 3 * linear.key_head_dim * linear.value_head_dim
             inside = _LINEAR_CHUNK * (linear.key_head_dim + linear.value_head_dim)
             weights += len(linear.layers) * linear.num_value_heads * (state + inside)
-        return cls(2.0 * weights, 2.0 * attended * model_config.num_attention_heads * head)
+        attention = attended * model_config.num_attention_heads * head
+        if (sparse := model_config.sparse_attention) is not None:
+            # full attention, of which a mask leaves some tokens; and one product of the indexer instead of two
+            attention += attended * sparse.n_heads * sparse.head_dim / 2
+        return cls(2.0 * weights, 2.0 * attention)
 
     def training(self, lengths: Iterable[int]) -> float:
         """Return the operations of forward and backward over these sequences; backward costs twice forward."""
@@ -130,14 +134,16 @@ def measure_head_share(architecture: Architecture, model_config: ModelConfig, pr
 def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1) -> int:
     """Return the bytes of a token on one of `tensor` ranks, which caches full heads, at least one.
 
-    Latent attention caches one head, on every rank; gated delta nets cache no token (`state_bytes_per_sequence`).
+    Latent attention caches one head, on every rank, and the key of an indexer; gated delta nets cache no token
+    (`state_bytes_per_sequence`).
 
     Args:
         itemsize: bytes of a cached value.
     """
     if model_config.multi_latent_attention:
         assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
-        return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim) * itemsize
+        index = 0 if model_config.sparse_attention is None else model_config.sparse_attention.head_dim
+        return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim + index) * itemsize
     heads, layers = -(-model_config.num_query_groups // tensor), model_config.num_layers
     if model_config.linear_attention is not None:
         layers -= len(model_config.linear_attention.layers)

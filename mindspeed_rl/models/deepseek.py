@@ -112,13 +112,25 @@ def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightO
             norm_op(f"{attention}.q_layernorm.weight", f"{hf_attention}.q_a_layernorm.weight", q_rank, layer),
             linear("linear_q_up_proj", "q_b_proj", heads * query, q_rank, query),
         ]
-    return [
-        *ops,
+    ops += [
         linear("linear_kv_down_proj", "kv_a_proj_with_mqa", kv_rank + rope, hidden),
         norm_op(f"{attention}.kv_layernorm.weight", f"{hf_attention}.kv_a_layernorm.weight", kv_rank, layer),
         linear("linear_kv_up_proj", "kv_b_proj", heads * key_value, kv_rank, key_value),
         attention_output_op(model_config, layer, heads * model_config.v_head_dim),
     ]
+    if (sparse := model_config.sparse_attention) is not None:
+        assert q_rank is not None
+        indexer, hf_indexer = f"{attention}.core_attention.indexer", f"{hf_attention}.indexer"
+        # every rank has all heads of the indexer
+        for name, hf_name, shape in (
+            ("linear_wq_b.weight", "wq_b.weight", (sparse.n_heads * sparse.head_dim, q_rank)),
+            ("linear_wk.weight", "wk.weight", (sparse.head_dim, hidden)),
+            ("k_norm.weight", "k_norm.weight", (sparse.head_dim,)),
+            ("k_norm.bias", "k_norm.bias", (sparse.head_dim,)),
+            ("linear_weights_proj.weight", "weights_proj.weight", (sparse.n_heads, hidden)),
+        ):
+            ops.append(WeightOp(f"{indexer}.{name}", (f"{hf_indexer}.{hf_name}",), (shape,), layer=layer))
+    return ops
 
 
 def layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:

@@ -66,6 +66,18 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class SparseAttention:
+    """Indexer of latent attention that attends to some tokens alone; the names are Megatron's, after `dsa_indexer_`.
+
+    Each query attends to the ``topk`` tokens before it, itself included, that the indexer scores highest.
+    """
+
+    n_heads: int
+    head_dim: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class VisionConfig:
     """Vision tower of a model with its projector, and the way in which the language model sees images.
 
@@ -187,6 +199,7 @@ class ModelConfig:
     qk_head_dim: int | None = None
     qk_pos_emb_head_dim: int | None = None
     v_head_dim: int | None = None
+    sparse_attention: SparseAttention | None = None
 
     mtp_num_layers: int = 0
 

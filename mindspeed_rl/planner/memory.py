@@ -452,6 +452,8 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
         attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
+        if (sparse := model_config.sparse_attention) is not None:  # queries and keys, and float32 weights of its heads
+            attention += (sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads
     elif linear is not None and layer in linear.layers:
         keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
         # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,

@@ -114,7 +114,12 @@ def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> 
 
 
 def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
-    """Raise ValueError for a policy that the rollout engine of this device kind does not compute in this format."""
+    """Raise ValueError for a policy that the rollout engine of this device kind does not compute, or not in this format."""
+    if platform == "cpu" and plan.model_config.sparse_attention is not None:
+        raise ValueError(
+            f"actor_config: no rollout of this model ({plan.architecture.name}) on cpu: vLLM's CPU build has no sparse "
+            "attention; supervised stages train it"
+        )
     if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
         raise ValueError(
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "

@@ -34,6 +34,7 @@ from mindspeed_rl.checkpoint.source import ModelOptions, open_hf
 from mindspeed_rl.cli.convert import main as convert
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
+from mindspeed_rl.engine.sparse_attention import SparseCoreAttention
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm
 from mindspeed_rl.models.layout import Layout
@@ -50,6 +51,7 @@ OTHERS: dict[str, dict] = {
     "qwen3-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "deepseek2-lite": {"ep": 2},
     "deepseek3": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "deepseek32": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "qwen2-tied": {"pp": 2, "noop_layers": (0, 3, 4, 5)},
     "qwen3": {"pp": 2, "num_layer_list": (1, 3)},
     "qwen3-next": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
@@ -61,7 +63,7 @@ OTHERS: dict[str, dict] = {
     "gemma3": {"pp": 2},
     "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},
 }
-NEW = ("gpt-oss", "glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan")
+NEW = ("gpt-oss", "glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan", "deepseek32")
 DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5", *NEW)
 REWARD = ("llama", "qwen3")
 
@@ -102,7 +104,8 @@ def build(model_config: ModelConfig, layout: Layout, sequence_parallel: bool) ->
         pipeline_dtype=torch.float32,
         sequence_parallel=sequence_parallel,
     )
-    parts = {"norm": RMSNorm, "core_attention": CoreAttention, "linear_attention": GatedDeltaNet}
+    core = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
+    parts = {"norm": RMSNorm, "core_attention": core, "linear_attention": GatedDeltaNet}
     spec = layer_spec(model_config, config, **parts, layout=layout)
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     model = build_gpt_model(model_config, config, spec, pre_process=first, post_process=last, parallel_output=False)

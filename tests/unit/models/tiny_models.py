@@ -120,6 +120,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3.5-moe": lambda: _config("Qwen3_5MoeText", **HYBRID_MOE),
     "deepseek2-lite": lambda: _config("DeepseekV2", **DEEPSEEK, q_lora_rank=None, rope_parameters=DEEPSEEK_YARN),
     "deepseek3": lambda: _config("DeepseekV3", **DEEPSEEK, q_lora_rank=32, n_group=2, topk_group=1, norm_topk_prob=True),
+    "deepseek32": lambda: _config(
+        "DeepseekV32",
+        **DEEPSEEK,
+        **{"q_lora_rank": 32, "n_group": 2, "topk_group": 1, "rope_parameters": DEEPSEEK_YARN},
+        # so many heads that none of the scores are 0, and equal
+        **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 7},
+    ),
     "gemma2": lambda: _config(
         "Gemma2",
         head_dim=16,
