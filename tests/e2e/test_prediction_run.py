@@ -60,7 +60,13 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def standalone_server(task: Path, folder: Path, *words: str) -> Iterator[list[str]]:
     """The keys of a run that generates on a server that a user started with these words."""
     port = find_free_port()
-    base = ["--platform=cpu", f"--model={task / 'model'}", "--dtype=float32", "--max-model-len=64", "--kv-cache-memory-gib=0.05"]
+    base = [
+        "--platform=cpu",
+        f"--model={task / 'model'}",
+        "--dtype=float32",
+        "--max-model-len=64",
+        "--kv-cache-memory-gib=0.05",
+    ]
     command = [sys.executable, "-m", "mindspeed_rl.cli.main", "rollout", "--port", str(port), *base, *words]
     environment = {**os.environ, "MINDSPEED_RL_SERVER_TOKEN": "secret", "OMP_NUM_THREADS": "1"}
     (folder / "token").write_text("secret")
@@ -92,17 +98,19 @@ def test_the_layer_that_trains_makes_the_drafts_of_an_engine_and_of_servers(task
     words = "--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1})
     with standalone_server(task, tmp_path, *words) as at:
         runs.append(finished(task, tmp_path / "standalone server", *_KEYS, *_DRAFTS, *at))
-    proven = {record["rollout/proven_parameters"] for record in plain.metrics}
+
+    def column(run: Command, name: str) -> list[float]:
+        return [record[name] for record in run.metrics]
+
     for run in runs:
         assert samples(run) == samples(plain)
-        # the parameters of the layer too, and the same ones by every way
-        assert {record["rollout/proven_parameters"] for record in run.metrics} == {
-            record["rollout/proven_parameters"] for record in runs[0].metrics
-        }
-        assert run.metrics[0]["rollout/proven_parameters"] > max(proven)
-        losses = [record["actor/mtp_loss"] for record in run.metrics]
-        assert losses[-1] < losses[0]
-        assert run.metrics[-1]["rollout/draft_acceptance"] > 0.3
+        losses = column(run, "actor/mtp_loss")
+        assert losses == pytest.approx(column(plain, "actor/mtp_loss")) and losses[-1] < losses[0]
+        # the parameters of the layer are proven too
+        assert min(column(run, "rollout/proven_parameters")) > max(column(plain, "rollout/proven_parameters"))
+        for name in ("rollout/proven_parameters", "rollout/draft_acceptance"):
+            assert column(run, name) == column(runs[0], name)
+    assert max(column(runs[0], "rollout/draft_acceptance")) > 0
 
 
 @pytest.mark.slow
