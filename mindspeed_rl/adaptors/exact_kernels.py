@@ -13,6 +13,7 @@ of neighbours; a column of a product depends on nothing but that column |
 among those of one |
 | rotation, SiLU | in float32 by single operations: torch's fused ones round the last elements of a tensor otherwise |
 | norms | torch's kernel, which computes row by row |
+| experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |
 
 Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
 `check` finds out whether the products of this processor keep the first rule. Gradients are those of other runs: they need not
@@ -34,6 +35,8 @@ from mindspeed_rl.adaptors.cpu_attention import CausalAttention, split_into_bloc
 
 #: rows of a product: a multiple of the first, at most the second
 ROWS, _MAX_ROWS = 16, 256
+#: the same of attention, whose products are many and small
+QUERY_ROWS = 8
 #: keys whose values are added up in one product
 KEY_BLOCK = 128
 #: elements that one instruction adds up, in any order that depends on their number alone
@@ -46,6 +49,8 @@ def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     Args:
         product: [m, k] -> [m, ...], each row on its own.
     """
+    if len(rows) <= _MAX_ROWS and not len(rows) % ROWS:
+        return product(rows)
     parts = []
     for block in rows.split(_MAX_ROWS):
         count = block.size(0)
@@ -59,7 +64,7 @@ def matmul(x: Tensor, matrix: Tensor, slices: int = 1) -> Tensor:
     rows = x.reshape(-1, x.size(-1))
     pairs = zip(rows.chunk(slices, 1), matrix.chunk(slices))
     parts = [multiply_rows(lambda block, part=part: torch.mm(block, part), columns) for columns, part in pairs]
-    return add_slices(parts).view(*x.shape[:-1], -1)
+    return add_slices(parts).view(*x.shape[:-1], matrix.size(1))
 
 
 def add_slices(slices: Sequence[Tensor]) -> Tensor:
@@ -127,6 +132,55 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(heads.dtype)
 
 
+# ---------------------------------------------------------------- experts
+
+
+def add_experts(outputs: Tensor) -> Tensor:
+    """Return the sums [n, d] of weighted outputs [n, k, d] of each token's experts, which are in the order of their numbers."""
+    total = outputs[:, 0].float()
+    for index in range(1, outputs.size(1)):
+        total = total + outputs[:, index]
+    return total.to(outputs.dtype)
+
+
+class _AddExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, outputs: Tensor, tokens: Tensor, count: int) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
+        ctx.save_for_backward(tokens)
+        return add_experts(outputs.index_select(0, tokens.argsort(stable=True)).view(count, -1, outputs.size(-1)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # pyrefly: ignore[bad-override]  (as above)
+        return grad.index_select(0, *ctx.saved_tensors), None, None
+
+
+def unpermute(outputs: Tensor, tokens: Tensor, count: int) -> Tensor:
+    """Return the sums [count, d] of outputs [p, d] of experts in the order of their numbers, each for one of the tokens [p]."""
+    return _AddExperts.apply(outputs, tokens, count)
+
+
+def compute_experts(x: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Return what a token's experts make of [n, d] tokens, as Megatron computes it; no gradient.
+
+    Args:
+        up: [experts, 2 f, d], of gates and values.
+        down: [experts, d, f].
+        weights: [n, k] float32; the activations are multiplied by them.
+        ids: [n, k].
+    """
+    ids, order = ids.long().sort(1)
+    scales, pairs = weights.gather(1, order).flatten(), ids.flatten().argsort(stable=True)
+    counts = torch.bincount(ids.flatten(), minlength=len(up)).tolist()
+    outputs = x.new_empty(len(pairs), x.size(1))
+    for expert, of_expert in enumerate(pairs.split(counts)):
+        if len(of_expert):
+            gates, values = matmul(x[of_expert // ids.size(1)], up[expert].t()).chunk(2, -1)
+            scaled = (silu(gates) * values * scales[of_expert, None]).to(x.dtype)
+            outputs[of_expert] = matmul(scaled, down[expert].t())
+    return add_experts(outputs.view(*ids.shape, -1))
+
+
 # ---------------------------------------------------------------- attention
 
 
@@ -134,16 +188,19 @@ def attend(scores: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Return softmax(scores) @ values of blocks of keys.
 
     Args:
-        scores: [b, r, t] float32, -inf for hidden keys; overwritten.
+        scores: [b, r, t] float32, -inf for hidden keys; overwritten. Rows are filled up for the products alone.
         values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; of the first of all b alone
             where the others have no key in a block.
     """
+    count = scores.size(1)
     probs = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
+    sums = sum_rows(probs)[..., None]
+    probs = functional.pad(probs, (0, 0, 0, -count % QUERY_ROWS)) if count % QUERY_ROWS else probs
     out = torch.bmm(probs[..., :KEY_BLOCK], values[0])
     for index, value in enumerate(values[1:], 1):
         used = len(value)
         out[:used] += torch.bmm(probs[:used, :, index * KEY_BLOCK : (index + 1) * KEY_BLOCK], value)
-    return out.div_(sum_rows(probs)[..., None])
+    return out[:, :count].div_(sums)
 
 
 class _ExactAttention(CausalAttention):
@@ -190,6 +247,10 @@ def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm, slices: int =
     Raises:
         RuntimeError: they do not.
     """
+    heads = torch.arange(2.0 * 64 * 64).view(2, 64, 64).sin()
+    few = torch.bmm(heads[:, :QUERY_ROWS], heads[:, : 2 * ROWS].transpose(1, 2))
+    if not torch.equal(few, torch.bmm(heads, heads.transpose(1, 2))[:, :QUERY_ROWS, : 2 * ROWS]):
+        raise RuntimeError("rl_config.exact_log_probs: products of attention on this processor depend on the number of queries")
     for dtype in (torch.float32, torch.bfloat16):
         for width in (64, 896, 4864):
             # sines need all the digits there are

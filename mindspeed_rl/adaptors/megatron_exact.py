@@ -6,6 +6,8 @@
 | products that ranks add up | tensor_parallel.layers.RowParallelLinear.forward | in slices |
 | their sums | forward passes of two functions of tensor_parallel.mappings | in pairs of neighbours, where a collective \
 has an order of its own |
+| routers, experts | moe_utils.RouterGatingLinearFunction.forward, token_dispatcher.unpermute | blocks of rows; outputs of \
+experts are added up in the order of their numbers |
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | in float32, by operations that round alike at every place |
 
 Attention, SiLU and the sums of the head are called through `adaptors`. It can go when torch's own operators are
@@ -70,6 +72,18 @@ def _reduce_scatter(
     return exact_kernels.add_slices(parts.chunk(group.size()))
 
 
+def _route(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    ctx.save_for_backward(x, weight, bias)
+    ctx.router_dtype, ctx.input_dtype, ctx.weight_dtype = dtype, x.dtype, weight.dtype
+    logits = exact_kernels.matmul(x.to(dtype), weight.to(dtype).t())
+    return logits if bias is None else logits + bias.to(dtype)
+
+
+def _unpermute(outputs: Tensor, tokens: Tensor, restore_shape: torch.Size, probs: Tensor | None = None, **_: object) -> Tensor:
+    assert probs is None  # experts multiply by them
+    return exact_kernels.unpermute(outputs, tokens, restore_shape[0])
+
+
 def apply(slices: int) -> None:
     """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
 
@@ -99,6 +113,10 @@ def apply(slices: int) -> None:
     mappings: Any = importlib.import_module(f"{_PREFIX}.tensor_parallel.mappings")
     mappings._ReduceFromModelParallelRegion.forward = staticmethod(_all_reduce)
     mappings._ReduceScatterToSequenceParallelRegion.forward = staticmethod(_reduce_scatter)
+    experts: Any = importlib.import_module(f"{_PREFIX}.transformer.moe.token_dispatcher")
+    experts.unpermute = _unpermute
+    routers: Any = importlib.import_module(f"{_PREFIX}.transformer.moe.moe_utils")
+    routers.RouterGatingLinearFunction.forward = staticmethod(_route)
     rotary: Any = importlib.import_module(f"{_PREFIX}.models.common.embeddings.rope_utils")
     # another factor is of a model that plays no part in the rollout
     cpu_rope.adapt(rotary, exact_kernels.rotate, _make_tables, scales=False)

@@ -4,6 +4,9 @@
 |---|---|---|
 | products | dispatch_cpu_unquantized_gemm | blocks of rows; biases are added after the result is rounded, as Megatron does |
 | products that ranks add up | RowParallelLinear.forward | in slices, added in pairs of neighbours, and the bias once |
+| routers | GateLinear.forward | logits in float32, as Megatron has them |
+| experts | CPUUnquantizedExperts.apply, process_weights_after_loading | Megatron's order of operations; matrices as they are \
+loaded, which the kernel packs |
 | norms | RMSNorm.forward_cpu | the residual is rounded before it is normalized |
 | activation, rotation | SiluAndMul.forward_cpu, RotaryEmbedding.forward_cpu | those of the trainer |
 | attention | CPUAttentionBackendImpl.forward | the kernel divides keys by the lengths of a batch |
@@ -39,11 +42,11 @@ class _ExactLinear(LiveLinear):
         self._slices = [LiveLinear() for _ in range(slices)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        count = len(self._slices)
-        parts = []
-        for multiply, rows, matrix in zip(self._slices, x.reshape(-1, x.size(-1)).chunk(count, 1), weight.chunk(count, 1)):
+        count, rows, parts = len(self._slices), x.reshape(-1, x.size(-1)), []
+        pairs = [(rows, weight)] if count == 1 else zip(rows.chunk(count, 1), weight.chunk(count, 1))
+        for multiply, (columns, matrix) in zip(self._slices, pairs):
             product = functools.partial(multiply, weight=matrix, bias=None)
-            parts.append(exact_kernels.multiply_rows(product, rows))
+            parts.append(exact_kernels.multiply_rows(product, columns))
         out = exact_kernels.add_slices(parts).view(*x.shape[:-1], -1)
         return out if bias is None else out + bias
 
@@ -68,6 +71,27 @@ def _reduce(self: Any, input_: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
     return (out, self.bias if self.skip_bias_add else None) if self.return_bias else out
 
 
+def _route(self: Any, x: Tensor) -> Tensor | tuple[Tensor, None]:
+    """Compute `GateLinear.forward`."""
+    logits = exact_kernels.matmul(x.float(), self.weight.float().t())
+    logits = logits if self.bias is None else logits + self.bias.float()
+    return (logits, None) if self.return_bias else logits
+
+
+def _compute_experts(
+    self: Any,
+    output: Tensor,
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    *others: object,
+    **named: object,
+) -> None:
+    output.copy_(exact_kernels.compute_experts(hidden_states, w1, w2, topk_weights, topk_ids))
+
+
 def apply(slices: int) -> None:
     """Patch vLLM in this process, after its other adaptors and before an engine is built. Imports vLLM; idempotent.
 
@@ -83,6 +107,8 @@ def apply(slices: int) -> None:
     import vllm._custom_ops as kernels
     import vllm.model_executor.layers.utils as layer_utils
     from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import RowParallelLinear
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -111,6 +137,10 @@ def apply(slices: int) -> None:
     layer_utils.dispatch_cpu_unquantized_gemm = dispatch
     replaced[0].forward_cpu, replaced[1].forward_cpu, replaced[2].forward_cpu = normalize, activate, _rotate
     replaced[3].forward, replaced[3].do_kv_cache_update, replaced[4].forward = _attend, _cache, _reduce
+    experts: Any = CPUUnquantizedExperts
+    experts.apply, experts.process_weights_after_loading = _compute_experts, lambda self, layer: None
+    router: Any = GateLinear
+    router.forward = _route
     _applied = True
 
 
@@ -154,7 +184,7 @@ class _Step:
         prompts: (first token, end, cached blocks, keys) of requests with several tokens.
         tokens: [n] of the other requests, longest first.
         tables: cached blocks of those that have so many, for each block.
-        hidden: [n, keys] bool, True after a request's last token.
+        hidden: [n, keys] bool, True after a request's last token; up to the last token of all, a multiple of 32.
     """
 
     def __init__(self, metadata: Any) -> None:
@@ -170,7 +200,9 @@ class _Step:
         self.tokens, seen = torch.tensor([starts[i] for _, i in single]), torch.tensor([length for length, _ in single])
         counts = [int((seen > first).sum()) for first in range(0, single[0][0] if single else 0, KEY_BLOCK)]
         self.tables = [metadata.block_table[order[:count], block] for block, count in enumerate(counts)]
-        self.hidden = torch.arange(len(counts) * KEY_BLOCK) >= seen[:, None]
+        longest = single[0][0] if single else 0
+        # fewer keys would make products so small that another library computes them
+        self.hidden = torch.arange(longest + -longest % (2 * exact_kernels.ROWS)) >= seen[:, None]
 
 
 def _attend(
@@ -198,15 +230,16 @@ def _attend(
     if count := len(step.tokens):
         groups, shared = self.num_kv_heads, self.num_queries_per_kv
         rows = (query.index_select(0, step.tokens).float() * self.scale).view(count * groups, shared, -1)
-        rows = functional.pad(rows, (0, 0, 0, -shared % exact_kernels.ROWS))
-        scores = rows.new_full((*rows.shape[:2], step.hidden.size(1)), float("-inf"))
+        rows = functional.pad(rows, (0, 0, 0, -shared % exact_kernels.QUERY_ROWS))
+        scores = rows.new_full((len(rows), shared, step.hidden.size(1)), float("-inf"))
         cached = []
-        for block, table in enumerate(step.tables):
-            pair = [x.index_select(0, table).flatten(0, 1).float() for x in (keys, values)]
+        for table, columns in zip(step.tables, scores.split(KEY_BLOCK, 2)):
+            size = columns.size(2)
+            pair = [x[:, :, :size].index_select(0, table).flatten(0, 1).float() for x in (keys, values)]
             used = len(pair[0])
-            scores[:used, :, block * KEY_BLOCK : (block + 1) * KEY_BLOCK] = torch.bmm(rows[:used], pair[0].transpose(1, 2))
+            columns[:used] = torch.bmm(rows[:used], pair[0].transpose(1, 2))[:, :shared]
             cached.append(pair[1])
         scores.unflatten(0, (count, groups)).masked_fill_(step.hidden[:, None, None], float("-inf"))
-        out = exact_kernels.attend(scores, cached)[:, :shared]
+        out = exact_kernels.attend(scores, cached)
         output.view(len(output), -1).index_copy_(0, step.tokens, out.reshape(count, -1).to(output.dtype))
     return output

@@ -35,7 +35,7 @@ _ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
 #: keys of a role that may be a name on a hub
 _HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
 #: models whose layers `adaptors.exact_kernels` computes, and tests compare
-_EXACT_MODELS = ("llama", "qwen2", "qwen3")
+_EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 #: tokens whose probabilities these kernels add up at once
 _VOCAB_GROUP = 16
 
@@ -108,6 +108,7 @@ def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> 
         (name not in _EXACT_MODELS, f"this model ({name}); it has {', '.join(_EXACT_MODELS)}"),
         (model_config.sliding_window_layers, "layers that attend to a sliding window"),
         (scaling is not None and scaling.type != "llama3", f"rope_scaling of type {scaling and scaling.type}"),
+        (model_config.moe_router_pre_softmax, "routers whose softmax is over all experts (norm_topk_prob: false)"),
     ):
         if is_on:
             raise ValueError(f"rl_config.exact_log_probs (true) is not available with {reason}; set it to false")
@@ -364,8 +365,8 @@ def _plan_role(
     head: Literal["lm", "reward"] = "lm",
     iteration: int | None = None,
 ) -> RoleModel:
-    if name != "actor_config":  # multi-token-prediction layers are for training and drafts
-        config = dataclasses.replace(config, mtp_num_layers=0)
+    if name != "actor_config":  # multi-token-prediction layers are for training and drafts; an indexer trains in the actor
+        config = dataclasses.replace(config, mtp_num_layers=0, dsa_indexer_loss_coeff=0.0)
     try:
         plan = plan_model(config, source.hf_folder, head=head)
         if source.adapter is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from rollout_jobs import Pair, _shared_number  # applies the adaptors
 from training_jobs import KEYS, weighted_loss
 
 # isort: split
+import numpy as np
 import tiny_hf
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
@@ -31,6 +33,7 @@ from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.resharding.transfer import WeightStream
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+from mindspeed_rl.workers.rollout_replica import _build_routing_arguments
 
 _SIZES = {
     "vocab_size": 331, "hidden_size": 128, "intermediate_size": 176, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -42,6 +45,9 @@ MODELS: dict[str, transformers.PretrainedConfig] = {
     "qwen2": transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
     "qwen3": transformers.Qwen3Config(**_SIZES, head_dim=32, tie_word_embeddings=False),
     "llama": transformers.LlamaConfig(**_SIZES, rope_parameters=_SCALED, tie_word_embeddings=False),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**_SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, norm_topk_prob=True,
+        moe_intermediate_size=48, tie_word_embeddings=False),
+    "mixtral": transformers.MixtralConfig(**_SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
 }
 
 
@@ -126,7 +132,11 @@ def count_differences(
             )
             for shape in SHAPES
         }
-        trainer = engines[SHAPES[0]]
+        trainer, has_experts = engines[SHAPES[0]], plan.model_config.num_moe_experts is not None
+        if has_experts:
+            routed = RoutedLayers(model)
+            for engine in engines.values():
+                engine.routed = routed
         trainer.start_training(1)
         rollout = VllmEngine(
             folder,
@@ -143,6 +153,7 @@ def count_differences(
             Sampling(temperature, max_tokens, (1,), top_k=100),
             run_id=f"exact-{_shared_number()}",
             kv_bytes_per_token=4096,
+            engine_arguments=_build_routing_arguments("router_replay.mode") if has_experts else None,
         )
         pair = Pair(trainer, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, dtype=dtype)
         requests, rounds = _requests(num_samples), []
@@ -158,6 +169,9 @@ def count_differences(
                 },
             )
             sampled = torch.cat(rows.columns["rollout_log_probs"])
+            if has_experts:  # the last token of a response goes to experts of the trainer's choice
+                chosen = [torch.from_numpy(c.routing.astype(np.int16)) for c in completions if c.routing is not None]
+                rows = replace(rows, routing=[torch.cat([one, torch.full_like(one[:1], -1)]) for one in chosen])
             outputs = [engine.forward(rows, shape.batching) for shape, engine in engines.items()]
             computed = [torch.cat(output[0]) for output in outputs if output is not None]
             rounds.append(

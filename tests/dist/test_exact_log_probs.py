@@ -60,10 +60,17 @@ def test_no_bit_differs_between_a_trainer_of_two_ranks_and_engines_of_one(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model", jobs.MODELS)
 @pytest.mark.parametrize("form", FORMATS)
 def test_no_bit_differs_in_any_model_and_format(model: str, form: str, tmp_path: Path) -> None:
     check(tmp_path, model, form, 16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+def test_no_bit_differs_where_trainers_share_experts(model: str, form: str, tmp_path: Path) -> None:
+    check(tmp_path, model, form, 16, {"expert_model_parallel_size": 2}, max_tokens=100)
 
 
 @pytest.mark.slow

@@ -350,6 +350,24 @@ def _quantization(cfg: RunConfig) -> Iterator[Violation]:
             yield Violation("quantization", names, message, ({key: None},))
 
 
+def _exact_experts(cfg: RunConfig) -> tuple[tuple[object, str | None, str], ...]:
+    """Return what `exact_log_probs` cannot be used with where the actor has experts, as in `_exact_log_probs`."""
+    assert cfg.rl_config is not None and cfg.generate_config is not None
+    actor, generate, mode = cfg.actor_config, cfg.generate_config, cfg.rl_config.router_replay.mode
+    tensor, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
+    gathers = actor.moe_token_dispatcher_type == "allgather" and actor.expert_model_parallel_size > 1
+    split = ": the experts of this model are computed on one tensor-parallel rank"
+    return (
+        (cfg.platform == "npu", None, "with the experts of this model on npu"),
+        (mode != "R3" and mode, _MODE, ": set R3, so that both sides choose the same experts"),
+        (tensor > 1 and tensor, "actor_config.tensor_model_parallel_size", split),
+        (infer > 1 and infer, "generate_config.infer_tensor_parallel_size", split),
+        (generate.enable_expert_parallel and "true", "generate_config.enable_expert_parallel", ": engines have all experts"),
+        (actor.moe_grouped_gemm and "true", "actor_config.moe_grouped_gemm", ": experts are computed one by one"),
+        (gathers and "allgather", "actor_config.moe_token_dispatcher_type", ": it adds up the ranks in an order of its own"),
+    )
+
+
 def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
     """Check `exact_log_probs`, and what cannot be used with it; `trainers.model_plans` checks the model."""
     rl, generate, actor, key = cfg.rl_config, cfg.generate_config, cfg.actor_config, "rl_config.exact_log_probs"
@@ -364,7 +382,7 @@ def _exact_log_probs(cfg: RunConfig) -> Iterator[Violation]:
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
         (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
-        (not _is_dense(cfg) and actor.num_experts, None, "with the experts of this model"),
+        *(() if _is_dense(cfg) or not actor.num_experts else _exact_experts(cfg)),
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",

@@ -65,6 +65,45 @@ def test_zeros_at_the_end_change_no_sum(width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("ranks", "slices"), [(1, 3), (2, 2), (2, 8), (4, 8)])
+def test_ranks_that_add_their_own_slices_first_have_the_sum_of_one_rank(ranks: int, slices: int, dtype: torch.dtype) -> None:
+    x, matrix = normal(40, 960).to(dtype), normal(960, 60).to(dtype)
+    full = exact_kernels.matmul(x, matrix, slices)
+    torch.testing.assert_close(full.double(), x.double() @ matrix.double(), rtol=1e-2, atol=0.5)
+    of_ranks = [exact_kernels.matmul(a, b, slices // ranks) for a, b in zip(x.chunk(ranks, 1), matrix.chunk(ranks))]
+    assert torch.equal(exact_kernels.add_slices(of_ranks), full)
+    # and each has columns of other products
+    assert torch.equal(torch.cat([exact_kernels.matmul(x, columns, slices) for columns in matrix.chunk(ranks, 1)], 1), full)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_output_of_its_experts_among_any_others(dtype: torch.dtype) -> None:
+    x, up, down = normal(50, 32).to(dtype), normal(6, 48, 32).to(dtype), normal(6, 32, 24).to(dtype)
+    weights, ids = normal(50, 6).softmax(1).topk(3)
+    full = exact_kernels.compute_experts(x, up, down, weights, ids)
+    expected = torch.zeros(50, 32, dtype=torch.float64)
+    for token in range(50):
+        for weight, expert in zip(weights[token], ids[token]):
+            gate, value = (up[expert].double() @ x[token].double()).chunk(2)
+            expected[token] += weight.double() * (down[expert].double() @ (functional.silu(gate) * value))
+    torch.testing.assert_close(full.double(), expected, rtol=0.05, atol=1e-3 if dtype == torch.float32 else 2.0)
+    for first, end in ((0, 1), (7, 30), (49, 50)):
+        chosen = ids[first:end].flip(1)  # in any order of the experts
+        part = exact_kernels.compute_experts(x[first:end], up, down, weights[first:end].flip(1), chosen)
+        assert torch.equal(part, full[first:end])
+
+
+def test_outputs_of_experts_go_back_to_their_tokens_and_so_do_gradients() -> None:
+    tokens = torch.tensor([0, 2, 3, 1, 3, 0, 1, 2])  # of two experts each
+    outputs = normal(8, 5).requires_grad_()
+    sums = exact_kernels.unpermute(outputs, tokens, 4)
+    torch.testing.assert_close(sums, torch.stack([outputs[tokens == token].sum(0) for token in range(4)]))
+    slope = normal(4, 5)
+    (sums * slope).sum().backward()
+    assert torch.equal(outputs.grad, slope[tokens])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_silu_and_rotation_round_alike_at_every_place(dtype: torch.dtype) -> None:
     x, angles = normal(90, 66).to(dtype), normal(90, 33) * 100
     activated, turned = exact_kernels.silu(x), exact_kernels.rotate(x, angles.cos(), angles.sin())

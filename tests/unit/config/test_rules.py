@@ -365,7 +365,7 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
     ({R: EXACT, M: {"context_parallel_size": 2}}, *EXACT, ["context_parallel_size (2)"]),
     ({R: EXACT, G: {D: SUFFIX}}, *EXACT, [D, "several tokens"]),
     ({R: EXACT, G: {"kv_cache_dtype": "fp8"}}, *EXACT, ["kv_cache_dtype (fp8)"]),
-    ({R: EXACT, M: EXPERTS}, *EXACT, ["experts of this model"]),
+    ({R: EXACT, M: EXPERTS}, *EXACT, ["router_replay.mode (disabled)", "set R3", "one tensor-parallel rank"]),
     ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),
     ({G: {D: {"method": "medusa"}}}, D, ["method", "'medusa'", "ngram, suffix, draft_model"]),
