@@ -461,6 +461,9 @@ def _list_added_losses(cfg: RunConfig) -> dict[str, tuple[float, str]]:
         reach = "gradient to these layers alone" if detaches else "gradient to the model before them too"
         text = f"mean over {count} prediction layer(s) k of sum_t -log p_k(token t) / trained tokens; {reach}"
         losses["M"] = (train.mtp_loss_scaling_factor, text)
+    if weight := train.dsa_indexer_loss_coeff:
+        text = "sum over layers of KL(attention of all heads, scores of the indexer) over chosen tokens, mean over tokens"
+        losses["I"] = (weight, f"{text}; gradient to the indexers alone")
     if not train.num_experts:
         return losses
     # where neither the run file nor the model's config.json has one, it is 0

@@ -111,6 +111,8 @@ def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Lay
     if config.recompute_granularity == "selective":
         settings["recompute_modules"] = list(config.recompute_modules or ["core_attn"])
     settings |= {"attention_dropout": config.attention_dropout, "hidden_dropout": config.hidden_dropout}
+    if model_config.sparse_attention is not None:
+        settings["dsa_indexer_loss_coeff"] = config.dsa_indexer_loss_coeff
     if model_config.num_moe_experts:
         if config.moe_token_dispatcher_type == "allgather":
             if config.pipeline_model_parallel_size > 1:

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ from mindspeed_rl.models.plan import RouterBalancing
 
 if TYPE_CHECKING:
     from mindspeed_rl.engine.build import BuiltModel
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -61,36 +63,47 @@ class _Tokens:
         return values.new_zeros(len(self.factors), values.size(1)).index_add(0, self.groups, values)
 
 
-class _Routing:
-    """Routing of one router with its losses attached.
+class ArmedPasses(Generic[_T]):
+    """What a module takes for the forward pass that it is armed for, and again where backward recomputes that pass.
 
     It is armed before each forward pass of its chunk, as a replayed router is (`engine/router_replay.py`): the call for which
     it was armed is the forward pass, any other one recomputes in the order of the forward passes.
     """
 
-    def __init__(self, router: TopKRouter, balancing: RouterBalancing) -> None:
-        self._router, self._route, self._balancing = router, router.routing, balancing
-        # without sequence parallelism every tensor rank has all tokens, and the full gradient
-        self._group = router.tp_cp_group if router.config.sequence_parallel else router.cp_group
-        self.armed: _Tokens | None = None
-        self._again: deque[_Tokens] = deque()
-        router.routing = self  # pyrefly: ignore[method-assign]  (called as the method is)
+    def __init__(self) -> None:
+        self.armed: _T | None = None
+        self._again: deque[_T] = deque()
+
+    def take(self) -> _T | None:
+        """Return it; None for a pass that is not armed, and where no gradient is recorded."""
+        taken, self.armed = self.armed, None
+        if taken is not None:
+            self._again.append(taken)
+        elif self._again:
+            taken = self._again.popleft()
+        # a checkpointed layer has its graph in the second call
+        return taken if torch.is_grad_enabled() else None
 
     def reset(self) -> None:
         """Forget passes."""
         self.armed = None
         self._again.clear()
 
+
+class _Routing:
+    """Routing of one router with its losses attached."""
+
+    def __init__(self, router: TopKRouter, balancing: RouterBalancing) -> None:
+        self._router, self._route, self._balancing = router, router.routing, balancing
+        # without sequence parallelism every tensor rank has all tokens, and the full gradient
+        self._group = router.tp_cp_group if router.config.sequence_parallel else router.cp_group
+        self.passes = ArmedPasses[_Tokens]()
+        router.routing = self  # pyrefly: ignore[method-assign]  (called as the method is)
+
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return probabilities and choices of Megatron's router, [tokens, experts] each."""
         probs, routing_map = self._route(logits, *args, **kwargs)
-        tokens, self.armed = self.armed, None
-        if tokens is not None:
-            self._again.append(tokens)
-        elif self._again:
-            tokens = self._again.popleft()
-        # a checkpointed layer has its graph in the second call
-        if tokens is None or not torch.is_grad_enabled():
+        if (tokens := self.passes.take()) is None:
             return probs, routing_map
         flat = logits.view(-1, logits.size(-1))
         if tokens.positions is not None:
@@ -153,14 +166,14 @@ class RouterLosses:
         if id(micro_batch) not in self._tokens:
             self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
         for routing in self._chunks[chunk]:
-            routing.armed = self._tokens[id(micro_batch)]
+            routing.passes.armed = self._tokens[id(micro_batch)]
 
     def reset(self) -> None:
         """Clear the routers after a pass over all micro-batches, completed or failed."""
         self._tokens.clear()
         for chunk in self._chunks:
             for routing in chunk:
-                routing.reset()
+                routing.passes.reset()
 
     def _find_tokens(self, micro_batch: MicroBatch) -> _Tokens:
         lengths = torch.tensor([0] if micro_batch.is_filler else micro_batch.lengths)

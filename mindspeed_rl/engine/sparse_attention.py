@@ -18,10 +18,11 @@ parallelism ranks exchange tokens for heads, and gather what the indexer makes o
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,15 +31,22 @@ from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEm
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mindspeed_rl import adaptors
+from mindspeed_rl import adaptors, platform
+from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.router_losses import ArmedPasses
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 from mindspeed_rl.models.model_config import SparseAttention
+
+if TYPE_CHECKING:
+    from mindspeed_rl.engine.build import BuiltModel
 
 #: elements of a matrix of scores, of all heads, that exists at a time
 _SCORES = 1 << 25
@@ -231,7 +239,8 @@ class SparseCoreAttention(CoreAttention):
             raise ValueError(f"attention_dropout: {self.dropout} is not available with sparse attention; set it to 0.")
         self.ring = False
         self.topk, self.indexer = shape.topk, _Indexer(config, shape)
-        self.indexer.requires_grad_(False)
+        self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
+        self.passes = ArmedPasses[_TokenWeights]()
 
     def forward(
         self,
@@ -254,52 +263,150 @@ class SparseCoreAttention(CoreAttention):
         layout = packed_seq_params if isinstance(packed_seq_params, PackedLayout) else None
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         ranks = 1 if group is None else group.size()
-        if (key.size(0) * ranks if layout is None else max(layout.lengths)) <= self.topk:
+        longest, tokens = key.size(0) * ranks if layout is None else max(layout.lengths), self.passes.take()
+        if longest <= self.topk and tokens is None:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
-        if key.size(0) > query.size(0):
+        if key.size(0) > query.size(0) and layout is None:
             raise ValueError(f"sparse attention generates no more than {self.topk} tokens here, whose indexer has no cache.")
         assert x is not None and qr is not None
-        with torch.no_grad():
+        with contextlib.nullcontext() if tokens is not None else torch.no_grad():
             features = self.indexer(x.detach(), qr.detach(), layout)
+        weights = x.new_zeros(0) if tokens is None else tokens.values.view(query.size(0), -1)
         if layout is not None:
             query, key, value = (one.unsqueeze(1) for one in (query, key, value))
         order = layout
         if group is not None:
             order = layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks)
             query, key, value = map(order.order_naturally, self._split_heads(query, key, value, group))
-            features = IndexFeatures(
-                *(
-                    order.order_naturally(gather_from_sequence_parallel_region(one, False, group))
-                    for one in (features.queries, features.keys, features.weights)
-                )
+            *index, weights = (
+                order.order_naturally(gather_from_sequence_parallel_region(one, False, group)) if len(one) else one
+                for one in (features.queries, features.keys, features.weights, weights)
             )
+            features = IndexFeatures(*index)
+        groups = None if tokens is None else self._list_groups()
         tensors = (query, key, value, features.queries, features.keys, features.weights)
         if layout is None:
             query, key, value, *index = (one.transpose(0, 1) for one in tensors)
-            out, _ = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale)
-            out = out.transpose(0, 1)
+            results = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups)
+            out, divergences = (one.transpose(0, 1) for one in results)
         else:
-            out = self._inside_rows([one.squeeze(1) for one in tensors], layout).unsqueeze(1)
+            results = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
+            out, divergences = (one.unsqueeze(1) for one in results)
+        if tokens is not None:
+            out = MoEAuxLossAutoScaler.apply(out, tokens.add_up(divergences, weights))
         if group is not None and order is not None:
             out = heads_to_sequence(order.order_by_rank(out), group)
         return out.flatten(2) if layout is None else out.squeeze(1)
 
-    def _inside_rows(self, tensors: Sequence[Tensor], layout: PackedLayout) -> Tensor:
-        """Return the attention of packed sequences in natural order, [t, n, d_v].
+    def _list_groups(self) -> list[dist.ProcessGroup]:
+        """Return the groups of ranks that have other heads of the same tokens."""
+        # declared as if one could be missing
+        groups: list[Any] = [parallel_state.get_tensor_model_parallel_group(), parallel_state.get_context_parallel_group()]
+        return [group for group in groups if group.size() > 1]
+
+    def _inside_rows(
+        self, tensors: Sequence[Tensor], layout: PackedLayout, groups: Sequence[dist.ProcessGroup] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention of packed sequences in natural order, [t, n, d_v], and the divergences [t], 0 without `groups`.
 
         Args:
             tensors: query, key, value and the features, [t, ...] each.
         """
-        blocks = []
+        blocks: list[tuple[Tensor, Tensor]] = []
         for block in layout.view.groups:
             queries, keys = (block.gather, (block.rows, block.width)), (block.keys, (block.rows, block.key_width))
             query, key, value, *index = (
                 one.index_select(0, gather).unflatten(0, shape)
                 for one, (gather, shape) in zip(tensors, (queries, keys, keys, queries, keys, queries))
             )
-            if block.key_width <= self.topk:
+            if block.key_width <= self.topk and groups is None:
                 out = adaptors.causal_attention(query, key, value, self.scale)
+                blocks.append((out, index[2].new_zeros(out.shape[:2])))
             else:
-                out, _ = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale)
-            blocks.append(out.flatten(0, 1))
-        return torch.cat(blocks).index_select(0, layout.view.restore)
+                blocks.append(sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups))
+        out, divergences = (torch.cat([one.flatten(0, 1) for one in part]) for part in zip(*blocks))
+        return out.index_select(0, layout.view.restore), divergences.index_select(0, layout.view.restore)
+
+
+# ---------------------------------------------------------------- the indexer's loss
+
+
+@dataclass(frozen=True)
+class _TokenWeights:
+    """Tokens of a micro-batch for the loss of the indexers.
+
+    Attributes:
+        values: [n] float32, the number of sequences that have each computed token of this context-parallel rank; 0 for padding.
+        factor: 0-d float32, weight of a token's divergence.
+        sums: [1] float32, to which divergences are added.
+    """
+
+    values: Tensor
+    factor: Tensor
+    sums: Tensor
+
+    def add_up(self, divergences: Tensor, values: Tensor) -> Tensor:
+        """Return the loss of [s, b] divergences; `values` are those of the full sequences."""
+        total = (divergences * values).sum()
+        self.sums.add_(total.detach())
+        return total * self.factor
+
+
+class IndexerLosses:
+    """Loss of the indexers of all layers in training, on one rank.
+
+    It adds to the loss that is minimised (`engine/router_losses.py`), as DeepSeek's sparse training does,
+
+        dsa_indexer_loss_coeff * sum over layers of the mean over tokens t of  sum_s p_ts log(p_ts / softmax_s(I_ts))
+
+    over the chosen tokens s, where p_t is the sum of the attention weights of all heads, divided by their number, and constant:
+    the loss moves the indexers alone. The mean is over all tokens of the step, prompts included.
+    """
+
+    def __init__(self, model: BuiltModel, coeff: float) -> None:
+        """Attach them to the layers."""
+        self._coeff = coeff
+        self._chunks = [
+            [module.passes for module in chunk.modules() if isinstance(module, SparseCoreAttention)] for chunk in model.models
+        ]
+        self._tokens: dict[int, _TokenWeights] = {}
+        self._factor, self._sums, self._num_tokens = torch.zeros(()), torch.zeros(1), 0
+
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
+        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks.
+
+        Args:
+            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
+        """
+        self._num_tokens = sum(sum(one.lengths) for one in micro_batches if not one.is_filler)
+        totals = torch.stack([count, torch.full_like(count, self._num_tokens)])
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
+        self._factor = self._coeff * totals[0] / totals[1].clamp(min=1)
+        self._sums = torch.zeros(1, device=count.device)
+
+    def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        if id(micro_batch) not in self._tokens:
+            layout = micro_batch.packed
+            values = (micro_batch.tokens >= 0).float() * (not micro_batch.is_filler)
+            if layout is not None and layout.shared is not None and not micro_batch.is_filler:
+                # of all computed tokens, of which a context-parallel rank has a slice
+                real = layout.shared.representatives[: sum(micro_batch.lengths)]
+                first = parallel_state.get_context_parallel_rank() * len(values)
+                values = torch.bincount(real, minlength=len(layout.shared.computed)).float()[first : first + len(values)]
+            (values,) = platform.current().to_device([values], self._factor.device)
+            self._tokens[id(micro_batch)] = _TokenWeights(values, self._factor, self._sums)
+        for passes in self._chunks[chunk]:
+            passes.armed = self._tokens[id(micro_batch)]
+
+    def reset(self) -> None:
+        """Clear the layers after a pass over all micro-batches, completed or failed."""
+        self._tokens.clear()
+        for passes in (passes for chunk in self._chunks for passes in chunk):
+            passes.reset()
+
+    def metrics(self) -> PendingMetrics:
+        """Return the sum over layers of the mean divergence of a token, not read yet; collective over the pipeline stages."""
+        dist.all_reduce(self._sums, group=parallel_state.get_pipeline_model_parallel_group())
+        count = torch.full_like(self._sums[0], self._num_tokens)
+        return PendingMetrics({"indexer_loss": ("mean", (self._sums[0], count))})

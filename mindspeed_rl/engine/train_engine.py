@@ -41,6 +41,7 @@ from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, comp
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.engine.router_losses import RouterLosses
 from mindspeed_rl.engine.router_replay import RoutedLayers
+from mindspeed_rl.engine.sparse_attention import IndexerLosses
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.observability.metrics import Metrics, merge
 
@@ -119,6 +120,7 @@ class TrainEngine:
         self.routed: RoutedLayers | None = None
         self._router_losses: RouterLosses | None = None
         self._prediction_losses: PredictionLosses | None = None
+        self._indexer_losses: IndexerLosses | None = None
         self.float32_weights: Float32Weights | None = None
         self._num_counted: Tensor | None = None
         self.device = (
@@ -149,6 +151,8 @@ class TrainEngine:
         if num_layers := self.model.plan.model_config.mtp_num_layers:
             detaches = bool(self.config.mtp_detach_heads)
             self._prediction_losses = PredictionLosses(num_layers, self.config.mtp_loss_scaling_factor, detaches=detaches)
+        if self.config.dsa_indexer_loss_coeff:
+            self._indexer_losses = IndexerLosses(self.model, self.config.dsa_indexer_loss_coeff)
         transformer_config.finalize_model_grads_func = self._finalize_gradients
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
@@ -275,7 +279,7 @@ class TrainEngine:
                 (bias, bias.clone()) for chunk in self.chunks for name, bias in chunk.named_buffers() if "expert_bias" in name
             ]
             # losses whose weight does not depend on what the loss of the model divides by
-            added = [one for one in (self._router_losses, self._prediction_losses) if one is not None]
+            added = [one for one in (self._router_losses, self._prediction_losses, self._indexer_losses) if one is not None]
             for count in [self._count(micro_batches, loss_step)] if added else ():
                 for one in added:
                     one.start_step(micro_batches, count)
@@ -394,12 +398,15 @@ class TrainEngine:
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
         must_stop = self.config.reuse_fp32_param and not all(state.tolist())
-        # on the last stage
-        added = self._prediction_losses.metrics() if self._prediction_losses is not None and losses else {}
+        added = [] if self._indexer_losses is None else [self._indexer_losses.metrics()]
+        if self._prediction_losses is not None and losses:  # on the last stage
+            added.append(self._prediction_losses.metrics())
         squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
-        all_finite, counted, *read = PendingMetrics.read([*(one.metrics for one in losses), added], [*state.unbind(), *squares])
-        if added:
-            losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **added})
+        all_finite, counted, *read = PendingMetrics.read(
+            [*(one.metrics for one in losses), *added], [*state.unbind(), *squares]
+        )
+        for metrics in added if losses else ():
+            losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **metrics})
         roots = [square**0.5 for square in read]
         norm = roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
         if not checks or (all_finite and math.isfinite(norm)):
@@ -435,7 +442,7 @@ class TrainEngine:
         try:
             yield
         finally:
-            for layers in (self.routed, self._router_losses):
+            for layers in (self.routed, self._router_losses, self._indexer_losses):
                 if layers is not None:
                     layers.reset()
 
@@ -503,8 +510,9 @@ class TrainEngine:
             index, micro_batch = next(iterator)
             if self.routed is not None:
                 self.routed.arm(indices[id(chunk)], micro_batch)
-            if self._router_losses is not None and not forward_only:
-                self._router_losses.arm(indices[id(chunk)], micro_batch)
+            for one in (self._router_losses, self._indexer_losses) if not forward_only else ():
+                if one is not None:
+                    one.arm(indices[id(chunk)], micro_batch)
             request = HeadRequest(
                 micro_batch,
                 self.temperature,

@@ -147,6 +147,12 @@ def lay_out_model(
             f"{model_config.num_attention_heads} attention heads; sparse attention exchanges full heads under either "
             "context_parallel_algo"
         )
+    if config.dsa_indexer_loss_coeff:
+        reason = "its indexers get no adapters; leave out lora_target_modules" if config.lora_target_modules else None
+        if model_config.sparse_attention is None:
+            reason = f"{architecture.name} has no indexers"
+        if reason is not None:
+            raise ValueError(f"dsa_indexer_loss_coeff: {config.dsa_indexer_loss_coeff:g}: {reason}, or set it to 0.")
     num_expert_ranks, expert_tp_size = config.expert_sizes
     layout = Layout(
         num_layers=model_config.num_layers,

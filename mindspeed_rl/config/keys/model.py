@@ -127,6 +127,9 @@ class ModelKeys:
     mtp_detach_heads: bool | None = key(None,
         "their loss trains these layers alone, not the model before them; unset: true in RL, false in supervised stages",
         "MTP 损失只训练 MTP 层，不影响主干；不设时 RL 为 true，监督阶段为 false", needs=_PREDICTION, on_resume="exact")
+    dsa_indexer_loss_coeff: float = key(0.0,
+        "weight of the loss that trains the indexers of sparse attention; 0 leaves them as they are",
+        "稀疏注意力 indexer 的训练损失的权重；0 表示冻结 indexer", range=Bounds(0, 1e6), on_resume="fixed")
     moe_grouped_gemm: bool = key(False, "all experts of a device in one grouped product",
         "一个设备上的所有专家合成一次分组矩阵乘", needs=_EXPERTS, on_resume="exact")
     moe_permutation_async_comm: bool = key(False, "overlap token permutation with communication", "token 重排与通信重叠",

@@ -117,7 +117,8 @@ ELSEWHERE: dict[str, str] = {
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads",
+    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads "
+    "dsa_indexer_loss_coeff",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "freeze_vit freeze_aligner "
