@@ -19,10 +19,12 @@ VISION_VARIABLE = "MINDSPEED_RL_VISION"
 #: width of a head where config.json has no head_dim and the model type does not derive it from hidden_size
 _HEAD_SIZES = {
     "qwen3": 128,
+    "gemma": 256,
     "gemma2": 256,
     "gemma3_text": 256,
     "ernie4_5": 128,
     "minimax_m2": 128,
+    "hy_v3": 128,
     "seed_oss": 128,
     "glm4": 128,
     "qwen3_next": 256,

@@ -33,6 +33,7 @@ ARCHITECTURES: dict[str, str] = {
     "deepseek_v2": "mindspeed_rl.models.deepseek_v2:DEEPSEEK_V2",
     "deepseek_v3": "mindspeed_rl.models.deepseek_v3:DEEPSEEK_V3",
     "deepseek_v32": "mindspeed_rl.models.deepseek_v32:DEEPSEEK_V32",
+    "gemma": "mindspeed_rl.models.gemma:GEMMA",
     "gemma2": "mindspeed_rl.models.gemma2:GEMMA2",
     "gemma3": "mindspeed_rl.models.gemma3:GEMMA3",
     "glm4": "mindspeed_rl.models.glm4:GLM4",
@@ -46,6 +47,8 @@ ARCHITECTURES: dict[str, str] = {
     "ernie4_5": "mindspeed_rl.models.ernie4_5:ERNIE4_5",
     "ernie4_5_moe": "mindspeed_rl.models.ernie4_5:ERNIE4_5_MOE",
     "hunyuan": "mindspeed_rl.models.hunyuan:HUNYUAN",
+    "hunyuan_moe": "mindspeed_rl.models.hunyuan:HUNYUAN_MOE",
+    "hy_v3": "mindspeed_rl.models.hy_v3:HY_V3",
     "gpt_oss": "mindspeed_rl.models.gpt_oss:GPT_OSS",
 }
 
@@ -113,11 +116,11 @@ def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
             continue
         if expected.linear_attention is not None and not any(key.startswith("linear_") for key in hf_config):
             continue  # of which such a family has defaults
+        if expected.sparse_attention is not None and not any(key.startswith("index_") for key in hf_config):
+            continue
         unread = []
         for key in keys:
             # no key has a value of this form, so that a family refuses it in those that it reads
-        if expected.sparse_attention is not None and not any(key.startswith("index_") for key in hf_config):
-            continue
             with contextlib.suppress(ValueError):
                 if family.read_model_config({**hf_config, key: ["?"]}) == expected:
                     unread.append(key)

@@ -92,14 +92,23 @@ def build_engine_arguments(
     hf_config = json.loads(Path(hf_folder, "config.json").read_text())
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
+    overrides: dict[str, Any] = {}
     if "quantization_config" in hf_config or config.quantization is not None:
         # the format of the trainer's weights, also where the published ones are quantized
-        form = None if config.quantization is None else hooks.quantization_config(hf_config["num_hidden_layers"])
-        arguments["hf_overrides"] = {"quantization_config": form}
+        overrides["quantization_config"] = (
+            None if config.quantization is None else hooks.quantization_config(hf_config["num_hidden_layers"])
+        )
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) == "dynamic" and "alpha" not in rope:
+        # up to `max_position_embeddings` these are the plain ones, which the trainer computes; vLLM changes them everywhere
+        base = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
+        overrides |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
     if config.kv_cache_dtype != "auto":
         arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.fp32_lm_head:
-        arguments["hf_overrides"] = arguments.get("hf_overrides", {}) | {FLOAT32_HEAD: True}
+        overrides[FLOAT32_HEAD] = True
+    if overrides:
+        arguments["hf_overrides"] = overrides
     if platform.current().name == "cpu":
         state_bytes = 0
         if "linear_num_value_heads" in hf_config:

@@ -204,7 +204,7 @@ def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
 
 def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None = None) -> dict[str, Any]:
     """Pushes, proves, generates, compares log-probs and makes a step, several times over."""
-    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "means": []}
+    report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "medians": []}
     results = []
     with pair_of(setting, infer_tp, sharing) as pair:
         for iteration in range(updates + 1):
@@ -215,7 +215,7 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
             report["tokens"].append([completion.token_ids for completion in completions])
             apart = differences(pair, rows, setting)
             report["differences"].append(apart.max().item())
-            report["means"].append(apart.mean().item())
+            report["medians"].append(apart.median().item())
             if iteration < updates:
                 results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})

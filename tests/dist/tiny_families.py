@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,8 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
         **_SIZES | {"intermediate_size": 32}, num_local_experts=4, num_experts_per_tok=2, sliding_window=5
     ),
 }
+_HYBRID = {name: value for name, value in tiny_hf.CONFIGS["hybrid_moe"].to_dict().items() if name != "intermediate_size"}
+_LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
 #: those that other tests of this folder train too, under the names of `tiny_hf`
 _ELSEWHERE = {
     **{"qwen2": "tied", "qwen3_moe": "moe", "deepseek_v3": "deepseek", "qwen3_5": "hybrid", "qwen3_next": "hybrid_moe"},
@@ -77,12 +80,54 @@ _CONFIGS |= {
         **_SIZES | {"tie_word_embeddings": True}, sliding_window=5, layer_types=_WINDOWED, query_pre_attn_scalar=24
     ),
 }
+_CONFIGS |= {
+    "qwen3_5_moe": lambda: transformers.Qwen3_5MoeTextConfig(**_HYBRID),
+    # vLLM asks for the last, which published config.json files have
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **{name: value for name, value in _SIZES.items() if name != "head_dim"} | _LATENT | {"num_key_value_heads": 4},
+        **{"q_lora_rank": None, "v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_shared_experts": 1},
+        **{"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "norm_topk_prob": False},
+        **{"topk_method": "greedy", "scoring_func": "softmax"},
+    ),
+    # rows are longer than what a query attends to; so many heads that no scores are 0, and equal
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(
+        **_SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 32},
+        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
+        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
+        **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": 5},
+    ),
+    "gemma": lambda: transformers.GemmaConfig(**_SIZES | {"tie_word_embeddings": True}),
+    "hunyuan_moe": lambda: transformers.HunYuanMoEV1Config(
+        **_SIZES | {"intermediate_size": 32},
+        **{"rope_parameters": _DYNAMIC, "num_experts": 4, "moe_topk": [2, 2], "moe_intermediate_size": [32, 32]},
+        **{"num_shared_expert": [1, 1], "use_mixed_mlp_moe": True, "use_qk_norm": True},
+    ),
+    # vLLM asks for the last four, which published config.json files have
+    "hy_v3": lambda: transformers.HYV3Config(
+        **_SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "router_scaling_factor": 1.5},
+        **{"expert_hidden_dim": 32, "first_k_dense_replace": 1, "route_norm": True, "qk_norm": True},
+    ),
+    "mimo": lambda: transformers.Qwen2Config(**_SIZES),
+    "internlm3": lambda: transformers.LlamaConfig(**_SIZES, rope_parameters=_default_rope(5e7)),
+}
+#: families that transformers has under another name -> keys of their published config.json
+_RENAMED: dict[str, dict[str, Any]] = {
+    "mimo": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_bias": True},
+    "internlm3": {
+        **{"architectures": ["InternLM3ForCausalLM"], "model_type": "internlm3", "qkv_bias": False, "bias": False},
+        **{"rope_theta": 5e7, "rope_scaling": {"rope_type": "dynamic", "factor": 6.0}, "rope_parameters": None},
+    },
+}
+#: whose rollout on the CPU is in bfloat16
+HALVES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 #: the others are run with the slow tests
 NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "ernie4_5_moe", "gemma3", "hunyuan", "gpt_oss")
 FAMILIES = tuple(_CONFIGS)
+#: vLLM's CPU build has no sparse attention
+ROLLED_OUT = tuple(name for name in FAMILIES if name != "deepseek_v32")
 EXPERTS = (
     *("glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe"),
-    "gpt_oss",
+    *("gpt_oss", "qwen3_5_moe", "deepseek_v2", "deepseek_v32", "hunyuan_moe", "hy_v3"),
 )
 #: whose layers attend to windows, which context parallelism refuses
 WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
@@ -90,6 +135,7 @@ WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
 KEYS = {"gpt_oss": {"expert_tensor_parallel_size": 1}}
 #: layers that adapters are on
 ADAPTED = {"gpt_oss": ["linear_qkv", "linear_proj"], "deepseek_v3": ["linear_proj", "linear_fc1", "linear_fc2"]}
+ADAPTED["deepseek_v2"] = ADAPTED["deepseek_v32"] = ADAPTED["deepseek_v3"]
 
 
 def build(name: str) -> transformers.PreTrainedModel:
@@ -110,4 +156,8 @@ def build(name: str) -> transformers.PreTrainedModel:
 def save(name: str, folder: Path) -> Path:
     """Writes the model as a Hugging Face folder and returns the folder."""
     build(name).save_pretrained(folder)
+    if changes := _RENAMED.get(name):
+        path = folder / "config.json"
+        keys = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in keys.items() if value is not None}))
     return folder

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 os.environ.update(RANK="0", LOCAL_RANK="0", VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
+import transformers
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator, _CPUSHMDistributed
 from vllm.model_executor.custom_op import CustomOp
@@ -59,6 +60,7 @@ print(
             # for Triton's kernels, at every name of every module
             "looks everywhere": "sys.modules.values()" in inspect.getsource(dispatcher),
             "norms from Python": RMSNorm.forward_cpu is CustomOp.forward_cpu,
+            "classes of MiMo and InternLM3": not {"mimo", "internlm3"} & set(transformers.CONFIG_MAPPING),
             "KV release": not current_platform.is_sleep_mode_available(),
         }
     )

@@ -39,8 +39,8 @@ EXPERTS = {
     "--expert-tensor-parallel-size 1",
 }
 MOE = (
-    *("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3"),
-    *("glm4-moe", "minimax-m2", "ernie4.5-moe", "gpt-oss"),
+    *("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3", "deepseek32"),
+    *("glm4-moe", "minimax-m2", "ernie4.5-moe", "gpt-oss", "hunyuan-moe", "hy3"),
 )
 LEGACY = ("llama", "llama31-tied", "mistral", "qwen2", "qwen2-tied")
 #: one model of each weight table; the others differ in rotary settings only

@@ -59,6 +59,8 @@ OTHERS: dict[str, dict] = {
     "glm4-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "ernie4.5-moe": {"ep": 2},
     "minimax-m2": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "hunyuan-moe": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "hy3": {"ep": 2},
     "olmo3": {"pp": 2, "num_layer_list": (1, 3)},
     "gemma3": {"pp": 2},
     "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},

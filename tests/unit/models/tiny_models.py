@@ -127,6 +127,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         # so many heads that none of the scores are 0, and equal
         **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 7},
     ),
+    "gemma": lambda: _config("Gemma", head_dim=16, tie_word_embeddings=True),
     "gemma2": lambda: _config(
         "Gemma2",
         head_dim=16,
@@ -183,6 +184,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         head_dim=16,
         pad_token_id=0,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0},
+    ),
+    "hunyuan-moe": lambda: _config(
+        "HunYuanMoEV1", head_dim=16, pad_token_id=0, num_experts=4, moe_topk=[2, 2, 2, 2], moe_intermediate_size=[96] * 4
+    ),
+    "hy3": lambda: _config(
+        "HYV3", head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, num_shared_experts=1
     ),
 }
 
