@@ -25,7 +25,7 @@ SERVER = [
     *ONE_PROCESS,
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=1",
-    "generate_config.vllm_server_timeout=100",
+    f"generate_config.vllm_server_timeout={patient(100):.0f}",
 ]
 #: whatever is said stands as it is; tools may speak, and the digits they give are to be copied
 TEMPLATE = {

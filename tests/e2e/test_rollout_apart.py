@@ -25,7 +25,7 @@ SHARED = [*ONE_PROCESS, "actor_config.save=null", "rl_config.log_completions=tru
 APART = [
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=2",
-    "generate_config.vllm_server_timeout=60",
+    f"generate_config.vllm_server_timeout={patient(60):.0f}",
 ]
 #: one response at a time on each server, so that rows become ready one after the other
 IN_TURN = ["rl_config.blocking=false", "generate_config.max_num_seqs=1"]
@@ -156,7 +156,7 @@ def test_a_run_generates_on_a_server_that_was_started_by_hand(task: Path, tmp_pa
         assert len(completions(run)) == 64 and "1 rollout server(s) elsewhere" in run.output
         assert ask("/health") == {"running": 0, "version": 2}
         server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
+        assert server.wait(patient(60)) == 0
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ def test_a_run_goes_on_when_the_reader_of_its_output_has_ended(tmp_path: os.Path
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None and b"line 0" in process.stdout.readline()
     process.stdout.close()
-    assert process.wait(60) == 0 and os.path.exists(path)
+    assert process.wait(patient(60)) == 0 and os.path.exists(path)
 
 
 def test_what_is_read_is_all_of_it(tmp_path: os.PathLike[str]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import patient
 from vision_folder import encode, make_folder
 
 from mindspeed_rl.data.datasets import InstructionDataset
@@ -101,7 +102,7 @@ print("equal", type(processor.image_processor).__module__)
     data = write(tmp_path / "rows.jsonl", rows)
     environment = {"MINDSPEED_RL_VISION": "1", "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", program, str(folder), str(data)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=patient(300), env=environment)
     assert result.returncode == 0, result.stderr[-2000:]
     # the backend that vLLM takes, not the one of pillow
     assert result.stdout.split() == ["equal", "transformers.models.qwen2_vl.image_processing_qwen2_vl"]
@@ -330,7 +331,7 @@ def test_runs_of_text_import_no_library_of_images() -> None:
         "import sys, mindspeed_rl.data.preprocess, mindspeed_rl.data.prompts, mindspeed_rl.data.datasets\n"
         "print([name for name in ('PIL', 'torchvision', 'torch', 'transformers') if name in sys.modules])"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(120))
     assert result.stdout.strip() == "[]", result.stdout + result.stderr[-500:]
 
 

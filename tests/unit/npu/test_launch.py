@@ -241,8 +241,8 @@ def test_a_head_that_is_ended_takes_its_cluster_along_and_nothing_else(tmp_path:
         assert any("running" in line for line in head.stdout)
         assert processes_with(str(tmp_path / "program.py")) and processes_with(f":{port}")
         head.send_signal(signal.SIGTERM)
-        assert head.wait(60) == 143
-        assert worker.wait(90) != 0
+        assert head.wait(patient(60)) == 143
+        assert worker.wait(patient(90)) != 0
         assert processes_with(str(tmp_path / "program.py")) == [] and processes_with(f":{port}") == []
         assert bystander.poll() is None
     finally:

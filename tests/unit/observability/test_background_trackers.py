@@ -48,7 +48,7 @@ class Hanging(Kept):
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
         self.has_begun.set()
-        assert self.may_go_on.wait(60)
+        assert self.may_go_on.wait(patient(60))
         super().log(iteration, metrics)
 
 
@@ -109,7 +109,7 @@ def test_one_that_hangs_leaves_records_out_says_so_once_and_is_left_behind(tmp_p
     hanging = Hanging()
     trackers = together(tmp_path, _BackgroundTracker("hung", lambda: hanging, capacity=2), close_s=0.0)
     trackers.log(1, {})
-    assert hanging.has_begun.wait(30)
+    assert hanging.has_begun.wait(patient(30))
     for iteration in range(2, 10):
         trackers.log(iteration, {})
     trackers.close()
@@ -124,7 +124,7 @@ def test_a_construction_that_hangs_does_not_hold_up_the_run(tmp_path, caplog):
     may_go_on, kept = threading.Event(), Kept()
 
     def make() -> Kept:
-        assert may_go_on.wait(60)
+        assert may_go_on.wait(patient(60))
         return kept
 
     tracker = _BackgroundTracker("slow", make)
@@ -144,7 +144,7 @@ def test_all_trackers_share_one_deadline_and_one_that_hangs_does_not_keep_the_ot
     )
     trackers.log(1, {})
     trackers.close()
-    assert closed.wait(30)
+    assert closed.wait(patient(30))
     hanging.may_go_on.set()
 
 

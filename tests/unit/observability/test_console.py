@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from observed_config import CPU_RUN
+from patience import patient
 
 from mindspeed_rl.config import build_run_config, resolve
 from mindspeed_rl.observability.console import format_summary, format_table
@@ -100,7 +101,7 @@ def test_on_a_terminal_one_bar_is_drawn_over_itself():
             if not part:
                 break
             seen += part
-        assert child.wait(60) == 0
+        assert child.wait(patient(60)) == 0
     finally:
         child.kill()
         os.close(ours)

@@ -63,7 +63,7 @@ def test_one_that_works_one_that_is_stopped_and_one_that_is_gone_are_told_apart(
             f"worker 1 (process {processes[1].pid}) is stopped (SIGSTOP, or a debugger), in update_actor for "
         )
         assert terminate_processes(tmp_path, ["worker 1"]) == ["worker 1"]
-        assert processes[1].wait(5) == -signal.SIGKILL
+        assert processes[1].wait(patient(5)) == -signal.SIGKILL
     finally:
         for process in processes:
             process.kill()

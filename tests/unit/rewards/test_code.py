@@ -3,11 +3,12 @@
 import json
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.rewards.code import code, extract_program
 from mindspeed_rl.rewards.samples import RewardSettings
 
-SETTINGS = RewardSettings(reward_timeout_s=10.0)
+SETTINGS = RewardSettings(reward_timeout_s=patient(10))
 ADD = "Here you are:\n```python\ndef add(a, b):\n    return a + b\n```\n"
 ASSERTS = ["assert add(1, 2) == 3", "assert add('a', 'b') == 'ab'"]
 ECHO = "```python\nn = int(input())\nprint(sum(map(int, input().split())))\n```"

@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.rewards import judge
 from mindspeed_rl.rewards.judge import Judge, JudgeError, _parse_score, mean_of_parts
@@ -89,7 +90,7 @@ def test_every_response_gets_the_judges_score_and_bad_replies_fail_alone(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "k-1")
-    settings = RewardSettings(judge_url=server.url, judge_model="m", reward_failure_limit=1.0, judge_timeout_s=20.0)
+    settings = RewardSettings(judge_url=server.url, judge_model="m", reward_failure_limit=1.0, judge_timeout_s=patient(20))
     responses = ["fine", "CHUNKED", "BUSY", "FORBIDDEN", "NONSENSE", "NO SCORE"]
     with RewardPool(["judge"], [2.0], settings=settings) as pool:
         results = pool.score([RewardSample(prompt="how?", response=text, label="so") for text in responses])
@@ -101,7 +102,7 @@ def test_every_response_gets_the_judges_score_and_bad_replies_fail_alone(
 
 
 def test_equal_requests_are_sent_once(server: Server) -> None:
-    settings = RewardSettings(judge_url=server.url, reward_failure_limit=1.0, judge_timeout_s=20.0)
+    settings = RewardSettings(judge_url=server.url, reward_failure_limit=1.0, judge_timeout_s=patient(20))
     samples = [RewardSample(prompt="how?", response=text) for text in ("fine", "fine", "FORBIDDEN", "fine", "other", "fine")]
     with RewardPool(["judge"], settings=settings) as pool:
         for _ in range(2):

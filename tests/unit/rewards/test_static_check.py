@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from patience import patient
 
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
@@ -85,5 +86,5 @@ def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: s
     ],
 )
 def test_what_only_running_shows_is_found_in_a_process_of_its_own(tmp_path: Path, text: str, said: str) -> None:
-    (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=10.0)
+    (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=patient(10))
     assert said in mistake and "rl_config." in mistake

@@ -164,7 +164,7 @@ def test_the_server_ends_with_a_process_that_is_killed() -> None:
         assert parent.stdout is not None and "fork_client" in parent.stdout.readline()
         (server,) = psutil.Process(parent.pid).children()
         parent.kill()
-    assert psutil.wait_procs([server], timeout=10)[1] == []
+    assert psutil.wait_procs([server], timeout=patient(10))[1] == []
 
 
 def test_workers_that_only_train_load_no_vllm() -> None:

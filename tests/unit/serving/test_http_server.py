@@ -174,7 +174,7 @@ class Server:
 
     def __exit__(self, *unused: object) -> None:
         self._uvicorn.should_exit = True
-        self._thread.join(10)
+        self._thread.join(patient(10))
 
     def post(self, path: str, body: bytes) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
@@ -267,7 +267,7 @@ def test_a_server_lists_the_files_that_it_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("token", "status"), [("", 401), ("Bearer other", 401), ("Bearer secret", 404)])
 def test_a_websocket_without_the_token_or_an_application_is_refused(server: Server, token: str, status: int) -> None:
     key = ["Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="]
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=patient(20)) as connection:
         lines = ["GET /v1/realtime HTTP/1.1", "Host: x", "Sec-WebSocket-Version: 13", *key]
         lines += [f"Authorization: {token}"] if token else []
         lines += ["", ""]
@@ -279,7 +279,7 @@ def test_a_call_whose_connection_ends_does_nothing(server: Server) -> None:
     """Cut short, `drop` with some keys would be `drop` without any, which is all."""
     Engine.pauses = 0
     for body in (b"", b"{}", b'{"keys": ["a"'):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=patient(20)) as connection:
             head = "POST /rollout/pause HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\nContent-Length: 100\r\n\r\n"
             connection.sendall(head.encode() + body)
     time.sleep(0.2)

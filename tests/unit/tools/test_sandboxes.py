@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from docker_standin import make_command
+from patience import patient
 from sandbox_services import Services, serve
 from toolboxes import call, open_toolbox
 
@@ -208,7 +209,7 @@ def test_a_local_command_has_limits_of_memory_and_no_network_and_leaves_no_proce
         await sandbox.run("sleep 4321 & setsid sleep 4321 & echo", 30.0)
         with pytest.raises(SandboxError, match="outside of the sandbox"):
             await sandbox.read("../../etc/passwd")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + patient(10)
         while (left := subprocess.run(["pgrep", "-f", "sleep 4321"], capture_output=True, check=False).stdout) and (
             time.monotonic() < deadline
         ):
