@@ -19,6 +19,9 @@ from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 
 Scope = Literal["train", "rollout"]
+#: q, k [n, h, d_k], v [n, h, d_v], g, beta [n, h], bounds of the sequences [sequences + 1] int64 -> outputs as v; see
+#: `engine.gated_delta`
+DeltaRuleKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 #: (platform, scope) -> modules whose `apply()` runs, in order, before the library is imported
 _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
@@ -124,6 +127,7 @@ _KERNELS: dict[tuple[str, str], str] = {
     ("npu", "fused_attention"): "mindspeed_rl.adaptors.npu_attention",
     ("npu", "tower_attention"): "mindspeed_rl.adaptors.npu_attention",
     ("npu", "transformer_settings"): "mindspeed_rl.adaptors.mindspeed",
+    ("npu", "delta_rule_kernel"): "mindspeed_rl.adaptors.mindspeed",
     ("cpu", "causal_attention"): "mindspeed_rl.adaptors.cpu_attention",
     ("cpu", "rms_norm"): "mindspeed_rl.adaptors.cpu_norm",
 }
@@ -186,6 +190,12 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dro
         q, k, v, attn_mask=seen, is_causal=s == t, dropout_p=dropout, scale=scale, enable_gqa=q.size(1) != k.size(1)
     )
     return out.transpose(1, 2)
+
+
+def delta_rule_kernel(dtype: torch.dtype) -> DeltaRuleKernel | None:
+    """Return the platform's kernel of the gated delta rule for values of this type, None without one."""
+    module = _find_module("delta_rule_kernel")
+    return None if module is None else module.delta_rule_kernel(dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -16,6 +16,8 @@ half of their package or fail |
 They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
 "fully_reshardable"; the programs of tests/npu_sim run the real one.
 
+The gated delta rule of bfloat16 models runs on MindSpeed's Triton kernel where Triton has a device (`delta_rule_kernel`).
+
 Traps this module closes, each of them silent (measured on the simulated NPU):
 - `repatch` stores a misspelled key and goes on: keys are checked against MindSpeed's own defaults first.
 - without `use_flash_attn` Megatron's unfused attention runs; without `position_embedding_type: rope` in the same call the
@@ -40,13 +42,19 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 from mindspeed_rl.adaptors import fused_steps, hccl_buffers, npu_attention, npu_experts, packed_rope
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
+
+if TYPE_CHECKING:
+    from mindspeed_rl.adaptors import DeltaRuleKernel
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
 _MEGATRON_KEYS = frozenset(
@@ -253,3 +261,37 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     if buffers:
         hccl_buffers.apply(buffers)
     return keys
+
+
+@functools.cache
+def _find_delta_rule() -> Any | None:
+    """Return MindSpeed's kernel of the gated delta rule; None in branches without it, and where Triton finds no device."""
+    if not _applied or importlib.util.find_spec("mindspeed.core.ssm.chunk_gated_delta_rule") is None:
+        return None
+    from mindspeed.ops.triton.utils import get_available_device
+
+    with warnings.catch_warnings():  # on the simulated NPU it warns that Triton has none
+        warnings.simplefilter("ignore")
+        if get_available_device() != "npu":
+            return None
+    from mindspeed.core.ssm.chunk_gated_delta_rule import chunk_gated_delta_rule
+
+    return chunk_gated_delta_rule
+
+
+def delta_rule_kernel(dtype: torch.dtype) -> DeltaRuleKernel | None:
+    """Return the kernel for values of this type; it takes no float32, and no state that sequences start from.
+
+    Products are of 16-bit numbers with sums in float32, and the state between chunks is in float32. Under Triton's interpreter
+    it was compared with the rule by torch's operators, forward and backward, packed (tests/npu_sim/test_gated_delta.py).
+    """
+    rule = None if dtype == torch.float32 else _find_delta_rule()
+    return None if rule is None else functools.partial(_run_delta_rule, rule)
+
+
+def _run_delta_rule(
+    rule: Callable[..., tuple[Tensor, object]], q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor
+) -> Tensor:
+    rows = (x.unsqueeze(0) for x in (q, k, v, g.float(), beta.float()))
+    # queries are scaled already
+    return rule(*rows, scale=1.0, cu_seqlens=bounds)[0].squeeze(0)

@@ -187,8 +187,9 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if config.recompute_activation_function and not platform.current().megatron_kernels:
                 for block in blocks:
                     recompute_activations(block)
-            for block in blocks if lora is not None else ():
-                adapt_spec(block, lora, gated=transformer.gated_linear_unit)
+            if lora is not None:
+                for block in blocks:
+                    adapt_spec(block, lora, gated=transformer.gated_linear_unit)
             model = build_gpt_model(
                 model_config,
                 transformer,
@@ -200,11 +201,11 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
                 reward_class=ValueModel,
                 prediction=build_prediction_spec(blocks[1], norm, model_config.mtp_num_layers) if blocks[1:] else None,
             )
-            if model.pre_process or model.mtp_process:
-                model.embedding.register_forward_hook(_restore_strides)
             if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
                 # this stage has a copy of the embedding, which is its head too; Megatron also makes an unused one
                 model.output_layer.weight = None
+            if model.pre_process or model.mtp_process:
+                model.embedding.register_forward_hook(_restore_strides)
             if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
                 model.vision = vision
                 if model.pre_process:

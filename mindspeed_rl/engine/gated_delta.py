@@ -304,17 +304,29 @@ class _FromChunks(torch.autograd.Function):
         return out, None
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, plan: ChunkPlan) -> Tensor:
-    """Compute the gated delta rule inside each sequence; in float32 at least.
+def gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    plan: ChunkPlan,
+    kernel: adaptors.DeltaRuleKernel | None = None,
+) -> Tensor:
+    """Compute the gated delta rule inside each sequence; in float32 at least, but by a kernel.
 
     Args:
         q, k: [t, h, d_k], normalized and scaled.
         v: [t, h * r, d_v]; r value heads for each key head, next to each other.
         g, beta: [t, h * r]; g is the logarithm of the decay, at most 0.
+        kernel: computes it in the type of v, without prefix sharing; None computes it by torch's operators.
 
     Returns:
         [t, h * r, d_v] in the type of v.
     """
+    if kernel is not None and plan.bounds is not None:
+        q, k = (x.to(v.dtype).repeat_interleave(v.size(1) // k.size(1), dim=1) for x in (q, k))
+        return kernel(q, k, v, g, beta, plan.bounds)
     wide = torch.promote_types(v.dtype, torch.float32)
     heads, ratio = k.size(1), v.size(1) // k.size(1)
     outputs: list[Tensor] = []
@@ -473,7 +485,8 @@ class GatedDeltaNet(MegatronModule):
         g = -a_log.to(wide).exp() * functional.softplus(decay.to(wide).flatten(1) + dt_bias)
         q, k = normalize_head(q) * shape.key_head_dim**-0.5, normalize_head(k)
         v = v.reshape(v.size(0), heads * ratio, shape.value_head_dim)
-        return gated_delta_rule(q, k, v, g, beta.flatten(1).sigmoid(), plan)
+        kernel = None if self.config.deterministic_mode else adaptors.delta_rule_kernel(v.dtype)
+        return gated_delta_rule(q, k, v, g, beta.flatten(1).sigmoid(), plan, kernel)
 
     def sharded_state_dict(
         self,

@@ -194,6 +194,7 @@ class ChunkPlan:
         window: [extended] int64, the tokens with those before each sequence that its convolution sees; the number of
             tokens marks a zero.
         ends: [tokens] int64, the output of the convolution over `window` that each token has.
+        bounds: [sequences + 1] int64, the first token of each sequence, and the number of tokens; None with prefix sharing.
     """
 
     size: int
@@ -201,6 +202,7 @@ class ChunkPlan:
     restore: Tensor
     window: Tensor
     ends: Tensor
+    bounds: Tensor | None
 
     @classmethod
     def build(
@@ -250,13 +252,16 @@ class ChunkPlan:
                 indexes.append(torch.tensor([slot_of[parents[index]] for index in chosen]))
             phases.append((tuple(counts), indexes))
         window, ends = _plan_windows(parts, places, represented, kernel, num_tokens)
-        moved = platform.current().to_device([restore, window, ends, *(one for _, some in phases for one in some)], device)
-        restore, window, ends, *indexes = moved
+        bounds = torch.tensor([0, *(length for _, length in parts)]).cumsum(0)
+        moved = platform.current().to_device(
+            [restore, window, ends, bounds, *(one for _, some in phases for one in some)], device
+        )
+        restore, window, ends, bounds, *indexes = moved
         built = []
         for counts, some in phases:
             (tokens, cells, sources, is_padding, *starts), indexes = indexes[: len(some)], indexes[len(some) :]
             built.append(ChunkPhase(tokens, cells, sources, is_padding, counts, starts[0] if starts else None))
-        return cls(size, tuple(built), restore, window, ends)
+        return cls(size, tuple(built), restore, window, ends, bounds if len(built) == 1 else None)
 
 
 def _split_at_prefixes(shared: SharedPrefixes) -> tuple[list[tuple[int, int]], list[int], list[int]]:

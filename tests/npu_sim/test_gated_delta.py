@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from patience import patient
 from test_fingerprints import Counted
 from torch import Tensor
 
@@ -53,5 +59,18 @@ def test_kernels_follow_the_longest_sequence_and_not_the_tokens() -> None:
 def test_the_kernel_of_mindspeed_takes_sequences_and_no_float32() -> None:
     kernel = pytest.importorskip("mindspeed.core.ssm.chunk_gated_delta_rule", reason="MindSpeed is not installed")
     q, beta = torch.randn(1, 8, HEADS, SIZE), torch.rand(1, 8, HEADS)
-    with pytest.raises(ValueError, match="does not support float32"):  # in which the rule is computed here
+    with pytest.raises(ValueError, match="does not support float32"):  # so that it computes no model in float32 here
         kernel.chunk_gated_delta_rule(q, q, q, -beta, beta, cu_seqlens=torch.tensor([0, 3, 8]))
+
+
+@pytest.mark.slow
+def test_the_kernel_of_mindspeed_is_the_rule_up_to_the_rounding_of_half_numbers() -> None:
+    pytest.importorskip("mindspeed.core.ssm.chunk_gated_delta_rule", reason="MindSpeed is not installed")
+    program = Path(__file__).parent / "programs" / "delta_rule.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(
+        [sys.executable, program], env=environment, capture_output=True, text=True, timeout=patient(600), check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 2 and all(max(errors) < 4e-3 for errors in found.values()), found

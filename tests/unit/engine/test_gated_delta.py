@@ -70,6 +70,24 @@ def test_outputs_and_gradients_are_those_of_the_recurrence(lengths: list[int], d
         assert relative(mine.grad, other.grad) < bound
 
 
+def test_a_kernel_gets_heads_of_its_own_and_the_bounds_of_sequences_and_no_prefixes() -> None:
+    calls = []
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, bounds: Tensor) -> Tensor:
+        calls.append(bounds.tolist())
+        assert q.size(1) == k.size(1) == v.size(1) == g.size(1) and q.dtype == v.dtype
+        return recurrence(q, k, v, g, beta, bounds.diff().tolist())
+
+    inputs = random_inputs(103, torch.float64)
+    plan = ChunkPlan.build([70, 3, 30], KERNEL, CPU)
+    output = gated_delta.gated_delta_rule(*inputs, plan, kernel)
+    assert calls == [[0, 70, 73, 103]]
+    torch.testing.assert_close(output, recurrence(*inputs, [70, 3, 30]), rtol=0, atol=1e-12)
+    shared = SharedPrefixes.build([70, 80], [(0, 0), (0, 60)], CPU)
+    gated_delta.gated_delta_rule(*random_inputs(90, torch.float64), ChunkPlan.build([70, 80], KERNEL, CPU, shared), kernel)
+    assert len(calls) == 1
+
+
 def test_equal_keys_that_never_decay_stay_exact() -> None:
     # the inverse of a chunk then has alternating signs, and a series of powers would lose every digit
     q, k, v, g, beta = random_inputs(200, torch.float32, decay=0.0)
@@ -120,9 +138,7 @@ def test_a_prefix_that_is_computed_once_gives_states_and_gradients_to_all_that_f
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "families"), [(SHARED[0], None), SHARED, TREE], ids=["plain", "prefixes", "tree"]
-)
+@pytest.mark.parametrize(("lengths", "families"), [(SHARED[0], None), SHARED, TREE], ids=["plain", "prefixes", "tree"])
 def test_a_convolution_sees_the_tokens_of_its_own_sequence_alone(
     lengths: list[int], families: list[tuple[int, int]] | None
 ) -> None:
