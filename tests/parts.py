@@ -18,15 +18,26 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 DURATIONS = _ROOT / "tests" / "durations.json"
 
-#: files and folders; what Megatron's version can change runs again on its later releases
-_LATER_RELEASE = (
-    "tests/unit/adaptors tests/unit/engine tests/unit/models tests/unit/resharding tests/unit/npu/test_stack.py tests/dist "
-    "tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"
+#: what builds, trains, converts and saves Megatron's modules: on every release
+_BUILD_AND_TRAIN = (
+    "tests/unit/adaptors/test_megatron_async_saves.py tests/unit/adaptors/test_megatron_cpu.py "
+    "tests/unit/adaptors/test_megatron_datasets.py tests/unit/adaptors/test_cpu_rope.py tests/unit/engine tests/unit/models "
+    "tests/unit/npu/test_stack.py tests/dist/test_families.py tests/dist/test_hybrid_layouts.py tests/dist/test_lora_dist.py "
+    "tests/dist/test_training_checkpoints.py tests/dist/test_training_layouts.py tests/dist/test_vision_layouts.py"
 )
+#: what else a release can change: on the newest
+_PATHS_OF_TRAINING = (
+    "tests/dist/test_broken_steps.py tests/dist/test_disks_apart.py tests/dist/test_muon_layouts.py "
+    "tests/dist/test_prediction_layers.py tests/dist/test_random_runs.py tests/dist/test_router_losses.py "
+    "tests/dist/test_router_replay.py tests/dist/test_shared_prefixes.py tests/dist/test_supervised_layouts.py "
+    "tests/dist/test_weight_transfer.py tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"
+)
+#: environment -> files and folders
 ENVIRONMENTS: dict[str, str] = {
     "unit": "tests/unit",
     "dist": "tests/dist",
-    "runs": "tests/e2e tests/faults",
+    "faults": "tests/faults",
+    "e2e": "tests/e2e",
     # of packages that are optional, or that want other versions than the CPU environment has
     "extras": (
         "tests/unit/observability/test_tracker_services.py tests/unit/inference/test_lm_harness.py "
@@ -35,14 +46,14 @@ ENVIRONMENTS: dict[str, str] = {
         "tests/unit/rollout/test_public_agent.py tests/unit/tools/test_environments.py "
         "tests/unit/algorithms/test_against_verl.py tests/unit/algorithms/test_against_trl.py"
     ),
-    "megatron-0.17.1": _LATER_RELEASE,
-    "megatron-0.19.2": _LATER_RELEASE,
+    "megatron-0.17.1": _BUILD_AND_TRAIN,
+    "megatron-0.19.2": f"{_BUILD_AND_TRAIN} {_PATHS_OF_TRAINING}",
     "npu_sim": "tests/npu_sim",
 }
 #: that `tests/run.sh` starts with --all only
 _WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2")
 #: environments of the lanes
-_LANES = (("unit",), ("npu_sim",), ("dist", "megatron-0.17.1", "megatron-0.19.2"), ("runs", "extras"))
+_LANES = (("unit",), ("npu_sim", "megatron-0.17.1", "megatron-0.19.2"), ("dist", "faults"), ("e2e", "extras"))
 #: seconds of a file that has not been measured, and the least that one counts
 _NEW_S, _LEAST_S = 5.0, 0.1
 

@@ -2,11 +2,11 @@
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [--part K/N] [pytest arguments]
 #
 # Unit tests run first, on as many cores as there are (at most four), a file on one of them. The others start processes of their own;
-# they are three lanes that run at the same time where there are two cores and 12 GiB of free memory, and one after another elsewhere:
-# tests/dist and the releases of the second line; tests/e2e, tests/faults and the optional packages; the simulated NPU. The output of
-# a lane beside the first comes when all have ended.
+# they are three lanes that run at the same time where there are two cores and 12 GiB of free memory, and one after another
+# elsewhere: tests/e2e and the optional packages; tests/dist and tests/faults; the simulated NPU and the releases of the second line.
+# The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
-# that touch Megatron on the releases of the second line (tests/second_line).
+# that Megatron's release can change on the releases of the second line (tests/second_line).
 # --part K/N runs the K-th of N parts of about the same length (tests/parts.py), the first with the linters; all N together are the
 # whole, so that a part that was interrupted or failed is run again alone.
 # Paths among the pytest arguments replace the default ones. The tests on the simulated NPU run where it can be set up (x86_64,
@@ -90,9 +90,8 @@ choose() {
 }
 
 # The simulated NPU has an environment of its own.
-npu_sim_lane() {
+run_npu_sim() {
     local reason="" tool result=0
-    choose npu_sim || return 0
     [[ "$(uname -m)" == x86_64 ]] || reason="torch_npu's wheel for this torch is for x86_64 only"
     for tool in "${NPU_SIM_PYTHON:-python3.11}" g++ nm; do
         [[ -n "$reason" ]] || command -v "$tool" > /dev/null || reason="$tool was not found"
@@ -109,11 +108,11 @@ npu_sim_lane() {
     take_result "$result"
 }
 
-# tests/dist; with --all again on other releases of Megatron, which have environments of their own
-dist_lane() {
+# The releases of the second line have environments of their own too.
+npu_sim_lane() {
     local release result
-    if choose dist; then
-        run_tests "${files[@]}"
+    if choose npu_sim; then
+        run_npu_sim
     fi
     for release in 0.17.1 0.19.2; do
         if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
@@ -124,10 +123,18 @@ dist_lane() {
     done
 }
 
-# tests/e2e and tests/faults; with --all those of optional packages
-runs_lane() {
+dist_lane() {
+    if choose dist; then
+        run_tests "${files[@]}"
+    fi
+    if choose faults; then
+        run_tests "${files[@]}"
+    fi
+}
+
+e2e_lane() {
     local extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
-    if choose runs; then
+    if choose e2e; then
         run_tests "${files[@]}"
     fi
     if [[ ${#select[@]} -eq 0 ]] && choose extras; then
@@ -184,11 +191,11 @@ else
     if ((cores > 1 && ${free_gib:-0} >= 12)); then
         start_beside npu_sim_lane
         start_beside dist_lane
-        runs_lane
+        e2e_lane
         end_beside
     else
         dist_lane
-        runs_lane
+        e2e_lane
         npu_sim_lane
     fi
 fi

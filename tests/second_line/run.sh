@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs what touches Megatron on another release of megatron-core: MEGATRON=0.19.2 tests/second_line/run.sh [pytest arguments]
+# Runs what a release of megatron-core can change on another one: MEGATRON=0.19.2 tests/second_line/run.sh [pytest arguments]
+# The list is that of tests/parts.py.
 #
 # The environment is .venv-megatron-RELEASE (0.17.1 without MEGATRON=). The release of envs/cpu/requirements-py312.lock has the CPU
 # environment of Python 3.12, made by envs/cpu/install.sh with python3.12 (SECOND_LINE_PYTHON=... names another). Other releases, and
@@ -75,7 +76,8 @@ if [[ "$found" != "$release" ]]; then
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PATH="$environment/bin:$PATH"
 
-files="$("$environment/bin/python" tests/parts.py megatron-0.17.1 --all)"  # the same files on every release
+[[ "$release" == 0.17.1 ]] && list=0.17.1 || list=0.19.2  # another release runs what the newest does
+files="$("$environment/bin/python" tests/parts.py "megatron-$list" --all)"
 mapfile -t paths <<< "$files"
 select=(-m "not slow")
 for argument in "$@"; do

@@ -29,7 +29,7 @@ def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
     listed = {file for name in parts.ENVIRONMENTS for file in parts.list_files(name)}
     assert listed == {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
     script = (TESTS / "run.sh").read_text()
-    chosen = set(re.findall(r"choose ([a-z_]+)\b(?!-)", script))
+    chosen = set(re.findall(r"choose ([a-z0-9_]+)\b(?!-)", script))
     (releases,) = re.findall(r"for release in (.*); do\n.*choose \"megatron-\$release\"", script)
     assert sorted(name for lane in parts._LANES for name in lane) == sorted(parts.ENVIRONMENTS)
     assert chosen | {f"megatron-{release}" for release in releases.split()} == parts.ENVIRONMENTS.keys()
@@ -46,7 +46,7 @@ def test_each_test_is_in_exactly_one_part(count: int, with_slow: bool) -> None:
                 for of_size in times[file]:
                     for position in range(len(of_size)):
                         of_size[position] += parts.is_in_share(position, len(of_size), share)
-        runs = with_slow or environment in ("unit", "dist", "runs", "npu_sim")
+        runs = with_slow or environment in ("unit", "dist", "faults", "e2e", "npu_sim")
         assert sorted(times) == sorted(parts.list_files(environment) if runs else [])
         assert all(number == 1 for of_file in times.values() for of_size in of_file for number in of_size)
 
