@@ -261,8 +261,9 @@ def _start_ray(folder: str, cpus: int, resource: str | None) -> None:
     except Exception as error:  # Ray has no class of its own for a start that takes too long
         if "timed out during startup" not in str(error):
             raise
+        limit_s = ray_services.START_LIMIT_S
         raise TimeoutError(
-            "Ray did not start within its limit of 30 s: the machine is overloaded, or Ray's processes end; see Ray's logs."
+            f"Ray did not start within {limit_s:g} s: the machine is overloaded, or Ray's processes end; see Ray's logs."
         ) from error
 
 

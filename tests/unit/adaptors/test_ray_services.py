@@ -1,9 +1,13 @@
 """A cluster of a run's own has the services that a run uses, and no other."""
 
+import functools
 import inspect
+import re
 import subprocess
 import sys
+import time
 
+import pytest
 from patience import patient
 from ray._private import node, parameter
 
@@ -16,10 +20,11 @@ os.environ.update(build_local_ray_environment(os.environ))
 import psutil, ray
 from ray._private import node, parameter
 from mindspeed_rl.adaptors.ray_services import left_out
-before = parameter.RayParams, node.Node.start_api_server
+from ray._private import services
+before = parameter.RayParams, node.Node.start_api_server, services.ConsolePopen, services.get_node
 with left_out():
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-print((parameter.RayParams, node.Node.start_api_server) == before)
+print((parameter.RayParams, node.Node.start_api_server, services.ConsolePopen, services.get_node) == before)
 
 @ray.remote
 class Counter:
@@ -52,3 +57,26 @@ def test_ray_has_what_is_patched() -> None:
     import ray
 
     assert not ray_services._LEFT_OUT.keys() & inspect.signature(ray.init).parameters.keys()
+    assert re.search(r"raylet_start_wait_time_s = 30\b.*services\.get_node\(", inspect.getsource(node.Node), re.DOTALL)
+
+
+def test_a_node_that_registers_late_is_waited_for_while_all_processes_live() -> None:
+    asked: list[tuple[str, str]] = []
+
+    def find(*names: str) -> str:
+        asked.append(names)
+        if len(asked) % 3:
+            raise RuntimeError("no such node")
+        return "the node"
+
+    with subprocess.Popen(["sleep", "600"]) as service:
+        wait = functools.partial(ray_services._wait_for_node, find, [service])
+        assert wait(time.monotonic() + 60, "address", "id") == "the node" and asked == [("address", "id")] * 3
+        with pytest.raises(RuntimeError, match="no such node"):  # the limit
+            wait(time.monotonic() - 1, "address", "id")
+        service.kill()
+        service.wait()
+        asked.clear()
+        with pytest.raises(RuntimeError, match="no such node"):
+            wait(time.monotonic() + 60, "address", "id")
+        assert len(asked) == 1
