@@ -97,3 +97,9 @@ def deferred_imports(folder: Path) -> list[str]:
 def test_commands_enter_their_work_by_few_deferred_imports() -> None:
     found = [*deferred_imports(PACKAGE / "cli"), *deferred_imports(PACKAGE / "inference")]
     assert len(found) <= 12, found
+
+
+def test_drafts_of_a_standalone_server_that_are_no_json_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["rollout", "--model", str(tmp_path), "--speculative-config", "suffix"]) == 2
+    assert "--speculative-config suffix: must be a JSON object with a method" in capsys.readouterr().err
