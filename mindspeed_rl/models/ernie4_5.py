@@ -60,6 +60,8 @@ def _read_experts(hf_config: HfConfig) -> ModelConfig:
     first, step = read_size(hf_config, "moe_layer_start_index", 1, minimum=0), read_size(hf_config, "moe_layer_interval", 1)
     last, ffn = read_size(hf_config, "moe_layer_end_index", -1, minimum=-1), read_size(hf_config, "moe_intermediate_size")
     layers = range(common.num_layers)
+    if (floor := read_float(hf_config, "moe_norm_min", 1e-12)) > 1e-6:
+        raise ValueError(f"config.json has moe_norm_min {floor}; weights of experts are normalized without a floor")
     return replace(
         common,
         num_moe_experts=read_size(hf_config, "moe_num_experts", maximum=10_000),

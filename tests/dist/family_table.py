@@ -63,6 +63,7 @@ _SIMULATED = {
     "qwen2": "test_mindspeed.test_one_process",
     "qwen3_moe": "test_mindspeed.test_experts_on",
     "deepseek_v3": "test_rollout.test_latent",
+    "qwen3_5": "test_mindspeed.test_prediction_layers_train_as_on_the_cpu[float32-qwen3_5",
 }
 
 _LAYOUT = "test_families.test_every_layout_trains_as_one_process_does"

@@ -90,6 +90,7 @@ def test_a_missing_key_is_named() -> None:
         ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob false; Megatron normalizes"),
         ("seed-oss", {"attention_out_bias": True}, "sets attention_out_bias"),
         ("ernie4.5", {"use_bias": True}, "sets use_bias"),
+        ("ernie4.5-moe", {"moe_norm_min": 0.5}, "moe_norm_min 0.5; weights of experts"),
         ("hunyuan", {"attention_bias": True}, "sets attention_bias"),
         ("hunyuan-moe", {"moe_topk": [2, 1, 2, 2]}, "moe_topk [2, 1, 2, 2]; Hunyuan is supported with one value"),
         ("hunyuan-moe", {"use_cla": True}, "use_cla True; Hunyuan is supported without it"),
