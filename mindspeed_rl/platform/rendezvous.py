@@ -1,10 +1,11 @@
-"""The rendezvous store of a process group."""
+"""The rendezvous of a process group: its store, and the wait for all members, which any of them or an observer may end."""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
 import socket
+import time
 
 import torch.distributed as dist
 
@@ -29,6 +30,62 @@ def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: floa
         master_listen_fd=listening,
         use_libuv=True,
     )
+
+
+#: text of the error of members that wait for one that has failed
+GIVEN_UP = "rendezvous given up"
+_FAILED, _POLL_S = "failed", 0.05
+
+
+def reach(host: str, port: int, limit_s: float) -> None:
+    """Wait until the store can be reached.
+
+    Raises:
+        ConnectionError: it could not in this time. Its text has none of the words of a lost peer.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise ConnectionError(
+                    f"found no way to {host}:{port}, where trainers wait, in {limit_s:g} s: is the port open?"
+                ) from None
+            time.sleep(_POLL_S)
+
+
+def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> None:
+    """Wait for all members; collective.
+
+    Raises:
+        RuntimeError: one has given up, or did not come in this time; the text has the reason, or the missing ranks.
+    """
+    deadline = time.monotonic() + limit_s
+    try:
+        store.set(f"here/{rank}", "")
+        while not store.check([f"here/{other}" for other in range(size)]):
+            if not store.check([_FAILED]) and time.monotonic() >= deadline:
+                missing = ", ".join(str(other) for other in range(size) if not store.check([f"here/{other}"]))
+                store.set(_FAILED, f"ranks {missing} of {size} did not come within {limit_s:g} s")
+            if store.check([_FAILED]):
+                reason = store.get(_FAILED).decode()
+                time.sleep(10 * _POLL_S)  # the store may be this process's: others read the reason first
+                raise RuntimeError(f"{GIVEN_UP}: {reason}")
+            time.sleep(_POLL_S)
+    except dist.DistError as error:
+        raise RuntimeError(f"{GIVEN_UP}: its store has ended") from error
+
+
+def give_up(host: str, port: int, name: str, reason: str) -> None:
+    """End the wait of all members of this name in the store, where it can be reached; by a process that is no member."""
+    try:
+        reach(host, port, 0.0)
+        store = open_store(host, port, 1, serves=False, timeout_s=5.0)
+        dist.PrefixStore(name, store).set(_FAILED, reason)
+    except (OSError, dist.DistError):
+        return  # the members have no store either
 
 
 def _listen_on_loopback(host: str, port: int) -> int | None:

@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_rl import platform
-from mindspeed_rl.platform.rendezvous import open_store
+from mindspeed_rl.platform.rendezvous import meet, open_store, reach
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.resharding.transfer_plan import RanksBySlice
+
+#: parts of the time limit for the way to the trainers, and for the wait for all members: the driver's limit is the whole
+_REACH, _MEET = 0.25, 0.5
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,18 @@ class WeightSyncGroup:
         """Connect the members.
 
         Raises:
-            torch.distributed.DistError: not all members joined in time.
+            ConnectionError: the trainers cannot be reached.
+            RuntimeError: a member failed or did not come, or the members cannot connect to each other.
         """
-        store = open_store(rendezvous.host, rendezvous.port, rendezvous.size, serves=rank == 0, timeout_s=rendezvous.timeout_s)
+        host, port, size, timeout_s = rendezvous.host, rendezvous.port, rendezvous.size, rendezvous.timeout_s
+        if rank > 0:
+            reach(host, port, _REACH * timeout_s)
+        store = open_store(host, port, size, serves=rank == 0, timeout_s=timeout_s)
         self._store = store  # rank 0 serves it as long as the group exists
-        self._group: Any = platform.current().process_group(
-            dist.PrefixStore(rendezvous.name, store), rank, rendezvous.size, rendezvous.timeout_s
-        )
+        own = dist.PrefixStore(rendezvous.name, store)
+        # the connections of a group are made in one call, which nothing ends before its time is over
+        meet(own, rank, size, _MEET * timeout_s)
+        self._group: Any = platform.current().process_group(own, rank, size, timeout_s)
         self.exchange: Exchange = Exchange(self._group)
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -193,18 +193,28 @@ class ServerPool:
             self.remove(name, str(error))
             raise ServerLostError(f"{name}: {error}") from error
 
-    async def call_each(self, call: str, arguments: Mapping[str, Mapping[str, object]]) -> dict[str, ServerLostError | None]:
+    async def call_each(
+        self,
+        call: str,
+        arguments: Mapping[str, Mapping[str, object]],
+        on_failure: Callable[[str, ServerLostError], Awaitable[None]],
+    ) -> dict[str, ServerLostError | None]:
         """Call these servers at once; return the failure of each, or None, without removing it.
 
         Args:
             call: name of the call.
             arguments: of it, by the name of the server.
+            on_failure: called with each failure at once, while other calls may still wait for this server.
         """
 
         async def call_one(name: str) -> None:
-            if (member := self._members.get(name)) is None:
-                raise ServerLostError(f"was lost before the call {call}")
-            await self._call(member.server, call, call, arguments[name])
+            try:
+                if (member := self._members.get(name)) is None:
+                    raise ServerLostError(f"was lost before the call {call}")
+                await self._call(member.server, call, call, arguments[name])
+            except ServerLostError as error:
+                await on_failure(name, error)
+                raise
 
         results = await asyncio.gather(*map(call_one, arguments), return_exceptions=True)
         failures: dict[str, ServerLostError | None] = {}

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import re
 import threading
 import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayError
 
+from mindspeed_rl.platform.rendezvous import GIVEN_UP, give_up
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import LOST_PEER, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, ServerPool
@@ -30,7 +32,7 @@ _Results = Mapping[str, list[str] | Exception]
 
 _LOG = logging.getLogger(__name__)
 #: texts of a member's error when another one is gone or silent
-_PEER_ERRORS = (*LOST_PEER, "Timed out", "timed out", "Timeout", "timeout", "Connection refused", "recvValue failed")
+_PEER_ERRORS = (*LOST_PEER, GIVEN_UP, "Timed out", "timed out", "Timeout", "timeout", "Connection refused", "recvValue failed")
 
 
 class LoopThread:
@@ -159,24 +161,40 @@ class WeightSync:
     def _build_group(self, names: Sequence[str], join: _JoinGroup) -> bool:
         """Return True when the trainers and all these servers are in a group."""
         joins: list[Future[bool]] = []
+        meetings: list[Rendezvous] = []
 
         async def join_servers(rendezvous: Rendezvous) -> bool:
-            first_rank, arguments = self._num_trainers, dict[str, dict[str, object]]()
+            ranks, arguments = dict[str, range](), dict[str, dict[str, object]]()
+            first_rank = self._num_trainers
             for name in names:
                 # keys of the servers' HTTP interface
                 arguments[name] = {"meeting": rendezvous.to_json(), "first_rank": first_rank}
-                first_rank += self.num_workers[name]
-            failures = {name: error for name, error in (await self._pool.call_each("join", arguments)).items() if error}
+                ranks[name] = range(first_rank, first_rank + self.num_workers[name])
+                first_rank = ranks[name].stop
+
+            async def end_wait(name: str, error: ServerLostError) -> None:
+                if not _waited_in_vain(error):
+                    await asyncio.to_thread(give_up, rendezvous.host, rendezvous.port, rendezvous.name, f"{name} {error}")
+
+            called = await self._pool.call_each("join", arguments, end_wait)
+            failures = {name: error for name, error in called.items() if error}
             # a server that waited in vain for another one is not lost
-            causes = {name for name, error in failures.items() if not _waited_in_vain(error)} or failures.keys()
+            causes = {name for name, error in failures.items() if not _waited_in_vain(error)}
+            causes = causes or _find_absent(failures, ranks) or failures.keys()
             for name in causes:
                 self._pool.remove(name, str(failures[name]))
             return not failures
 
+        def invite(rendezvous: Rendezvous) -> None:
+            meetings.append(rendezvous)
+            joins.append(self._loop.start(join_servers(rendezvous)))
+
         try:
-            join(names, lambda rendezvous: joins.append(self._loop.start(join_servers(rendezvous))))
+            join(names, invite)
         except (RayError, RuntimeError, OSError) as error:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
+            for one in meetings:
+                give_up(one.host, one.port, one.name, f"the trainers failed: {_last_line(error)}")
         is_joined = bool(joins) and joins[0].result()
         return is_joined and set(names) <= set(self._pool.names)
 
@@ -220,6 +238,13 @@ class WeightSync:
 def _waited_in_vain(error: ServerLostError) -> bool:
     """Return True for a failed join that may follow from the failure of another member."""
     return isinstance(error.__cause__, TimeoutError) or _is_consequence(error)
+
+
+def _find_absent(failures: Mapping[str, ServerLostError], ranks: Mapping[str, range]) -> set[str]:
+    """Return the servers with a rank for which the others waited in vain."""
+    texts = re.findall(r"ranks ([\d, ]+) of \d+ did not come", " ".join(map(str, failures.values())))
+    absent = {int(rank) for text in texts for rank in text.split(",")}
+    return {name for name in failures if absent.intersection(ranks[name])}
 
 
 def _is_consequence(result: object) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from ports import find_free_port
 from scripted_server import ScriptedServer
 
-from mindspeed_rl.resharding.rendezvous import DeliveryReport
+from mindspeed_rl.platform.rendezvous import meet, open_store
+from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerPool
 from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
@@ -161,6 +166,44 @@ def test_servers_that_wait_at_the_meeting_for_one_that_fails_stay(loop: LoopThre
     world.run(1)
     assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
     assert world.pool.lost == [("server 1", "failed to join: RuntimeError: the engine has died")]
+
+
+@pytest.mark.parametrize("how", ["fails", pytest.param("never comes", marks=pytest.mark.slow)])
+def test_members_do_not_wait_out_their_time_for_a_server_that_is_not_coming(loop: LoopThread, how: str) -> None:
+    world, stores = World(loop, timeout_s=20.0 if how == "fails" else 3.0), list[dist.TCPStore]()
+
+    async def join(meeting: str, first_rank: int) -> None:
+        await asyncio.to_thread(come, Rendezvous.from_json(meeting), first_rank)
+
+    async def absent(meeting: str, first_rank: int) -> None:
+        if how == "fails":
+            await asyncio.sleep(0.3)  # the others are waiting by then
+            raise RuntimeError("the engine has died")
+        await asyncio.sleep(60)
+
+    def come(at: Rendezvous, rank: int) -> None:
+        meet(dist.PrefixStore(at.name, open_store(at.host, at.port, at.size, serves=False, timeout_s=5.0)), rank, at.size, 2.0)
+
+    def trainers_meet(names: Any, invite: Callable[[Any], None]) -> None:
+        world.trainers.met.append(list(names))
+        rendezvous = world.push.make_rendezvous("127.0.0.1", find_free_port(), names)
+        store = open_store("127.0.0.1", rendezvous.port, 1, serves=True, timeout_s=5.0)
+        stores.append(store)
+        with ThreadPoolExecutor(2) as threads:
+            own = dist.PrefixStore(rendezvous.name, store)
+            waiting = [threads.submit(meet, own, rank, rendezvous.size, 10.0 if how == "fails" else 2.0) for rank in (0, 1)]
+            invite(rendezvous)
+            for one in waiting:
+                one.result()
+
+    for name, server in world.servers.items():
+        server.engine.join = absent if name == "server 1" else join
+    begun = time.monotonic()
+    world.push.run(1, trainers_meet, world.trainers.send, world.trainers.leave)
+    assert time.monotonic() - begun < 6.0
+    assert world.pool.names == ["server 0", "server 2"] and world.pool.version == 1
+    reason = "failed to join: RuntimeError: the engine has died" if how == "fails" else "did not join within 3 s"
+    assert world.pool.lost == [("server 1", reason)]
 
 
 def test_a_server_that_was_started_anew_under_its_name_meets_the_trainers_again(loop: LoopThread) -> None:
