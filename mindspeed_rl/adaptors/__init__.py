@@ -227,7 +227,8 @@ def log_softmax(logits: Tensor) -> Tensor:
     return logits.log_softmax(-1) if module is None else module.log_softmax(logits)
 
 
-def transformer_settings() -> dict[str, Any]:
-    """Return the fields of Megatron's TransformerConfig that the current platform's fused modules need."""
+def transformer_settings(activation: str) -> dict[str, Any]:
+    """Return the fields of Megatron's TransformerConfig that the current platform's modules need for a model's activation."""
     module = _find_module("transformer_settings")
-    return {} if module is None else dict(module.TRANSFORMER_SETTINGS)
+    settings = {} if module is None else dict(module.TRANSFORMER_SETTINGS)
+    return {name: value for name, value in settings.items() if name != "activation_func" or activation == "silu"}

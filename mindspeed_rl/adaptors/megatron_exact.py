@@ -79,11 +79,6 @@ def _route(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torc
     return logits if bias is None else logits + bias.to(dtype)
 
 
-def _unpermute(outputs: Tensor, tokens: Tensor, restore_shape: torch.Size, probs: Tensor | None = None, **_: object) -> Tensor:
-    assert probs is None  # experts multiply by them
-    return exact_kernels.unpermute(outputs, tokens, restore_shape[0])
-
-
 def apply(slices: int) -> None:
     """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
 
@@ -114,7 +109,16 @@ def apply(slices: int) -> None:
     mappings._ReduceFromModelParallelRegion.forward = staticmethod(_all_reduce)
     mappings._ReduceScatterToSequenceParallelRegion.forward = staticmethod(_reduce_scatter)
     experts: Any = importlib.import_module(f"{_PREFIX}.transformer.moe.token_dispatcher")
-    experts.unpermute = _unpermute
+    scatter = experts.unpermute
+
+    def unpermute(outputs: Tensor, tokens: Tensor, restore_shape: torch.Size, **named: Any) -> Tensor:
+        counts = tokens.bincount(minlength=restore_shape[0])
+        # of another model, each rank of which may add up only some experts of a token
+        if named.get("probs") is not None or counts.min() != counts.max():
+            return scatter(outputs, tokens, restore_shape, **named)
+        return exact_kernels.unpermute(outputs, tokens, restore_shape[0])
+
+    experts.unpermute = unpermute
     routers: Any = importlib.import_module(f"{_PREFIX}.transformer.moe.moe_utils")
     routers.RouterGatingLinearFunction.forward = staticmethod(_route)
     rotary: Any = importlib.import_module(f"{_PREFIX}.models.common.embeddings.rope_utils")

@@ -150,7 +150,8 @@ def plan_transformer_config(config: MegatronConfig, plan: ModelPlan) -> Transfor
     Raises:
         ValueError: the layout, the adapters or another key does not fit the model.
     """
-    settings = _run_settings(config, plan.model_config, plan.layout) | adaptors.transformer_settings()
+    activation = plan.model_config.activation
+    settings = _run_settings(config, plan.model_config, plan.layout) | adaptors.transformer_settings(activation)
     lora = LoraSettings.from_config(config)
     if lora is not None:
         lora.check(plan.model_config)

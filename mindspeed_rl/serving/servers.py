@@ -24,6 +24,7 @@ from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
@@ -373,6 +374,8 @@ class JudgeServers:
             sleeps=self.shares_devices,
         )
         mine = slots if self.shares_devices else ()
+        # kernels of exact log-probs are for the layers of some models
+        env = {name: value for name, value in env.items() if name != EXACT_VARIABLE}
         self._processes = ServerProcesses(settings, env, run.deadlines.seconds, layout.num_npus, mine)
         self._monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance)
         self._loop, timeout_s = LoopThread("judge-servers"), run.deadlines.seconds["server"]

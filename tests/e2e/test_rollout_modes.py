@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from grpo_command import ONE_PROCESS, Command, finished, running
+from grpo_command import ONE_PROCESS, Command, finished, overrides, running
+from patience import patient
 from ports import find_free_port
 from safetensors import safe_open
 from test_grpo_run import figures
+from test_prediction_run import standalone_server
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
@@ -27,7 +29,7 @@ SERVER = [
     *SHARED,
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=1",
-    "generate_config.vllm_server_timeout=100",
+    f"generate_config.vllm_server_timeout={patient(100):.0f}",
 ]
 #: one response at a time: a server's batches do not depend on when requests arrive, nor does what its kernels round
 IN_TURN = "generate_config.max_num_seqs=1"
@@ -155,7 +157,7 @@ def test_a_server_joins_a_run_by_its_folder_generates_and_leaves_without_a_lost_
             joined = len(command.metrics)
             command.wait_until(lambda: len(command.metrics) >= joined + 3)
             server.send_signal(signal.SIGINT)
-            assert server.wait(120) == 0
+            assert server.wait(patient(120)) == 0
             assert not [path for path in (folder / "servers").iterdir() if path.name != "run.json"]
             command.wait_until(lambda: "was taken out" in (folder / "run.log").read_text())
             left = len(command.metrics)
@@ -197,5 +199,13 @@ def test_log_probs_of_an_exact_run_differ_by_nothing(task: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_log_probs_of_servers_differ_by_nothing_in_an_exact_run(task: Path, tmp_path: Path) -> None:
-    run = finished(task, tmp_path, *SERVER, "rl_config.exact_log_probs=true", iterations(2))
-    assert [record["rollout/log_probs_diff_max"] for record in run.metrics] == [0.0, 0.0]
+    exact, run_file = "rl_config.exact_log_probs=true", ["--config-name", "grpo_tiny_cpu", *overrides(task, tmp_path)]
+    runs = [finished(task, tmp_path / "own", *SERVER, exact, iterations(2))]
+    with standalone_server(task, tmp_path, *run_file, exact) as at:
+        runs.append(finished(task, tmp_path / "standalone", *SHARED, *at, exact, iterations(2)))
+    for run in runs:
+        assert [record["rollout/log_probs_diff_max"] for record in run.metrics] == [0.0, 0.0]
+    with standalone_server(task, tmp_path, *run_file) as at, running(task, tmp_path / "other", *SHARED, *at, exact) as command:
+        assert command.wait(300) != 0
+        assert "does not fit the run: its log-probs" in command.output
+        assert "mindspeed-rl rollout --config-name" in command.output

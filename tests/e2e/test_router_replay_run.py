@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_task
 from grpo_command import ONE_PROCESS, Command, finished, running
-from tiny_task import make_other_task, make_task
+from tiny_task import make_other_task
 
 from mindspeed_rl.rollout.expert_counts import sum_counts
 
@@ -43,6 +44,13 @@ def test_a_run_in_each_mode(task: Path, tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.slow
+def test_log_probs_of_an_exact_run_differ_by_nothing(task: Path, tmp_path: Path) -> None:
+    keys = ["rl_config.router_replay.mode=R3", "rl_config.exact_log_probs=true"]
+    run = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *_STEPS, *keys)
+    assert [(record["rollout/log_probs_diff_max"], record["router/agreement"]) for record in run.metrics] == [(0.0, 1.0)] * 2
+
+
+@pytest.mark.slow
 def test_tokens_are_counted_for_each_expert(task: Path, tmp_path: Path) -> None:
     keys = ["generate_config.eplb_token_collects=true", f"generate_config.eplb_token_save_path={tmp_path / 'counts'}"]
     command = finished(task, tmp_path / "run", *ONE_PROCESS, *_MODEL, *keys)
@@ -62,8 +70,9 @@ def test_each_pipeline_stage_gets_the_experts_of_its_layers(task: Path, tmp_path
     _check(command, True)
 
 
-def test_a_model_without_experts_is_refused_before_ray_starts(tmp_path: Path) -> None:
-    dense = make_task(tmp_path)
+def test_a_model_without_experts_is_refused_before_ray_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny_task, "_WARM_UP_STEPS", 0)
+    dense = tiny_task.make_task(tmp_path)
     with running(dense, tmp_path / "run", *ONE_PROCESS, "rl_config.router_replay.mode=R3") as command:
         assert command.wait(120) == 2
         assert "rl_config.router_replay.mode (R3) cannot be used here: the model has no experts" in command.output

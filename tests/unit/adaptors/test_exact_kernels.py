@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors import cpu_halves, cpu_products, exact_kernels
 
 
 @pytest.fixture(autouse=True)
 def products() -> None:
     """As in workers."""
+    platform.select("cpu")
     cpu_products.apply()
     cpu_halves.apply()
 
@@ -112,6 +114,12 @@ def test_silu_and_rotation_round_alike_at_every_place(dtype: torch.dtype) -> Non
         assert torch.equal(exact_kernels.silu(x[first:end]), activated[first:end])
         part = exact_kernels.rotate(x[first:end], angles[first:end].cos(), angles[first:end].sin())
         assert torch.equal(part, turned[first:end])
+
+
+def test_models_with_another_activation_keep_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adaptors, "_exact", 1)
+    assert adaptors.transformer_settings("silu") == {"activation_func": exact_kernels.silu}
+    assert adaptors.transformer_settings("gelu_tanh") == {}
 
 
 def test_products_that_depend_on_the_number_of_rows_are_an_error() -> None:
