@@ -92,7 +92,7 @@ def test_a_missing_key_is_named() -> None:
         ("ernie4.5", {"use_bias": True}, "sets use_bias"),
         ("ernie4.5-moe", {"moe_norm_min": 0.5}, "moe_norm_min 0.5; weights of experts"),
         ("hunyuan", {"attention_bias": True}, "sets attention_bias"),
-        ("hunyuan-moe", {"moe_topk": [2, 1, 2, 2]}, "moe_topk [2, 1, 2, 2]; Hunyuan is supported with one value"),
+        ("hunyuan-moe", {"moe_topk": [2, 1, 2, 2]}, r"moe_topk \[2, 1, 2, 2\]; Hunyuan is supported with one value"),
         ("hunyuan-moe", {"use_cla": True}, "use_cla True; Hunyuan is supported without it"),
         ("hy3", {"route_norm": False}, "route_norm False; Hy3 is supported with True"),
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
