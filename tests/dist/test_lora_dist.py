@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import lora_jobs
 import pytest
 import torch
 import transformers
 from megatron_release import GROUPED_EXPERTS
-from patience import patient
-from ports import find_free_port
+from ranks import Ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mindspeed_rl.inference.model_files import ModelSettings, open_model
 
-PROGRAM = Path(__file__).with_name("lora_program.py")
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -31,38 +28,19 @@ SIZES = {
 }
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8, "norm_topk_prob": True}
 MOE["router_aux_loss_coef"] = 0.0  # experts balanced over a micro-batch depend on its rows
-#: as `lora_program.py` chooses them
+#: as `lora_jobs` chooses them
 SAVED_UNDER = {"dense": "tp2-sp", "moe": "tp2-etp2-grouped" if GROUPED_EXPERTS else "tp2-etp2"}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What both processes wrote, after they trained every layout."""
     folder = tmp_path_factory.mktemp("lora")
     models = {"dense": transformers.Qwen2Config(**SIZES), "moe": transformers.Qwen3MoeConfig(**SIZES, **MOE)}
     for name, config in models.items():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder / name)
-    port = str(find_free_port())
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TRANSFORMERS_VERBOSITY": "error"}
-    logs = [(folder / f"log{rank}").open("w+") for rank in range(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), port, str(folder)],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        codes = [process.wait(timeout=patient(300)) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if codes != [0, 0]:
-        said = [(folder / f"log{rank}").read_text()[-3000:] for rank in range(2)]
-        pytest.fail(f"exit codes {codes}\nrank 0:\n{said[0]}\nrank 1:\n{said[1]}")
+    ranks(2).run(lora_jobs.train_every_layout, folder=folder, timeout_s=300)
     return folder
 
 

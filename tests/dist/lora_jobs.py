@@ -1,25 +1,12 @@
-# ruff: noqa: E402  (Megatron must be imported after the adaptor)
-"""Run by two processes: the same LoRA training under many layouts; rank 0 writes losses, norms and merged weights.
-
-usage: lora_program.py RANK PORT FOLDER  (FOLDER holds the models `dense` and `moe`)
-"""
+"""A job of two ranks: the same LoRA training under many layouts; rank 0 writes losses, norms and merged weights."""
 
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-warnings.filterwarnings("ignore")
-
 import torch
-
-from mindspeed_rl import adaptors
-
-adaptors.apply("train")
-
 from megatron.core import parallel_state
 from safetensors.torch import save_file
 
@@ -105,9 +92,9 @@ def my_rows() -> Rows:
     return Rows(BATCH[rank::size], PROMPTS[rank::size])
 
 
-def main(rank: int, port: str, folder: Path) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    torch.set_num_threads(1)
+def train_every_layout(folder: Path) -> None:
+    """The folder has the models `dense` and `moe`, and gets the files."""
+    rank = int(os.environ["RANK"])
     parallel.init_process_group(parallel.RankInfo(rank, 2, rank), 120)
     for kind, layouts in LAYOUTS.items():
         saver, loader = SAVED[kind]
@@ -141,7 +128,3 @@ def main(rank: int, port: str, folder: Path) -> None:
             found = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
                 save_file(found, folder / f"{kind}-{name}-loaded.safetensors")
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
