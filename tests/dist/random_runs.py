@@ -21,6 +21,8 @@ from mindspeed_rl.trainers.model_plans import plan_models
 Keys = dict[str, Any]
 
 MAX_TOKENS, _CONTEXT = 24, 64
+#: added to the seed of a run that is too close to a tie, for another run of the same layout
+SEED_OF_ATTEMPT = 1_000_000
 #: index of the iteration, so that tokens of older weights exist
 ITERATION = 4
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -131,11 +133,19 @@ class RandomRun:
         return plan_models(resolve(load_run_config(self.path), platform="cpu"))[0]
 
 
+def all_layouts(sizes: Sequence[int], models: Sequence[str]) -> list[tuple[int, str, Keys]]:
+    """Processes, model and keys of every layout."""
+    tables = {model: _EXPERTS if model == "moe_mixed" else _DENSE for model in models}
+    return [(size, model, layout) for size in sizes for model in models for layout in tables[model][size]]
+
+
 def draw(seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[str, str]], models: Sequence[str]) -> RandomRun:
-    """The run of this seed, written to the folder."""
-    generator = random.Random(seed)
+    """The run of this seed, written to the folder; as many seeds in a row as there are layouts have each of them once."""
+    generator, layouts = random.Random(seed), all_layouts(sizes, models)
+    stride = next(step for step in (17, 19, 23) if len(layouts) % step)
+    at = layouts[seed % SEED_OF_ATTEMPT * stride % len(layouts)]
     for _ in range(200):
-        run = _draw(generator, seed, sizes, models)
+        run = _draw(generator, seed, *at)
         try:
             run.write(folder, folders[run.model])
         except ConfigError as error:
@@ -145,10 +155,8 @@ def draw(seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[
     raise AssertionError(f"no run of 200 draws is accepted; the last: {refused}")
 
 
-def _draw(r: random.Random, seed: int, sizes: Sequence[int], models: Sequence[str]) -> RandomRun:
-    size, model = r.choice(list(sizes)), r.choice(list(models))
+def _draw(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> RandomRun:
     has_experts = model == "moe_mixed"
-    layout = r.choice((_EXPERTS if has_experts else _DENSE)[size])
     stage = r.choice(["ray_grpo"] * 3 + ["ray_dapo", "ray_ppo"])
     if has_experts and stage == "ray_ppo":
         stage = "ray_grpo"  # no critic of this model is made
