@@ -41,6 +41,7 @@ def main() -> None:
 
     platform.select("cpu")
     os.environ.update(platform.current().worker_env())
+    torch.set_num_threads(1)  # threads of this process would be missing in its forks
     adaptors.apply("train")
     adaptors.apply("rollout")
     import vllm.v1.engine.llm_engine  # noqa: F401  (once, for both processes)

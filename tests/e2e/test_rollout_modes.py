@@ -199,7 +199,8 @@ def test_log_probs_of_an_exact_run_differ_by_nothing(task: Path, tmp_path: Path)
 
 @pytest.mark.slow
 def test_log_probs_of_servers_differ_by_nothing_in_an_exact_run(task: Path, tmp_path: Path) -> None:
-    exact, run_file = "rl_config.exact_log_probs=true", ["--config-name", "grpo_tiny_cpu", *overrides(task, tmp_path)]
+    exact = "rl_config.exact_log_probs=true"
+    run_file = ["--config-name", "grpo_tiny_cpu", *overrides(task, tmp_path), *ONE_PROCESS]
     runs = [finished(task, tmp_path / "own", *SERVER, exact, iterations(2))]
     with standalone_server(task, tmp_path, *run_file, exact) as at:
         runs.append(finished(task, tmp_path / "standalone", *SHARED, *at, exact, iterations(2)))
