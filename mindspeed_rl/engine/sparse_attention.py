@@ -217,13 +217,17 @@ class _Indexer(nn.Module):
         if isinstance(angles, tuple):
             angles, factor = angles
         turned, rest = x.split([self.config.qk_pos_emb_head_dim, x.size(-1) - self.config.qk_pos_emb_head_dim], dim=-1)
-        group = parallel_state.get_context_parallel_group()
-        named: dict[str, Any] = {"config": self._rotation, "mscale": factor, "cp_group": group}
-        if layout is None:
-            turned = apply_rotary_pos_emb(turned, angles, **named)
-        else:
-            turned = apply_rotary_pos_emb(turned.squeeze(1), angles, cu_seqlens=layout.cu_seqlens_q_padded, **named)
-            turned = turned.unsqueeze(1)
+        group: Any = parallel_state.get_context_parallel_group()
+        lengths = None if layout is None else layout.cu_seqlens_q_padded
+        turned = apply_rotary_pos_emb(
+            turned if lengths is None else turned.squeeze(1),
+            angles,
+            config=self._rotation,
+            cu_seqlens=lengths,
+            mscale=factor,
+            cp_group=group,
+        )
+        turned = turned if lengths is None else turned.unsqueeze(1)
         return torch.cat([turned, rest], dim=-1)
 
 

@@ -120,7 +120,9 @@ def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
 
 
 def test_tensors_that_are_read_with_metrics_keep_their_order_and_their_values() -> None:
-    metrics = PendingMetrics({"loss": ("mean", (torch.tensor(6.0), torch.tensor(3))), "nothing": ("sum", (torch.zeros(()),) * 2)})
+    metrics = PendingMetrics(
+        {"loss": ("mean", (torch.tensor(6.0), torch.tensor(3))), "nothing": ("sum", (torch.zeros(()),) * 2)}
+    )
     others = [torch.tensor(2), torch.tensor(0.25), torch.tensor(float("inf"))]
     assert PendingMetrics.read([metrics, {}], others) == [2.0, 0.25, float("inf")]
     assert {name: (metric.value, metric.count) for name, metric in metrics.items()} == {"loss": (6.0, 3.0)}
