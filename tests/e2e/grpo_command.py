@@ -103,7 +103,7 @@ class Command:
         self.process = subprocess.Popen(
             [*words, *self.keys(task), *changes],
             cwd=folder,
-            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **(shared(RL) if self.shares else {})},
+            env={**os.environ, MARK: self._mark, "OMP_NUM_THREADS": "1", **self.forks()},
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -114,6 +114,10 @@ class Command:
     def keys(self, task: Path) -> list[str]:
         """What is set in the run file."""
         return overrides(task, self.folder)
+
+    def forks(self) -> dict[str, str]:
+        """Environment by which its workers are copies of a server that other commands use too; empty where they are not."""
+        return shared(RL) if self.shares else {}
 
     @property
     def output(self) -> str:

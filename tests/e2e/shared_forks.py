@@ -1,6 +1,6 @@
 """Fork servers that the commands of these tests share: their libraries are imported once, not by each command again.
 
-What a command starts by itself is tested where faults are: there, and in whatever does not ask for these, nothing is shared.
+What a command starts by itself is tested where faults are: what does not ask for these shares nothing.
 """
 
 from __future__ import annotations
@@ -11,27 +11,32 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from mindspeed_rl.runtime.cluster import _set_environment
 from mindspeed_rl.runtime.fork_server import ForkServer, Libraries
 
-_servers: dict[tuple[str, Libraries], tuple[ForkServer, Path]] = {}
+_servers: dict[tuple[str, Libraries, frozenset[tuple[str, str]]], tuple[ForkServer, Path]] = {}
 
 
-def shared(*libraries: Libraries, platform: str = "cpu") -> dict[str, str]:
+def shared(*libraries: Libraries, platform: str = "cpu", **variables: str) -> dict[str, str]:
     """Environment of a command whose workers may be copies of a server with these libraries, which is started if need be.
 
     Args:
         platform: as the command has it.
+        variables: of the server's environment, where they are others than those of this process.
     """
-    return {"MINDSPEED_RL_FORK_SERVER": os.pathsep.join(str(_folder(platform, kind)) for kind in libraries)}
+    folders = [_start(platform, kind, variables) for kind in libraries]
+    return {"MINDSPEED_RL_FORK_SERVER": os.pathsep.join(map(str, folders))}
 
 
-def _folder(platform: str, libraries: Libraries) -> Path:
-    if (platform, libraries) not in _servers:
+def _start(platform: str, libraries: Libraries, variables: dict[str, str]) -> Path:
+    key = platform, libraries, frozenset(variables.items())
+    if key not in _servers:
         folder = Path(tempfile.mkdtemp(prefix="forks-"))
-        server = ForkServer.start(platform, libraries, folder)
-        _servers[platform, libraries] = server, folder
+        with _set_environment(**variables):
+            server = ForkServer.start(platform, libraries, folder)
+        _servers[key] = server, folder
         atexit.register(_end, server, folder)
-    return _servers[platform, libraries][1]
+    return _servers[key][1]
 
 
 def _end(server: ForkServer, folder: Path) -> None:

@@ -16,11 +16,14 @@ import psutil
 import pytest
 from patience import patient
 from scripts import load_script
+from shared_forks import shared
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.config import RunConfig, load_run_config, resolve
+from mindspeed_rl.runtime.cluster import _set_environment
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
+from mindspeed_rl.runtime.fork_server import TRAINING, fork_server
 
 # preprocessing imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -108,7 +111,7 @@ def run(work: Path, *overrides: str) -> tuple[Path, list[dict]]:
     from mindspeed_rl.trainers.launch import launch
 
     sft = resolve(load(work, "sft", "megatron_training.split='95,5,0'", *overrides), platform="cpu")
-    with launch(sft) as trainer:
+    with _set_environment(**shared(TRAINING)), fork_server("cpu", TRAINING), launch(sft) as trainer:
         trainer.fit()
     folder = sft.folder
     return folder, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -167,7 +170,7 @@ def finish(work: Path, folder: Path, *changes: str) -> dict[int, dict[str, float
     """Runs the command to its end; returns what metrics.jsonl says of each iteration that must repeat exactly."""
     ended = subprocess.run(
         [*command(work, folder), *changes],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", **shared(TRAINING)},
         capture_output=True,
         text=True,
         timeout=patient(300),
@@ -220,7 +223,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
         # the agents of a Ray whose driver was killed leave when they next look for it, maybe minutes later
         rest = below if victim == "a worker" else [child for child in below if "Agent" not in " ".join(child.cmdline())]
         (workers[1] if victim == "a worker" else process).kill()
-        assert process.wait(60) == (1 if victim == "a worker" else -9)
+        assert process.wait(patient(60)) == (1 if victim == "a worker" else -9)
         assert not psutil.wait_procs(rest, timeout=patient(60))[1], "processes outlived the run"
     finally:
         process.kill()
@@ -255,7 +258,7 @@ def test_a_run_that_tolerates_faults_goes_on_by_itself(work: Path, uninterrupted
             while process.poll() is None and seen.read_text().count("the run resumes after iteration") < count:
                 time.sleep(0.2)
             assert not psutil.wait_procs(workers, timeout=patient(30))[1], "workers outlived their world"
-        assert process.wait(300) == 0, seen.read_text()[-3000:]
+        assert process.wait(patient(300)) == 0, seen.read_text()[-3000:]
     finally:
         process.kill()
     said = seen.read_text()

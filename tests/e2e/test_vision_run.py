@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import tiny_vision
 import torch
+from patience import patient
 from scripts import load_script
+from shared_forks import shared
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
+from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.data.images import make_data_url
+from mindspeed_rl.runtime.fork_server import RL
 
 ROOT = Path(__file__).resolve().parents[2]
 #: rewards whether the answer is the colour that the picture has at the shape, which the text alone does not say
@@ -61,9 +65,10 @@ def command(*words: str, folder: Path) -> str:
     """The output of a command that ends well."""
     places = (str(ROOT), str(folder), os.environ.get("PYTHONPATH"))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, places)), "OMP_NUM_THREADS": "1"}
+    environment |= shared(RL, **{VISION_VARIABLE: "1"}) if GRPO[1] in words and "platform=npu" not in words else {}
     done = subprocess.run(
         [sys.executable, "-m", "mindspeed_rl.cli.main", *words], cwd=folder, env=environment, capture_output=True, text=True,
-        timeout=900,
+        timeout=patient(900),
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout

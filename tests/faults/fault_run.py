@@ -14,8 +14,10 @@ from typing import Any
 import psutil
 from fault_table import Fault
 from grpo_command import Command
+from shared_forks import shared
 
 from mindspeed_rl.runtime.cluster import _set_environment
+from mindspeed_rl.runtime.fork_server import RL
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -35,18 +37,24 @@ class FaultRun(Command):
 
     Args:
         stage: "grpo", "ppo", or a supervised one, whose task is that of the quickstart.
-        wrap: see `Command`.
+        wrap, shares: see `Command`; the server that is shared has the injector too.
     """
 
-    shares = False
-
-    def __init__(self, task: Path, folder: Path, *changes: str, stage: str = "grpo", wrap: tuple[str, ...] = ()) -> None:
-        self.stage, self.wrap = stage, wrap
+    def __init__(
+        self,
+        task: Path,
+        folder: Path,
+        *changes: str,
+        stage: str = "grpo",
+        wrap: tuple[str, ...] = (),
+        shares: bool = False,
+    ) -> None:
+        self.stage, self.wrap, self.shares = stage, wrap, shares
         self.config = "grpo_tiny_cpu" if stage == "ppo" else f"{stage}_tiny_cpu"
         self.faults = folder / "faults"
         self.faults.mkdir(parents=True)
-        path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
-        with _set_environment(FAULTS=str(self.faults), PYTHONPATH=path):
+        self._path = os.pathsep.join([str(HERE / "site"), os.environ.get("PYTHONPATH", "")])
+        with _set_environment(FAULTS=str(self.faults), PYTHONPATH=self._path):
             super().__init__(task, folder, *changes)
 
     def keys(self, task: Path) -> list[str]:
@@ -67,6 +75,10 @@ class FaultRun(Command):
         keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": task / "data" / data}
         keys |= {"save": self.folder / "save", "log_interval": 1, "eval_interval": 1000}
         return [f"run_dir={self.folder / 'run'}", *(f"megatron_training.{name}={value}" for name, value in keys.items())]
+
+    def forks(self) -> dict[str, str]:
+        """Environment of the shared server with the injector."""
+        return shared(RL, PYTHONPATH=self._path) if self.shares else {}
 
     def signal_all(self, signum: int) -> None:
         """Signals every process of the run, as scancel and systemd do."""
@@ -98,9 +110,9 @@ class FaultRun(Command):
 
 
 @contextlib.contextmanager
-def struck(task: Path, folder: Path, *changes: str, stage: str = "grpo", wrap: tuple[str, ...] = ()) -> Iterator[FaultRun]:
+def struck(task: Path, folder: Path, *changes: str, **how: Any) -> Iterator[FaultRun]:
     """A started run that is gone after the block; see `FaultRun`."""
-    command = FaultRun(task, folder, *changes, stage=stage, wrap=wrap)
+    command = FaultRun(task, folder, *changes, **how)
     try:
         yield command
     finally:

@@ -1,6 +1,7 @@
 """Real runs are struck by faults: each ends or recovers in time, names the failed process in one line and loses nothing.
 
-The faults stand in fault_table.py. Many strike one run, one after the other, since starting is what takes long.
+The faults are in fault_table.py. Many strike one run, one after another, since starting is what takes long. For the same reason
+workers are copies of a shared server, except in the runs of `OWN_SERVER` and where a service of the run itself is struck.
 """
 
 from __future__ import annotations
@@ -95,8 +96,12 @@ def test_a_killed_worker_and_rewards_that_hang_or_die_do_not_end_a_run(task: Pat
         ends_without_a_trace(run, 143, 60)
 
 
-#: iterations of a run that is struck in one of them; the schedule does not know how long it is
-LENGTH = ["megatron_training.train_iters=15", "actor_config.lr_decay_style=constant"]
+#: iterations of a run that is struck up to six times, five of them each; the schedule does not know how long it is
+LENGTH = ["megatron_training.train_iters=40", "actor_config.lr_decay_style=constant"]
+#: faults of the same run, one after another: -k FAULT chooses the run
+RUNS = [RECOVERED[first::4] for first in range(4)]
+#: faults whose run starts a fork server of its own: one is the end of each way in which it has to end
+OWN_SERVER = {"end-worker-kill", "end-sigint", "end-sigterm-start", "end-driver-kill", "end-node-service-kill", "signal-all"}
 
 
 @pytest.fixture(scope="module")
@@ -112,19 +117,23 @@ def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", RECOVERED, ids=lambda fault: fault.id)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("faults", RUNS, ids=lambda faults: "+".join(fault.id for fault in faults))
 def test_a_run_that_tolerates_faults_recovers_and_computes_what_an_undisturbed_one_does(
-    task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], fault: Fault
+    task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], faults: list[Fault]
 ) -> None:
-    with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH) as run:
+    found = []
+    with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH, shares=faults is not RUNS[0]) as run:
         run.wait_until(lambda: run.metrics)
-        if fault.id == "worker-kill-start":  # a worker starts when one was lost
-            run.arm(fault)
-            seconds, line = strike_start(run, by_id(RECOVERED, "worker-kill-generate")[0], fault)
-        else:
-            seconds, line = strike(run, fault)
+        for fault in faults:
+            if fault.id == "worker-kill-start":  # a worker starts when one was lost
+                run.arm(fault)
+                found.append((fault, *strike_start(run, by_id(RECOVERED, "worker-kill-generate")[0], fault)))
+            else:
+                found.append((fault, *strike(run, fault)))
         ends_without_a_trace(run, 0, 120)
         assert differing(run, undisturbed) == []
+    for fault, seconds, line in found:
         note(fault, seconds, line, equal=len(undisturbed))
 
 
@@ -183,7 +192,7 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
             note(OTHER_DISK, time.monotonic() - begun, culprit_line(run.output, OTHER_DISK.said))
     finally:
         node.terminate()
-        node.wait(60)
+        node.wait(patient(60))
         cluster.shutdown()
 
 
@@ -210,9 +219,9 @@ def lose_node_of(run: FaultRun, cluster: Any, nodes: list[Any]) -> None:
             process.kill()
 
 
-def lasting(task: Path, folder: Path, *changes: str) -> Iterator[FaultRun]:
+def lasting(task: Path, folder: Path, *changes: str, shares: bool = False) -> Iterator[FaultRun]:
     """A run of one worker that goes on until the caller is done with it, and then leaves nothing behind."""
-    with struck(task, folder / "a", *ONE_PROCESS, *changes, LONG) as run:
+    with struck(task, folder / "a", *ONE_PROCESS, *changes, LONG, shares=shares) as run:
         run.wait_until(lambda: run.metrics)
         yield run
         run.process.terminate()
@@ -224,7 +233,7 @@ def survivor(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[F
     """A run of one worker whose faults end nothing; it leaves nothing behind."""
     tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
     beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    yield from lasting(task, tmp_path_factory.mktemp("survivor"), *REWARD, *tracker, *beats)
+    yield from lasting(task, tmp_path_factory.mktemp("survivor"), *REWARD, *tracker, *beats, shares=True)
 
 
 @pytest.mark.slow
@@ -336,7 +345,8 @@ def small_disk(fault: Fault, folder: Path) -> Iterator[None]:
 def test_what_cannot_be_tolerated_ends_the_command(task: Path, tmp_path: Path, fault: Fault) -> None:
     deadline = f"rl_config.deadlines.generate={patient(15):.0f}"
     deed, code = DEEDS.get(fault.id, (lambda run: run.arm(fault), 1))
-    with small_disk(fault, tmp_path), struck(task, tmp_path, *ONE_PROCESS, LONG, deadline) as run:
+    shares = fault.id not in OWN_SERVER
+    with small_disk(fault, tmp_path), struck(task, tmp_path, *ONE_PROCESS, LONG, deadline, shares=shares) as run:
         if fault.phase == "set_up":
             run.wait_until(lambda: "starting 1 workers" in run.output)
         else:
@@ -361,7 +371,8 @@ def test_a_signal_ends_the_command_when_the_iteration_is_saved(
     task = request.getfixturevalue("quickstart" if stage in ("sft", "dpo") else "task")
     signum = signal.Signals[name]
     changes = [LONG, "megatron_training.save_interval=100000", *(ONE_PROCESS if stage in ("grpo", "ppo") else [])]
-    with struck(task, tmp_path, *changes, stage=stage) as run:
+    shares = stage in ("grpo", "ppo") and fault.id not in OWN_SERVER
+    with struck(task, tmp_path, *changes, stage=stage, shares=shares) as run:
         run.wait_until(lambda: len(run.metrics) > 1)
         begun = time.monotonic()
         if signalled == "all":
@@ -436,7 +447,7 @@ def test_a_stop_or_a_jump_of_the_clock_ends_nothing(unnoticing: FaultRun, fault:
 def test_a_reader_of_the_output_that_ends_does_not_end_the_run(task: Path, tmp_path: Path) -> None:
     fault, head = by_id(AROUND, "output-closed")[0], ("bash", "-c", 'set -o pipefail; "$@" 2>&1 | head -3', "run")
     begun = time.monotonic()
-    with struck(task, tmp_path, *ONE_PROCESS, "megatron_training.train_iters=3", wrap=head) as run:
+    with struck(task, tmp_path, *ONE_PROCESS, "megatron_training.train_iters=3", wrap=head, shares=True) as run:
         ends_without_a_trace(run, 0, fault.within_s)
         assert len(run.output.splitlines()) == 3 and run.iterations == [1, 2, 3]
     note(fault, time.monotonic() - begun, "")
@@ -457,6 +468,7 @@ def test_another_ray_cluster_of_the_machine_is_left_alone(task: Path, tmp_path: 
             *ONE_PROCESS,
             "megatron_training.train_iters=3",
             wrap=("unshare", "-m", "bash", "-c", private, "run"),
+            shares=True,
         ) as run:
             ends_without_a_trace(run, 0, fault.within_s)
             assert run.iterations == [1, 2, 3] and "Ray runtime started" in run.output
@@ -482,7 +494,7 @@ def _with(variable: str) -> list[psutil.Process]:
 @pytest.mark.slow
 def test_ppo_recovers_from_a_killed_worker_with_the_figures_of_an_undisturbed_run(task: Path, tmp_path: Path) -> None:
     length = ["megatron_training.train_iters=6", "actor_config.lr_decay_style=constant", *ONE_PROCESS]
-    with struck(task, tmp_path / "whole", *length, stage="ppo") as run:
+    with struck(task, tmp_path / "whole", *length, stage="ppo", shares=True) as run:
         ends_without_a_trace(run, 0, 400)
         undisturbed = run.metrics
     with struck(task, tmp_path / "struck", *length, *TOLERANT, stage="ppo") as run:

@@ -1,7 +1,7 @@
 """Faults on demand in the real processes of a run; first on PYTHONPATH, so that every interpreter of the run imports it.
 
-`FAULTS` names a folder. A file `<anything>.json` in it arms a fault; the process that comes to the place first takes it (the
-file becomes `.taken`) and does what it says. Without the variable nothing is touched.
+`FAULTS` names a folder; a copy of a fork server has that of its run. A file `<anything>.json` in it arms a fault; the process
+that comes to the place first takes it (the file becomes `.taken`) and does what it says. Without the variable nothing happens.
 
     {"place": "worker.update_actor", "rank": 1, "how": "kill"}
 
@@ -25,12 +25,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-FOLDER = os.environ.get("FAULTS", "")
+
+def folder() -> Path | None:
+    """The folder of armed faults, None outside a run that is struck."""
+    name = os.environ.get("FAULTS")
+    return Path(name) if name else None
 
 
 def take(place: str, rank: int | None) -> dict[str, Any] | None:
     """The fault that is armed for this place, which is nobody else's from now on."""
-    for path in Path(FOLDER).glob("*.json"):
+    faults = folder()
+    for path in faults.glob("*.json") if faults else ():
         try:
             fault = json.loads(path.read_text())
             if fault["place"] == place and fault.get("rank", rank) == rank:
@@ -222,12 +227,11 @@ _time = time.time
 def jumped_time() -> float:
     """The clock, which jumps by the seconds in the folder's file `clock`."""
     try:
-        with open(f"{FOLDER}/clock") as file:
+        with open(f"{os.environ['FAULTS']}/clock") as file:
             return _time() + float(file.read())
-    except (OSError, ValueError):
+    except (KeyError, OSError, ValueError):
         return _time()
 
 
-if FOLDER:
-    time.time = jumped_time
-    sys.meta_path.insert(0, _Finder())
+time.time = jumped_time
+sys.meta_path.insert(0, _Finder())
