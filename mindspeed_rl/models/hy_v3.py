@@ -32,10 +32,12 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     for key, value in (("attention_bias", False), ("mlp_bias", False), ("route_norm", True), ("qk_norm", True)):
         if read_flag(hf_config, key, value) is not value:
             raise ValueError(f"config.json has {key} {not value}; Hy3 is supported with {value}")
-    kinds, count = hf_config.get("mlp_layer_types"), read_size(hf_config, "num_hidden_layers")
-    first = kinds.count("dense") if isinstance(kinds, list) else read_size(hf_config, "first_k_dense_replace", 1, minimum=0)
-    if kinds is not None and kinds != ["dense"] * first + ["sparse"] * (count - first):
-        raise ValueError(f"config.json has mlp_layer_types {kinds}; expected dense layers, then sparse ones, {count} in all")
+    common, kinds = read_common(hf_config, "hy_v3"), hf_config.get("mlp_layer_types")
+    first = read_size(hf_config, "first_k_dense_replace", 1, minimum=0)
+    if kinds is not None:
+        first, count = kinds.count("dense") if isinstance(kinds, list) else 0, common.num_layers
+        if kinds != ["dense"] * first + ["sparse"] * (count - first):
+            raise ValueError(f"config.json has mlp_layer_types {kinds}; expected {count}: dense layers, then sparse ones")
     names = {
         "first_k_dense_replace": first,
         "moe_intermediate_size": hf_config.get("moe_intermediate_size") or hf_config.get("expert_hidden_dim", 1536),
@@ -43,8 +45,7 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
         "routed_scaling_factor": hf_config["router_scaling_factor"],
     }
     hf_config = {**hf_config, **names, "norm_topk_prob": True}
-    common = read_shared_experts(hf_config, read_common(hf_config, "hy_v3"))
-    return replace(read_sigmoid_routing(hf_config, common), qk_layernorm=True)
+    return replace(read_sigmoid_routing(hf_config, read_shared_experts(hf_config, common)), qk_layernorm=True)
 
 
 def _layer_ops(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:

@@ -10,7 +10,9 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 
-FAMILIES = {kind: name for name in ARCHITECTURES for kind in find_architecture(name).model_types if kind in CONFIG_MAPPING}
+_KINDS = {kind: name for name in ARCHITECTURES for kind in find_architecture(name).model_types if kind in CONFIG_MAPPING}
+#: `adaptors.model_classes` may have added to those of transformers
+FAMILIES = {kind: name for kind, name in _KINDS.items() if CONFIG_MAPPING[kind].__module__.startswith("transformers.")}
 #: keys that say what a model is for, and those that every layer repeats
 NOT_SHAPE = ("architectures", "model_type", "layer_types")
 #: values other than the defaults, so that a key that is left out is not there by chance
