@@ -12,8 +12,8 @@ for each round. What a side idles is taken from timeline.json: an engine where n
 trainer where it waits in `rollout`. Iterations before the third do not count. The model has random weights, which is all that
 seconds ask for.
 
-With `--lengths sampled` a response ends where the end token is sampled, whose probability the model makes 1 in `--mean`: lengths
-are geometric. Only so can all methods be compared: partial rollouts take no agent loop.
+With `--lengths sampled` a response ends where the end token is sampled, whose probability the model makes 1 in `--mean`:
+lengths are geometric. Only so can all methods be compared: partial rollouts take no agent loop.
 """
 
 from __future__ import annotations
