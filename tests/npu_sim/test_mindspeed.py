@@ -107,6 +107,52 @@ def test_experts_on_fused_kernels_unless_told_otherwise(grouped: bool) -> None:
         assert f"npu::{name}" not in plain
 
 
+PREDICTING = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["deepseek3_predicting", "qwen3_5_predicting"])
+def test_prediction_layers_train_as_on_the_cpu(model: str) -> None:
+    settings = {"steps": STEPS, "model": model, "layout": PREDICTING}
+    (on_cpu,) = run_ranks("engine", 1, {"mode": "cpu", **settings})
+    (on_npu,) = run_ranks("engine", 1, {"mode": "mindspeed", **settings})
+    for got, want in zip(on_npu["steps"], on_cpu["steps"], strict=True):
+        assert (got["loss"], got["mtp_loss"]) == pytest.approx((want["loss"], want["mtp_loss"]), rel=2e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    assert on_cpu["steps"][-1]["mtp_loss"] < on_cpu["steps"][0]["mtp_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        ("TP2 with sequence parallelism", "deepseek3_predicting"),
+        ("PP2", "qwen3_5_predicting"),
+        ("CP2 ring", "deepseek3_predicting"),
+    ],
+)
+def test_prediction_layers_of_a_layout_train_as_on_one_process_of_the_cpu(layout: str, model: str) -> None:
+    settings = {"steps": 2, "model": model}
+    (on_cpu,) = run_ranks("engine", 1, {"mode": "cpu", **settings, "layout": PREDICTING})
+    size, keys = LAYOUTS[layout]
+    on_npu = run_ranks("engine", size, {"mode": "mindspeed", **settings, "layout": PREDICTING | keys}, timeout_s=600)
+    assert losses(on_npu) == [pytest.approx(step, rel=2e-5) for step in losses([on_cpu])]
+    for step, want in enumerate(on_cpu["steps"]):
+        got = [report["steps"][step]["mtp_loss"] for report in on_npu if "mtp_loss" in report["steps"][step]]
+        assert got[0] == pytest.approx(want["mtp_loss"], rel=2e-5)
+
+
+def test_a_prediction_layer_runs_on_the_fused_kernels_of_another_layer() -> None:
+    settings = {"mode": "mindspeed", "steps": 1, "bf16": True, "model": "deepseek3_predicting"}
+    plain, predicting = (run_ranks("engine", 1, {**settings, "layout": keys})[0]["fused"] for keys in ({}, PREDICTING))
+    more = {name: count - plain.get(name, 0) for name, count in predicting.items() if count != plain.get(name, 0)}
+    assert more["npu::npu_fusion_attention"] == more["npu::npu_fusion_attention_grad"] == MICRO_BATCHES
+    # its decoder layer has five (latent attention two); one each before and after the projection's two inputs
+    norms = predicting["npu::npu_rms_norm"] / plain["npu::npu_rms_norm"]
+    per_layer = (plain["npu::npu_rms_norm"] / MICRO_BATCHES - 1) / 2
+    assert more["npu::npu_rms_norm"] == (per_layer + 3) * MICRO_BATCHES, norms
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["qwen2", "deepseek3"])
 def test_a_prompt_that_is_computed_once_for_two_samples_trains_like_one_for_each(model: str) -> None:

@@ -125,6 +125,22 @@ def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sha
 
 
 @pytest.mark.slow
+def test_prediction_layers_train_in_a_command_that_resumes(tmp_path: Path) -> None:
+    from test_prediction_run import predicting_task
+
+    task = predicting_task(tmp_path / "task")
+    keys = ["+megatron_training.mtp_num_layers=1", "+megatron_training.mtp_loss_scaling_factor=1.0"]
+    keys += ["megatron_training.lr=2e-3", "rl_config.use_prefix_grouper=false"]
+    first = finished(task, tmp_path, *COMMON, *layout(1), *keys, "megatron_training.save_interval=2", timeout_s=LIMIT_S)
+    check(first)
+    losses = [record["actor/mtp_loss"] for record in first.metrics]
+    assert losses[-1] < losses[0]
+    longer = (f"megatron_training.train_iters={ITERATIONS + 1}", f"run_dir={tmp_path / 'again'}")
+    second = finished(task, tmp_path, *COMMON, *layout(1), *keys, *longer, timeout_s=LIMIT_S)
+    assert f"resumes after iteration {ITERATIONS}" in second.output and second.metrics[-1]["actor/mtp_loss"] < losses[0]
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint(task: Path, tmp_path: Path) -> None:
     changes = (*COMMON, *layout(2, tensor=2), "megatron_training.save_interval=1")
     first = finished(task, tmp_path, *changes, "megatron_training.train_iters=1", timeout_s=LIMIT_S)

@@ -42,6 +42,15 @@ DEEPSEEK3 = {
 DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 #: without experts, whose choice a rounding can change
 DEEPSEEK3_DENSE = DEEPSEEK3_LATENT | {"first_k_dense_replace": 2}
+#: one prediction layer each
+DEEPSEEK3_PREDICTING = DEEPSEEK3 | {"num_nextn_predict_layers": 1}
+QWEN35_PREDICTING = QWEN2 | {
+    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2, "head_dim": 32,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
+    "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"],
+    "attention_bias": False, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
 MODELS = {
     "qwen2": QWEN2,
     "qwen2_yarn": QWEN2_YARN,
@@ -49,6 +58,8 @@ MODELS = {
     "deepseek3": DEEPSEEK3,
     "deepseek3_latent": DEEPSEEK3_LATENT,
     "deepseek3_dense": DEEPSEEK3_DENSE,
+    "deepseek3_predicting": DEEPSEEK3_PREDICTING,
+    "qwen3_5_predicting": QWEN35_PREDICTING,
 }
 
 
@@ -149,7 +160,11 @@ def main() -> None:
     hf_tensors = {name: tensor(name, tuple(shape)) for name, shape in shapes.items()}
     load_weights(model, MemorySource(hf_tensors))
     shape = batch_shape(
-        config, packed=settings.get("packed", True), pad_id=0, shares_prefixes=settings.get("shares_prefixes", False)
+        config,
+        packed=settings.get("packed", True),
+        pad_id=0,
+        shares_prefixes=settings.get("shares_prefixes", False),
+        num_predictions=plan.model_config.mtp_num_layers,
     )
     engine = TrainEngine(config, model, shape)
     engine.start_training(1)
@@ -173,6 +188,8 @@ def main() -> None:
         counted = parallel.is_output_source()
         steps.append({"loss": sum(l for l, _ in seen) if counted else 0.0, "count": sum(c for _, c in seen) if counted else 0,
                       "grad_norm": outcome.grad_norm})  # fmt: skip
+        if counted and plan.model_config.mtp_num_layers:
+            steps[-1]["mtp_loss"] = outcome.metrics["mtp_loss"].result()
         if settings.get("offload"):
             before = platform.current().memory_stats().allocated_gib
             copies = Copies()
