@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,9 @@ import parts
 import pytest
 from megatron_release import GROUPED_EXPERTS, RELEASE
 from ports import find_free_port
+
+# several processes share the cores, and a process with threads can't be forked
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 #: folders whose tests build Megatron's modules; elsewhere "grouped" says how a checkpoint's files are laid out
 _BUILDING = ("unit/engine", "dist", "e2e")

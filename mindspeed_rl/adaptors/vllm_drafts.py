@@ -6,6 +6,7 @@
 | which draft tokens stay | `rejection_sample` | cpu | see below |
 | log-probs | `RejectionSampler._get_logprobs_tensors` | all | they are those at temperature 1; it also counts drafts |
 | suffix drafts | `SuffixDecodingProposer`, `has_arctic_inference` | all | vLLM's own needs a package with compiled code; see `_SuffixDrafts` |
+| weights of a draft model | `DraftModelProposer._create_draft_vllm_config` | all | `draft_load_config` is not looked at: with the policy's format, which a weight sync fills, the draft model has random weights |
 
 On the CPU each position of a draft is sampled from the target's distribution, with the seed that the same token would have
 without drafts; the draft stays up to the first position where it is not what was sampled. For a draft that is not sampled
@@ -74,7 +75,7 @@ def apply() -> None:
         return
     from vllm.config import speculative
     from vllm.v1.sample import rejection_sampler
-    from vllm.v1.spec_decode import suffix_decoding
+    from vllm.v1.spec_decode import draft_model, suffix_decoding
 
     if platform.current().name == "cpu":
         replaced: Any = rejection_sampler
@@ -83,9 +84,22 @@ def apply() -> None:
     _wrap_sampler(rejection_sampler.RejectionSampler)
     settings: Any = speculative
     settings.has_arctic_inference = lambda: True
+    _load_draft_models(draft_model.DraftModelProposer)
     proposer: Any = suffix_decoding.SuffixDecodingProposer
     proposer.__init__, proposer.propose = _build_suffix_drafts, _propose_suffixes
     _applied = True
+
+
+def _load_draft_models(proposer: Any) -> None:
+    """Load the weights of a draft model as `draft_load_config` says."""
+    create = proposer._create_draft_vllm_config
+
+    def create_draft_vllm_config(self: Any) -> Any:
+        config = create(self)
+        config.load_config = self.speculative_config.draft_load_config or config.load_config
+        return config
+
+    proposer._create_draft_vllm_config = create_draft_vllm_config
 
 
 # ---------------------------------------------------------------------- the target's own tokens

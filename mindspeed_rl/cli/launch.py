@@ -37,7 +37,7 @@ from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.data.hub import parse_hub_name
 from mindspeed_rl.data.prompts import HUBS, split_slice
 from mindspeed_rl.files import write_file
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 
 _T = TypeVar("_T")
 

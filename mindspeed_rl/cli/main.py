@@ -91,7 +91,7 @@ def _exit_on_signal() -> Iterator[None]:
     """
 
     def end(signum: int, frame: FrameType | None) -> None:
-        if scratch := sys.modules.get("mindspeed_rl.runtime.scratch"):
+        if scratch := sys.modules.get("mindspeed_rl.scratch"):
             scratch.remove_scratch_folders()
         name = "interrupted" if signum == signal.SIGINT else signal.Signals(signum).name
         with contextlib.suppress(OSError):

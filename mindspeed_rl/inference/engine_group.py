@@ -20,7 +20,7 @@ from mindspeed_rl.runtime.cluster import build_worker_environment, connect_clust
 from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.runtime.process import ProcessSettings
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.remote_group import RemoteGroup
 
 #: deltas that one call to the workers returns for each running request

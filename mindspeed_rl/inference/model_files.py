@@ -21,7 +21,7 @@ from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_m
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.rules.engine_limits import engine_limits
 from mindspeed_rl.models.model_config import ModelConfig
-from mindspeed_rl.runtime.scratch import make_process_folder
+from mindspeed_rl.scratch import make_process_folder
 
 
 @dataclass(frozen=True)

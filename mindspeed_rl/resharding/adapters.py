@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import torch
@@ -21,6 +20,7 @@ from mindspeed_rl.models.weights import MemorySource, WeightOp
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.rollout.protocol import LoadsWeights
+from mindspeed_rl.scratch import make_owned_folder
 
 _PREFIX = "base_model.model."
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -38,7 +38,8 @@ class AdapterFolder:
 
     def __init__(self, model: BuiltModel, settings: LoraSettings, base_model: str) -> None:
         self._model, self._settings, self._base_model = model, settings, base_model
-        self._home: TemporaryDirectory[str] | None = None
+        self._home: Path | None = None
+        self._remove: Callable[[], object] = lambda: None
         self.scale: float = settings.scale
         self.tensors: dict[str, Tensor] = {}
         self.num_bytes = 0
@@ -46,7 +47,7 @@ class AdapterFolder:
     @property
     def path(self) -> Path:
         assert self._home is not None, "nothing was written yet"
-        return Path(self._home.name, "adapter")
+        return self._home / "adapter"
 
     def write(self) -> None:
         """Write the adapters as they are now.
@@ -55,9 +56,8 @@ class AdapterFolder:
             WeightDeliveryError: on every rank, where the folder of any differs from what was trained.
         """
         exchange, device = Exchange.from_world(), next(self._model.models[0].parameters()).device
-        before, self._home = self._home, TemporaryDirectory(prefix="mindspeed-rl-adapter-")
-        if before is not None:
-            before.cleanup()
+        self._remove()
+        self._home, self._remove = make_owned_folder(self, "mindspeed-rl-adapter-")
         save_peft(self._model, self._settings, self.path if exchange.rank == 0 else "", self._base_model)
         self.num_bytes = 0
         for name in _FILES:

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal, cast
 
 import numpy as np
@@ -39,6 +38,7 @@ from mindspeed_rl.rollout.arguments import (
 )
 from mindspeed_rl.rollout.protocol import LoadsWeights
 from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.scratch import scratch_folder
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class VllmEngine:
         # vLLM seeds the global generators; once its parts are connected, the files of their sockets are not needed
         with (
             platform.current().preserve_rng_state(),
-            TemporaryDirectory(prefix=SOCKET_PREFIX) as sockets,
-            use_socket_folder(sockets),
+            scratch_folder(SOCKET_PREFIX) as sockets,
+            use_socket_folder(str(sockets)),
         ):
             self._llm = LLM(**arguments)
         if finalizer := vars(self._llm.llm_engine.engine_core).get("_finalizer"):  # vLLM 0.32

@@ -26,7 +26,7 @@ from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
 from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 
 #: processes of Ray without which a cluster cannot continue, by name
 _SERVICES = {"gcs_server": "control service", "raylet": "node service"}

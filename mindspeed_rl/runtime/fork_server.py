@@ -27,7 +27,7 @@ from pathlib import Path
 
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.config.threads import WAITING
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 
 _LOG = logging.getLogger(__name__)
 #: module of `serve`, which this process does not import: it imports torch

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -31,6 +30,7 @@ from mindspeed_rl.rollout.arguments import (
 )
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_process import ServerSettings, describe_log_probs
@@ -74,10 +74,10 @@ class AsyncEngine:
         """
         self._image_rules = image_rules
         # until the first result has arrived: the engine reports that it is ready before it opens the socket of its results
-        self._sockets = TemporaryDirectory(prefix=SOCKET_PREFIX)
+        folder, self._remove_folder = make_owned_folder(self, SOCKET_PREFIX)
         with contextlib.ExitStack() as unless_ready:
-            unless_ready.callback(self._sockets.cleanup)
-            with use_socket_folder(self._sockets.name):
+            unless_ready.callback(self._remove_folder)
+            with use_socket_folder(str(folder)):
                 self.llm: Any = vllm_async.build_async_engine(arguments)
             unless_ready.pop_all()
         self._has_answered = False
@@ -168,7 +168,7 @@ class AsyncEngine:
         """Remove the sockets' files after the first result: all of them are open."""
         if not self._has_answered:
             self._has_answered = True
-            self._sockets.cleanup()
+            self._remove_folder()
 
 
 def _read_log_probs(log_probs: FlatLogprobs | Sequence[Mapping[int, Logprob]], tokens: tuple[int, ...]) -> tuple[float, ...]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from mindspeed_rl.runtime.scratch import remove_scratch_folders
+from mindspeed_rl.scratch import remove_scratch_folders
 
 #: signals that end a run, with their names in messages; one that the command's parent ignores, as nohup does, stays ignored
 _SIGNALS = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "interrupted"}

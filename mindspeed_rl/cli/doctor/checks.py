@@ -18,7 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.cli.doctor import logs, stack, variables
-from mindspeed_rl.runtime.scratch import find_orphans, list_scratch_parents
+from mindspeed_rl.scratch import find_orphans, list_scratch_parents
 
 _Status = Literal["ok", "warn", "fail", "absent"]
 

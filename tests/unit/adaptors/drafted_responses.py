@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -113,14 +114,12 @@ def exact_log_probs(number: int, token_ids: list[int]) -> list[float]:
 
 result, plain, engines = {}, {}, []  # an engine that is collected would end the process groups of the others
 for kind in sys.argv[2:]:
-    arguments = {} if DRAFTS[kind] is None else {"speculative_config": DRAFTS[kind]}
     engine = VllmEngine(
         folder / "policy",
-        settings,
+        replace(settings, speculative_config=DRAFTS[kind]),
         Sampling(1.0, 8, ()),
         run_id=kind,
         kv_bytes_per_token=2 * 2 * 2 * 32 * 4,
-        engine_arguments=arguments,
     )
     engines.append(engine)
     engine.load_weights(weights.items(), 0)

@@ -51,7 +51,7 @@ def test_a_signal_before_anything_runs_removes_folders_and_shows_no_traceback(si
     program = f"""
 import pathlib, signal, threading
 from mindspeed_rl.cli import main
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 with main._exit_on_signal(), scratch_folder("forks-", pathlib.Path({os.fspath(tmp_path)!r})):
     try:
         signal.raise_signal({int(signum)})

@@ -13,7 +13,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def make_process_folder(prefix: str) -> Path:
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(scratch_folder(prefix))
+
+
+def make_owned_folder(owner: object, prefix: str) -> tuple[Path, Callable[[], object]]:
+    """Make a scratch folder that is removed with an object, at the latest at the end of this process.
+
+    Returns:
+        The folder, and a function that removes it before.
+    """
+    stack = contextlib.ExitStack()
+    folder = stack.enter_context(scratch_folder(prefix))
+    return folder, weakref.finalize(owner, stack.close)
 
 
 def list_scratch_parents() -> list[Path]:

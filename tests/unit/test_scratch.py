@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.doctor.checks import check_host
-from mindspeed_rl.runtime.scratch import _remove_orphans, find_orphans, scratch_folder
+from mindspeed_rl.scratch import _remove_orphans, find_orphans, make_owned_folder, scratch_folder
 
 OWNER = """
 import sys, time
 from pathlib import Path
-from mindspeed_rl.runtime.scratch import scratch_folder
+from mindspeed_rl.scratch import scratch_folder
 with scratch_folder("run-", Path(sys.argv[1])) as folder:
     (folder / "log").write_text("a")
     print(folder, flush=True)
@@ -78,7 +78,7 @@ def test_folders_of_the_same_name_that_say_no_owner_are_left_alone(tmp_path: Pat
 
 
 def test_a_folder_of_a_process_goes_when_it_ends(tmp_path: Path) -> None:
-    program = "from mindspeed_rl.runtime.scratch import make_process_folder; print(make_process_folder('config-').is_dir())"
+    program = "from mindspeed_rl.scratch import make_process_folder; print(make_process_folder('config-').is_dir())"
     words = [sys.executable, "-c", program]
     ended = subprocess.run(words, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, text=True, check=True)
     assert ended.stdout == "True\n" and list(tmp_path.iterdir()) == []
@@ -92,3 +92,19 @@ def test_the_doctor_names_what_was_left(tmp_path: Path, old: None, monkeypatch: 
     (found,) = [finding for finding in check_host({}) if finding.name == "left behind"]
     assert found.status == "warn" and f"{left} (of process {killed.pid}, which is gone)" in found.text
     assert left.is_dir()
+
+
+def test_a_folder_of_an_object_goes_with_it_or_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    class Owner:
+        pass
+
+    owner, other = Owner(), Owner()
+    (first, _), (second, remove) = (make_owned_folder(one, "of-") for one in (owner, other))
+    assert first.is_dir() and second.is_dir()
+    remove()
+    remove()
+    assert first.is_dir() and not second.exists()
+    del owner
+    assert list(tmp_path.iterdir()) == []
