@@ -32,7 +32,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "qwen3_5_moe": ("Qwen3.5-MoE", ("qwen3.5-moe",), True),
     "deepseek_v2": ("DeepSeek-V2-Lite", ("deepseek2-lite",), False),
     "deepseek_v3": ("DeepSeek-V3, R1, Kimi-K2", ("deepseek3",), True),
-    "deepseek_v32": ("DeepSeek-V3.2", ("deepseek32",), False),
+    "deepseek_v32": ("DeepSeek-V3.2", ("deepseek32",), True),
     "gemma": ("Gemma", ("gemma",), False),
     "gemma2": ("Gemma 2", ("gemma2",), False),
     "gemma3": ("Gemma 3 (text)", ("gemma3",), False),

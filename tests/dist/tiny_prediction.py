@@ -19,6 +19,7 @@ _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 #: family -> (config of as many layers as it has in all, decoder layers, form of the names)
 _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "deepseek_v3": (lambda: tiny_hf.CONFIGS["deepseek"].to_dict() | {"num_hidden_layers": 4}, 2, "numbered"),
+    "deepseek_v32": (lambda: tiny_families._CONFIGS["deepseek_v32"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     # every second layer has full attention, as prediction layers have
     "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "apart"),
@@ -72,7 +73,8 @@ class Predicting:
         keys, num_layers, _ = _MODELS[family]
         values = keys()
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        values.pop("layer_types", None)  # of another number of layers
+        for kinds in ("layer_types", "mlp_layer_types"):  # of another number of layers
+            values.pop(kinds, None)
         config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, **plain)
         tiny_hf.spread(model, 2.0)
@@ -110,6 +112,9 @@ class Predicting:
         config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": self.num_layers}
         config["mtp_num_hidden_layers" if form == "apart" else "num_nextn_predict_layers"] = len(self.parts)
         if form == "apart":
+            config["layer_types"] = config["layer_types"][: self.num_layers]
+        if "mlp_layer_types" in config:
+            config["mlp_layer_types"] = config["mlp_layer_types"][: self.num_layers]
             config["layer_types"] = config["layer_types"][: self.num_layers]
         if form == "mimo":
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}

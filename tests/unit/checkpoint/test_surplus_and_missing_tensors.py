@@ -48,6 +48,8 @@ def copied(
     layers = content["num_hidden_layers"]
     if content.get("layer_types"):
         content["layer_types"] = (content["layer_types"] * layers)[:layers]
+    if kinds := content.get("mlp_layer_types"):  # dense ones are in front
+        content["mlp_layer_types"] = (kinds + kinds[-1:] * layers)[:layers]
     (target / "config.json").write_text(json.dumps(content))
     if tensors is not None:
         save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
