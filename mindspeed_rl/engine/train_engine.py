@@ -380,9 +380,8 @@ class TrainEngine:
     def _check_step(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch]) -> tuple[float, bool]:
         """Return the norm of the gradient and whether no rank had anything to learn from; read the metrics of the losses.
 
-        Losses, counts, norm and metrics reach the host in one transfer, so that it waits once a step. A gradient that is not
-        finite has no finite norm. Raises the same error on every rank when any rank has a loss that is not finite, or the norm
-        is not; no weight has changed then.
+        Losses, counts, norm and metrics reach the host in one transfer, so that it waits once a step. Raises the same error on
+        every rank when any rank has a loss or gradient that is not finite, or the norm is not; no weight has changed then.
 
         Args:
             losses: of the micro-batches; none on other pipeline stages than the last.
@@ -390,18 +389,26 @@ class TrainEngine:
         optimizer, num_counted = self.optimizer, self._num_counted
         assert optimizer is not None and num_counted is not None  # the schedule has finalized the gradients
         checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
-        finite = torch.stack([loss.loss_sum for loss in losses]).isfinite().all() if losses else num_counted >= 0
-        state = torch.stack([finite, num_counted > 0]).float()
-        if self.config.reuse_fp32_param and checks:
-            state[0] *= torch.stack([buffer.grad_data.sum() for buffer in self.gradient_buffers()]).isfinite().all()
-        if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
-            dist.all_reduce(state, op=dist.ReduceOp.MIN)
-        # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
-        must_stop = self.config.reuse_fp32_param and not all(state.tolist())
+
+        def agree(sums: list[Tensor]) -> Tensor:
+            """Return [are all finite, does anything count] of all ranks, so that none raises alone and is waited for."""
+            finite = torch.stack(sums).isfinite().all() if sums else num_counted >= 0
+            state = torch.stack([finite, num_counted > 0]).float()
+            if checks:
+                dist.all_reduce(state, op=dist.ReduceOp.MIN)
+            return state
+
+        sums, squares = [loss.loss_sum for loss in losses], list[Tensor]()
+        state, turns_weights = num_counted, self.config.reuse_fp32_param
+        if turns_weights:  # before the norm, and MindSpeed turns them back in the step alone, which must follow
+            sums += [buffer.grad_data.sum() for buffer in self.gradient_buffers()]
+            state = agree(sums)
+        if not turns_weights or all(state.tolist()):
+            squares = compute_squared_norms(optimizer, self.device)
+            state = agree([*sums, *squares])
         added = [] if self._indexer_losses is None else [self._indexer_losses.metrics()]
         if self._prediction_losses is not None and losses:  # on the last stage
             added.append(self._prediction_losses.metrics())
-        squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
         all_finite, counted, *read = PendingMetrics.read(
             [*(one.metrics for one in losses), *added], [*state.unbind(), *squares]
         )

@@ -100,8 +100,12 @@ def test_a_killed_worker_and_rewards_that_hang_or_die_do_not_end_a_run(task: Pat
 LENGTH = ["megatron_training.train_iters=40", "actor_config.lr_decay_style=constant"]
 #: faults of the same run, one after another: -k FAULT chooses the run
 RUNS = [RECOVERED[first::4] for first in range(4)]
-#: faults whose run starts a fork server of its own: one is the end of each way in which it has to end
-OWN_SERVER = {"end-worker-kill", "end-sigint", "end-sigterm-start", "end-driver-kill", "end-node-service-kill", "signal-all"}
+#: faults whose run starts a fork server of its own: one is the end of each way in which it has to end, and a copy that is
+#: stopped lasts as long as its server
+OWN_SERVER = {
+    *("end-worker-kill", "end-sigint", "end-sigterm-start", "end-driver-kill", "end-node-service-kill", "signal-all"),
+    "data-plane-stop",
+}
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +126,8 @@ def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[in
 def test_a_run_that_tolerates_faults_recovers_and_computes_what_an_undisturbed_one_does(
     task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], faults: list[Fault]
 ) -> None:
-    found = []
-    with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH, shares=faults is not RUNS[0]) as run:
+    found, shares = [], faults is not RUNS[0] and not OWN_SERVER & {fault.id for fault in faults}
+    with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH, shares=shares) as run:
         run.wait_until(lambda: run.metrics)
         for fault in faults:
             if fault.id == "worker-kill-start":  # a worker starts when one was lost
