@@ -389,23 +389,14 @@ class TrainEngine:
         optimizer, num_counted = self.optimizer, self._num_counted
         assert optimizer is not None and num_counted is not None  # the schedule has finalized the gradients
         checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
-
-        def agree(sums: list[Tensor]) -> Tensor:
-            """Return [are all finite, does anything count] of all ranks, so that none raises alone and is waited for."""
-            finite = torch.stack(sums).isfinite().all() if sums else num_counted >= 0
-            state = torch.stack([finite, num_counted > 0]).float()
-            if checks:
-                dist.all_reduce(state, op=dist.ReduceOp.MIN)
-            return state
-
-        sums, squares = [loss.loss_sum for loss in losses], list[Tensor]()
-        state, turns_weights = num_counted, self.config.reuse_fp32_param
-        if turns_weights:  # before the norm, and MindSpeed turns them back in the step alone, which must follow
-            sums += [buffer.grad_data.sum() for buffer in self.gradient_buffers()]
-            state = agree(sums)
-        if not turns_weights or all(state.tolist()):
-            squares = compute_squared_norms(optimizer, self.device)
-            state = agree([*sums, *squares])
+        # NaN and infinity survive a sum: one number a buffer, also where the norm leaves a replica of a weight out
+        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
+        state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
+        if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
+            dist.all_reduce(state, op=dist.ReduceOp.MIN)
+        # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
+        must_stop = self.config.reuse_fp32_param and not all(state.tolist())
+        squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
         added = [] if self._indexer_losses is None else [self._indexer_losses.metrics()]
         if self._prediction_losses is not None and losses:  # on the last stage
             added.append(self._prediction_losses.metrics())
