@@ -26,7 +26,8 @@ VOCABULARY = "model.tiny_qwen25.padded_vocab_size=4096"
 ONE_RANK = "actor_config.tensor_model_parallel_size=1"
 #: two layers, two micro-batches, one rank
 MOST_KERNELS = {"log-probs": 122, "update": 376, "push": 207}
-#: an update reads norm, finite check (one kernel for each buffer of gradients) and metrics together; a push reads its fingerprints, then whether any rank differs
+#: an update reads norm, finite check (a kernel for each buffer of gradients) and metrics together; a push reads its
+#: fingerprints, then whether any rank differs
 MOST_WAITS = {"log-probs": 1, "update": 1, "push": 2, "offload": 2, "onload": 0}
 #: TP2 with sequence parallelism, four layers, four micro-batches of two packed rows
 LARGER = ("actor_config.sequence_parallel=true", "--layers", "4", "--rows", "8")
