@@ -64,7 +64,7 @@ class _Tokens:
 
 
 class ArmedPasses(Generic[_T]):
-    """What a module takes for the forward pass that it is armed for, and again where backward recomputes that pass.
+    """Arguments of a module's next forward pass, returned again when backward recomputes that pass.
 
     It is armed before each forward pass of its chunk, as a replayed router is (`engine/router_replay.py`): the call for which
     it was armed is the forward pass, any other one recomputes in the order of the forward passes.
@@ -75,7 +75,7 @@ class ArmedPasses(Generic[_T]):
         self._again: deque[_T] = deque()
 
     def take(self) -> _T | None:
-        """Return it; None for a pass that is not armed, and where no gradient is recorded."""
+        """Return the arguments of this pass; None for a pass that is not armed, and where no gradient is recorded."""
         taken, self.armed = self.armed, None
         if taken is not None:
             self._again.append(taken)

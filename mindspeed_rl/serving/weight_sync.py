@@ -161,7 +161,7 @@ class WeightSync:
     def _build_group(self, names: Sequence[str], join: _JoinGroup) -> bool:
         """Return True when the trainers and all these servers are in a group."""
         joins: list[Future[bool]] = []
-        meetings: list[Rendezvous] = []
+        attempts: list[Rendezvous] = []
 
         async def join_servers(rendezvous: Rendezvous) -> bool:
             ranks, arguments = dict[str, range](), dict[str, dict[str, object]]()
@@ -186,14 +186,14 @@ class WeightSync:
             return not failures
 
         def invite(rendezvous: Rendezvous) -> None:
-            meetings.append(rendezvous)
+            attempts.append(rendezvous)
             joins.append(self._loop.start(join_servers(rendezvous)))
 
         try:
             join(names, invite)
         except (RayError, RuntimeError, OSError) as error:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
-            for one in meetings:
+            for one in attempts:
                 give_up(one.host, one.port, one.name, f"the trainers failed: {_last_line(error)}")
         is_joined = bool(joins) and joins[0].result()
         return is_joined and set(names) <= set(self._pool.names)

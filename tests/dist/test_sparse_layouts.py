@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(ranks: Callable[[int], Ranks], folder: str) -> list[dict[str, Any]]:
-    """What one process reports with packed micro-batches of two rows."""
+    """Report of one process, with packed micro-batches of two rows."""
     return ranks(1).run(jobs.train, setting=Setting(folder, _LOSS))
 
 

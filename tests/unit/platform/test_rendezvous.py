@@ -55,4 +55,4 @@ def test_a_wait_for_members_ends_with_the_reason_of_who_gave_up_or_with_the_rank
     give_up("127.0.0.1", port, "first", "server 1 has died")
     with pytest.raises(RuntimeError, match="rendezvous given up: server 1 has died"):
         meet(store, 0, 3, 60.0)
-    give_up("127.0.0.1", find_free_port(), "first", "to nobody")
+    give_up("127.0.0.1", find_free_port(), "first", "no store listens here")

@@ -39,7 +39,7 @@ class Engines:
 
     Attributes:
         rounds: pieces of each call.
-        num_tokens: that were drawn.
+        num_tokens: sampled so far.
     """
 
     def __init__(self) -> None:
