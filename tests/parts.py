@@ -36,7 +36,8 @@ _PATHS_OF_TRAINING = (
 ENVIRONMENTS: dict[str, str] = {
     "unit": "tests/unit",
     "dist": "tests/dist",
-    "faults": "tests/faults",
+    "faults": "tests/faults/test_faults.py",
+    "server_faults": "tests/faults/test_standalone_servers.py",
     "e2e": "tests/e2e",
     # of packages that are optional, or that want other versions than the CPU environment has
     "extras": (
@@ -51,9 +52,9 @@ ENVIRONMENTS: dict[str, str] = {
     "npu_sim": "tests/npu_sim",
 }
 #: that `tests/run.sh` starts with --all only
-_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2")
+_WITH_ALL = ("extras", "megatron-0.17.1", "megatron-0.19.2", "server_faults")
 #: environments of the lanes
-_LANES = (("unit",), ("npu_sim", "megatron-0.17.1", "megatron-0.19.2"), ("dist", "faults"), ("e2e", "extras"))
+_LANES = (("unit",), ("npu_sim", "megatron-0.17.1", "megatron-0.19.2", "server_faults"), ("dist", "faults"), ("e2e", "extras"))
 #: seconds of a file that has not been measured, and the least that one counts
 _NEW_S, _LEAST_S = 5.0, 0.1
 

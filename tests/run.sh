@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up the CPU environment and runs every check: bash tests/run.sh [--all] [--part K/N] [pytest arguments]
 #
-# Unit tests run first, on as many cores as there are (at most four), a file on one of them. The others start processes of their own;
-# they are three lanes that run at the same time where there are two cores and 12 GiB of free memory, and one after another
-# elsewhere: tests/e2e and the optional packages; tests/dist and tests/faults; the simulated NPU and the releases of the second line.
+# Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
+# The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
+# free memory, and one after another elsewhere: tests/e2e and the optional packages; tests/dist and tests/faults; the simulated
+# NPU, the releases of the second line and the faults of servers.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
@@ -121,6 +122,9 @@ npu_sim_lane() {
             take_result "$result"
         fi
     done
+    if choose server_faults; then
+        run_tests "${files[@]}"
+    fi
 }
 
 dist_lane() {
@@ -185,7 +189,7 @@ if [[ "$whole" == no ]]; then
     run_tests "${paths[@]}"
 else
     if choose unit; then
-        run_tests --numprocesses "$((cores < 4 ? cores : 4))" --dist loadfile --no-loadscope-reorder "${files[@]}"
+        run_tests --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${files[@]}"
     fi
     free_gib="$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo 2> /dev/null || echo 0)"
     if ((cores > 1 && ${free_gib:-0} >= 12)); then

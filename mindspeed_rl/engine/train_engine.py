@@ -389,7 +389,8 @@ class TrainEngine:
         optimizer, num_counted = self.optimizer, self._num_counted
         assert optimizer is not None and num_counted is not None  # the schedule has finalized the gradients
         checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
-        # NaN and infinity survive a sum: one number a buffer, also where the norm leaves a replica of a weight out
+        # NaN and infinity survive a sum: one number a buffer, also where the norm does not look, as in the parts of the
+        # distributed optimizer's other ranks and in the second copy of a weight
         sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
         if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer

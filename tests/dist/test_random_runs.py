@@ -133,7 +133,7 @@ def _run(
     pytest.fail(f"seed {seed}: each of five draws has a choice too close to a tie")
 
 
-@pytest.mark.parametrize("number", range(int(os.environ.get("RANDOM_RUNS_COUNT", "12"))))
+@pytest.mark.parametrize("number", range(int(os.environ.get("RANDOM_RUNS_COUNT", "8"))))
 def test_a_random_run_is_that_of_the_slow_reference(
     ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], tmp_path: Path, number: int
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 import training_jobs as jobs
 from comparison import assert_same_training, distances, losses
 from ranks import Ranks
-from slow_layouts import EP, PP, RING, ULYSSES, VPP
+from slow_layouts import EP, PP, RING, ULYSSES, VPP, marked
 from training_jobs import Setting
 
 Reference = Callable[[str], list[dict[str, Any]]]
@@ -151,7 +151,25 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "changes"), TWO_PROCESSES.values(), ids=TWO_PROCESSES)
+#: whose parts are in others, each with something else
+SLOW_OF_TWO = (
+    "TP2 untied",
+    "TP2 SP padded",
+    "PP2 padded",
+    "PP2 recompute",
+    "VPP2 untied",
+    "VPP2 three micro-batches",
+    "CP2 Ulysses padded",
+    "CP2 ring padded",
+    "DP2 token budget",
+    "EP2 allgather",
+    "EP2 allgather padded",
+    "TP2 SP ETP1",
+    "TP2 SP experts",
+)
+
+
+@pytest.mark.parametrize(("name", "changes"), marked(TWO_PROCESSES, SLOW_OF_TWO))
 def test_two_processes_train_as_one_does(
     ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
 ) -> None:
@@ -179,13 +197,7 @@ FOUR_PROCESSES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        pytest.param(*case, id=key, marks=[pytest.mark.slow] if key in ("TP2 CP2", "CP4 ring") else [])
-        for key, case in FOUR_PROCESSES.items()
-    ],
-)
+@pytest.mark.parametrize(("name", "changes"), marked(FOUR_PROCESSES, ("TP2 CP2", "CP4 ring")))
 def test_four_processes_train_as_one_does(
     ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
 ) -> None:

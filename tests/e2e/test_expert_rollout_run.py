@@ -20,8 +20,8 @@ SHARED = [
     "rl_config.actor_rollout_dispatch_size=4",
 ]
 #: model, replicas that share experts, tensor parallel size of a replica
-RUNS = {"Qwen3-MoE over DP2": ("qwen3-moe", 2, 1)}
-MORE = {
+RUNS = {
+    "Qwen3-MoE over DP2": ("qwen3-moe", 2, 1),
     "Qwen3-MoE over TP2": ("qwen3-moe", 1, 2),
     "DeepSeek-V3 over TP2": ("deepseek-v3", 1, 2),
     "DeepSeek-V3 over DP2": ("deepseek-v3", 2, 1),
@@ -34,13 +34,8 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return functools.cache(lambda name: make_other_task(tmp_path_factory.mktemp(name), name))
 
 
-@pytest.mark.parametrize(
-    ("name", "sharing", "tensor"),
-    [
-        *(pytest.param(*run, id=title) for title, run in RUNS.items()),
-        *(pytest.param(*run, id=title, marks=pytest.mark.slow) for title, run in MORE.items()),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sharing", "tensor"), RUNS.values(), ids=RUNS)
 def test_trainer_and_engines_that_share_experts_agree_push_after_push(
     tasks: Callable[[str], Path], tmp_path: Path, name: str, sharing: int, tensor: int
 ) -> None:

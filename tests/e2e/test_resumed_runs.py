@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -52,12 +53,12 @@ def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, li
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "dropout"),
     [
-        ("reference", DROPOUT),
-        *(pytest.param(role, DROPOUT, marks=pytest.mark.slow) for role in ("no other", "reward model", "critic")),
-        *(pytest.param(role, [*LORA, *ACTS], marks=pytest.mark.slow) for role in ("reference", "reward model")),
+        *itertools.product(("reference", "no other", "reward model", "critic"), [DROPOUT]),
+        *itertools.product(("reference", "reward model"), [[*LORA, *ACTS]]),
     ],
     ids=str,
 )

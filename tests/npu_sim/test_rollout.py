@@ -122,6 +122,7 @@ def test_dies_that_share_experts_draw_the_tokens_of_one_process(
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
 
 
+@pytest.mark.slow
 def test_latent_attention_has_the_log_probs_of_transformers() -> None:
     (report,) = run_ranks("rollout", 1, LATENT)
     assert report["worst"] < 1e-4 and all(report["same_greedy"])

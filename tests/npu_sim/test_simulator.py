@@ -134,6 +134,7 @@ def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_what_holds_without_the_packages_holds_with_them() -> None:
     files = ("platform/test_npu_platform.py", "npu/test_mindspeed_settings.py", "npu/test_vllm_ascend.py")
     # the conftest of the unit tests fits Megatron to the CPU

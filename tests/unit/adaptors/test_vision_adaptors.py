@@ -19,6 +19,7 @@ def run(program: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="envs/cpu/install.sh has not put torchvision into its folder")
 def test_torchvision_still_needs_its_operators_declared_and_imports_with_them() -> None:
     plain = run(f"import sys; sys.path.append({str(FOLDER)!r}); import torchvision")

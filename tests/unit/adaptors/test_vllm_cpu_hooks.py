@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from patience import patient
 from vllm_program import run_program
@@ -160,6 +161,7 @@ def test_experts_are_read_back_as_they_were_loaded_and_chosen_by_the_rule_of_the
     assert run_program(PACKED + ROUTED) == "all compared"
 
 
+@pytest.mark.slow
 def test_every_patch_is_still_needed() -> None:
     program = Path(__file__).with_name("unadapted_vllm.py")
     result = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patient(300))

@@ -163,7 +163,9 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     assert "is no folder of a run" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("model", "npus"), [("qwen3_32b", 16), ("qwen3_30b_a3b", 16), ("qwen25_7b", 8)])
+@pytest.mark.parametrize(
+    ("model", "npus"), [("qwen3_32b", 16), pytest.param("qwen3_30b_a3b", 16, marks=pytest.mark.slow), ("qwen25_7b", 8)]
+)
 def test_fit_finds_layouts_that_fit_and_explain_accepts(
     model: str, npus: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
