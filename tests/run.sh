@@ -174,12 +174,13 @@ end_beside() {
     done
 }
 stop_beside() { # pytest ends with a summary at this signal, which the shell of a lane ignores
-    local lane
-    for lane in ${lanes[@]+"${lanes[@]}"}; do
-        pkill -INT -P "$lane" || true
-        wait "$lane" || true
+    local index
+    for index in "${!lanes[@]}"; do
+        pkill -INT -P "${lanes[index]}" || true
+        wait "${lanes[index]}" || true
+        cat "${outputs[index]}"
+        rm "${outputs[index]}"
     done
-    rm -f ${outputs[@]+"${outputs[@]}"}
 }
 in_lane=""
 trap stop_beside EXIT

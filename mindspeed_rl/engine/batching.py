@@ -319,19 +319,21 @@ def _count_computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:
     return [length - count for length, (_, count) in zip(lengths, shared)]
 
 
-def measure_width(batch: Rows, indexes: Sequence[int], shape: BatchShape) -> int:
-    """Return `BatchShape.width` of the micro-batch of the rows at these indexes."""
+def measure_size(batch: Rows, indexes: Sequence[int], shape: BatchShape) -> tuple[int, int]:
+    """Return the sequences and `BatchShape.width` of the micro-batch of the rows at these indexes."""
     rows = batch.select(indexes)
-    return shape.width(_count_computed(rows, _find_shared_prefixes(rows, shape, _locate_images(rows, shape))))
+    computed = _count_computed(rows, _find_shared_prefixes(rows, shape, _locate_images(rows, shape)))
+    return len(computed), shape.width(computed)
 
 
 def build_micro_batch(
-    batch: Rows, indexes: Sequence[int], shape: BatchShape, device: torch.device, *, min_width: int = 0
+    batch: Rows, indexes: Sequence[int], shape: BatchShape, device: torch.device, *, min_size: tuple[int, int] = (0, 0)
 ) -> MicroBatch:
     """Lay out the rows at `indexes` as one micro-batch.
 
     Args:
-        min_width: padding makes it at least this wide (`BatchShape.width`), because other ranks' micro-batches are.
+        min_size: sequences, in the padded layout, and `BatchShape.width` that it has at least by padding, because other ranks'
+            micro-batches have.
     """
     rows = batch.select(indexes)
     predicted = rows.predicted
@@ -344,7 +346,7 @@ def build_micro_batch(
     located = _locate_images(rows, shape)
     shared = _find_shared_prefixes(rows, shape, located)
     computed = _count_computed(rows, shared)
-    full_width = max(shape.width(computed), min_width)
+    full_width = max(shape.width(computed), min_size[1])
     if shape.packed:
         padded = [shape.padded_length(length) for length in lengths]
         tail = full_width - (sum(padded) - sum(count for _, count in shared))
@@ -352,14 +354,14 @@ def build_micro_batch(
             padded.append(tail)  # a separate sequence: nothing attends to it
             shared.append((0, 0))
     else:
-        padded = [full_width] * count
+        padded = [full_width] * max(count, min_size[0])
     total = sum(padded)
     ids = torch.full((total,), shape.pad_id, dtype=torch.int64)
     positions = expand_ranges(torch.zeros(len(padded), dtype=torch.int64), padded)
     labels = torch.zeros(total, dtype=torch.int64)
     # -1: a position without prediction
     slots = torch.full((total,), -1, dtype=torch.int64)
-    # [:count] excludes the tail of padding
+    # [:count] excludes sequences that are padding
     starts = torch.tensor([0, *padded]).cumsum(0)[:count]
     ids[expand_ranges(starts, lengths)] = torch.cat(rows.input_ids)
     # a token is predicted by the position before it
@@ -383,7 +385,7 @@ def build_micro_batch(
         layout = None
         # rows are equally wide, so one row's slice is that of all
         local = _local_positions(padded[:1], shape)
-        cells = torch.arange(total).view(count, -1)[:, local]
+        cells = torch.arange(total).view(len(padded), -1)[:, local]
         order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
     input_ids, position_ids = ids[cells], positions[..., cells]
     predictions: tuple[PredictionTargets, ...] = ()

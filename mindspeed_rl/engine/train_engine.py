@@ -30,7 +30,7 @@ from mindspeed_rl.engine.batching import (
     MicroBatching,
     Rows,
     build_micro_batch,
-    measure_width,
+    measure_size,
     round_up,
     split_rows,
 )
@@ -460,25 +460,26 @@ class TrainEngine:
         if count > len(groups):
             groups = split_rows(rows, self.shape, batching, min_count=count)
             groups += [[]] * (count - len(groups))
-        return [self._build(rows, group, width) for group, width in zip(groups, self._min_widths(rows, groups))]
+        return [self._build(rows, group, size) for group, size in zip(groups, self._min_sizes(rows, groups))]
 
-    def _min_widths(self, rows: Rows, groups: Sequence[Sequence[int]]) -> list[int]:
-        """Return the minimum width of each micro-batch; other than 0 with the allgather dispatcher.
+    def _min_sizes(self, rows: Rows, groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+        """Return the fewest sequences and minimum width of each micro-batch; other than 0 with the allgather dispatcher.
 
         It exchanges equally many tokens with every expert rank.
         """
         config = self.model.transformer_config
         if config.num_moe_experts is None or config.moe_token_dispatcher_type != "allgather":
-            return [0] * len(groups)
-        widths = [measure_width(rows, group, self.shape) if group else 0 for group in groups]
-        widest = torch.tensor(widths, device=self.device)
+            return [(0, 0)] * len(groups)
+        sizes = torch.tensor(
+            [measure_size(rows, group, self.shape) if group else (0, 0) for group in groups], device=self.device
+        )
         group = parallel_state.get_expert_tensor_and_model_parallel_group()
-        dist.all_reduce(widest, op=dist.ReduceOp.MAX, group=group)
-        return widest.tolist()
+        dist.all_reduce(sizes, op=dist.ReduceOp.MAX, group=group)
+        return [(count, width) for count, width in sizes.tolist()]
 
-    def _build(self, rows: Rows, group: Sequence[int], min_width: int) -> MicroBatch:
+    def _build(self, rows: Rows, group: Sequence[int], min_size: tuple[int, int]) -> MicroBatch:
         if group:
-            return build_micro_batch(rows, group, self.shape, self.device, min_width=min_width)
+            return build_micro_batch(rows, group, self.shape, self.device, min_size=min_size)
         # two tokens of prompt and no predicted one
         filler = Rows(
             input_ids=[torch.full((2,), self.shape.pad_id)],
@@ -486,7 +487,7 @@ class TrainEngine:
             columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
             routing=None if rows.routing is None else [rows.routing[0].new_full((2, *rows.routing[0].shape[1:]), -1)],
         )
-        micro_batch = build_micro_batch(filler, [0], self.shape, self.device, min_width=min_width)
+        micro_batch = build_micro_batch(filler, [0], self.shape, self.device, min_size=min_size)
         return replace(micro_batch, indexes=(-1,), num_tokens=0)
 
     def _schedule(

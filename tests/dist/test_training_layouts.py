@@ -141,6 +141,11 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "EP2 allgather": ("moe", {"keys": EP | {"moe_token_dispatcher_type": "allgather"}}),
     "EP2 allgather token budget": ("moe", {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "token_budget": 30}),
     "EP2 allgather padded": ("moe", {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "packed": False}),
+    # ranks have other numbers of rows, and other widths
+    "EP2 allgather padded token budget": (
+        "moe",
+        {"keys": EP | {"moe_token_dispatcher_type": "allgather"}, "packed": False, "token_budget": 30},
+    ),
     "EP2 grouped distributed optimizer": ("moe", {"keys": EP | ZERO | {"moe_grouped_gemm": True}}),
     "TP2 SP EP2 ETP1": ("moe", {"keys": SP | EP | {"expert_tensor_parallel_size": 1}}),
     "TP2 SP experts": ("moe", {"keys": SP}),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,16 @@ from mindspeed_rl.runtime.fork_server import RL, TRAINING
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2
 #: the quickstart and the guide of the supervised stages, up to where a run file of this list would begin
-QUICKSTART_ENDS, STAGES_END, AGENT_ENDS = 'echo "== 4/5', "for stage in", 'echo "== 3/4'
-VISION_ENDS = 'echo "== 3/4'
+ENDS = {
+    "quickstart.sh": 'echo "== 4/5',
+    "supervised_stages.sh": "for stage in",
+    "agent.sh": 'echo "== 3/4',
+    "swe_tiny.sh": 'echo "== 3/4',
+    "vision.sh": 'echo "== 3/4',
+    "distill.sh": 'echo "== 2/3',
+}
+#: of supervised training ahead of a run file: no run file here needs what it teaches
+SHORT = "megatron_training.train_iters=20 megatron_training.save_interval=10"
 
 
 def run_files() -> list[str]:
@@ -31,11 +40,12 @@ def run_files() -> list[str]:
     return [name for name in names if load_run_config(name).platform == "cpu"]
 
 
-def steps(script: str, end: str) -> str:
-    """The commands of a shipped script behind its installation, up to a line."""
-    text, found, _ = (ROOT / "examples" / script).read_text(encoding="utf-8").partition(f"\n{end}")
+def steps(script: str) -> str:
+    """The commands of a shipped script behind its installation, with short training, up to where a run file here begins."""
+    text, found, _ = (ROOT / "examples" / script).read_text(encoding="utf-8").partition(f"\n{ENDS[script]}")
     assert found
-    return text[text.index("WORK=") :]
+    text = re.sub(r" megatron_training\.(train_iters|save_interval)=\S+", "", text[text.index("WORK=") :])
+    return re.sub(r"(mindspeed-rl train --config-name \S+)", rf"\1 {SHORT}", text)
 
 
 def command(words: str, folder: Path, timeout: int) -> subprocess.CompletedProcess[str]:
@@ -57,13 +67,9 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         program = folder / "bin" / name
         program.write_text(f'#!/bin/sh\nexec {sys.executable} {words} "$@"\n')
         program.chmod(0o755)
-    command(steps("quickstart.sh", QUICKSTART_ENDS), folder, 900)
-    command(steps("supervised_stages.sh", STAGES_END), folder, 300)
     (folder / "configs").symlink_to(ROOT / "configs")  # run files name the tool files of the clone
-    command(steps("agent.sh", AGENT_ENDS), folder, 900)
-    vision, name = steps("vision.sh", VISION_ENDS), "sft_tiny_vision_cpu"
-    vision = vision.replace(name, f"{name} megatron_training.train_iters=20")
-    command(vision, folder, 900)
+    for script in ENDS:
+        command(steps(script), folder, 600)
     return folder
 
 

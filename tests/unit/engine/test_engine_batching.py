@@ -18,7 +18,7 @@ from mindspeed_rl.engine.batching import (
     _count_common,
     _split_micro_batches,
     build_micro_batch,
-    measure_width,
+    measure_size,
     split_rows,
 )
 
@@ -246,7 +246,7 @@ def test_a_micro_batch_with_prefix_sharing_predicts_the_same_as_one_of_full_rows
         shape = BatchShape(True, total_multiple=total_multiple, pad_id=7, shares_prefixes=True)
         shared = build_micro_batch(rows, range(9), shape, CPU)
         assert sorted(predictions(shared)) == sorted(predictions(plain))
-        assert shared.input_ids.size(1) == measure_width(rows, range(9), shape) < plain.input_ids.size(1)
+        assert shared.input_ids.size(1) == measure_size(rows, range(9), shape)[1] < plain.input_ids.size(1)
         assert shared.input_ids.size(1) % total_multiple == 0
 
 
