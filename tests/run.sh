@@ -3,8 +3,8 @@
 #
 # Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
 # The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
-# free memory, and one after another elsewhere: tests/e2e and the optional packages; tests/dist and tests/faults; the simulated
-# NPU, the releases of the second line and the faults of servers.
+# free memory, and one after another elsewhere: tests/e2e; tests/dist, the optional packages, the releases of the second line and
+# the faults of servers; the simulated NPU and the other faults.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
@@ -109,11 +109,28 @@ run_npu_sim() {
     take_result "$result"
 }
 
-# The releases of the second line have environments of their own too.
 npu_sim_lane() {
-    local release result
     if choose npu_sim; then
         run_npu_sim
+    fi
+    if choose faults; then
+        run_tests "${files[@]}"
+    fi
+}
+
+# Optional packages and the releases of the second line have environments of their own too.
+dist_lane() {
+    local extras="${EXTRAS_VENV:-$root/.venv-extras}" release result=0
+    if choose dist; then
+        run_tests "${files[@]}"
+    fi
+    if [[ ${#select[@]} -eq 0 ]] && choose extras; then
+        if bash envs/cpu/extras.sh "$venv" "$extras"; then
+            "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
+            take_result "$result"
+        else
+            status=1  # --all asked for everything
+        fi
     fi
     for release in 0.17.1 0.19.2; do
         if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
@@ -127,27 +144,9 @@ npu_sim_lane() {
     fi
 }
 
-dist_lane() {
-    if choose dist; then
-        run_tests "${files[@]}"
-    fi
-    if choose faults; then
-        run_tests "${files[@]}"
-    fi
-}
-
 e2e_lane() {
-    local extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
     if choose e2e; then
         run_tests "${files[@]}"
-    fi
-    if [[ ${#select[@]} -eq 0 ]] && choose extras; then
-        if bash envs/cpu/extras.sh "$venv" "$extras"; then
-            "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-            take_result "$result"
-        else
-            status=1  # --all asked for everything
-        fi
     fi
 }
 
