@@ -103,3 +103,28 @@ def test_drafts_of_a_standalone_server_that_are_no_json_are_named(tmp_path: Path
     (tmp_path / "config.json").write_text("{}")
     assert main(["rollout", "--model", str(tmp_path), "--speculative-config", "suffix"]) == 2
     assert "--speculative-config suffix: must be a JSON object with a method" in capsys.readouterr().err
+
+
+_ENDING = """
+import atexit, concurrent.futures, sys, threading, time
+from mindspeed_rl.cli import main as command
+
+def late():
+    time.sleep(0.2)
+    print("thread", flush=True)
+
+def main():
+    atexit.register(print, "handler")
+    pool.submit(late)
+    print("command")
+    return 3
+
+pool = concurrent.futures.ThreadPoolExecutor(1)
+command.main = main
+command.run()
+"""
+
+
+def test_a_command_ends_with_its_status_behind_threads_handlers_and_output() -> None:
+    done = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=patient(60))
+    assert (done.returncode, done.stdout.split()) == (3, ["command", "thread", "handler"]), done.stderr
