@@ -21,9 +21,10 @@ _BUILDING = ("unit/engine", "dist", "e2e")
 
 
 def pytest_configure() -> None:
-    """Take back the handlers of signals that a parent ignores, as `nohup` and `&` do: a run would ignore them too."""
+    """Collect garbage seldom, and take back the handlers of signals that a parent ignores, as `nohup` and `&` do."""
     # torch, Megatron and vLLM are a million objects that stay: 4 % of the time of the unit tests went into looking through them
     gc.set_threshold(50_000, 20, 100)
+    # a run would ignore them too
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

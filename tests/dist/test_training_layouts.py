@@ -156,7 +156,7 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-#: whose parts are in others, each with something else
+#: each of their parts is in another layout of the table too
 SLOW_OF_TWO = (
     "TP2 untied",
     "TP2 SP padded",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -57,8 +56,8 @@ def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, li
 @pytest.mark.parametrize(
     ("role", "dropout"),
     [
-        *itertools.product(("reference", "no other", "reward model", "critic"), [DROPOUT]),
-        *itertools.product(("reference", "reward model"), [[*LORA, *ACTS]]),
+        *((role, DROPOUT) for role in ("reference", "no other", "reward model", "critic")),
+        *((role, [*LORA, *ACTS]) for role in ("reference", "reward model")),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from mindspeed_rl.runtime.fork_server import RL, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS = 2
-#: the quickstart and the guide of the supervised stages, up to where a run file of this list would begin
+#: shipped script -> its line at which a run file of this list begins
 ENDS = {
     "quickstart.sh": 'echo "== 4/5',
     "supervised_stages.sh": "for stage in",

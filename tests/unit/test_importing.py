@@ -3,6 +3,7 @@
 import gc
 import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,22 @@ import pytest
 from mindspeed_rl.importing import collecting_seldom, without
 
 
+@pytest.fixture
+def python_s_own_threshold() -> Iterator[None]:
+    """The tests' own is higher (conftest.py)."""
+    before = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("python_s_own_threshold")
 def test_collections_are_rare_in_the_block_alone() -> None:
     before = gc.get_threshold()
     count = gc.get_stats()[0]["collections"]
     with collecting_seldom():
         kept = [[] for _ in range(40_000)]
-        assert gc.isenabled() and gc.get_threshold()[0] >= 50_000
+        assert gc.isenabled() and gc.get_threshold() > before
         assert gc.get_stats()[0]["collections"] - count <= 1
     assert gc.get_threshold() == before and len(kept) == 40_000
     with pytest.raises(KeyError), collecting_seldom():

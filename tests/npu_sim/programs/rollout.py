@@ -162,7 +162,7 @@ def main() -> None:
         result["drafts"] = vllm_drafts.counts.take()
 
     def gaps(responses: list[tuple[list[int], list[float]]], temperature: float) -> list[float]:
-        found: list[float] = []
+        found = [] if prompts else [0.0]  # a die may get none
         for prompt, (tokens, log_probs) in zip(prompts, responses):
             with torch.no_grad():
                 logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
@@ -174,11 +174,10 @@ def main() -> None:
         result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}
         alone = engine.generate(requests[1:2], Sampling(1.0, NEW_TOKENS, (1,)))
         result["same_alone"] = alone[0].token_ids == first[1][0]
-    drifts = gaps(first, 1.0)  # none where this die got no prompt
-    result["worst"], result["mean"] = max(drifts, default=0.0), sum(drifts) / max(1, len(drifts))
+    result["worst"], result["mean"] = max(gaps(first, 1.0)), sum(gaps(first, 1.0)) / len(gaps(first, 1.0))
     # vLLM applies min_p to no draft
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
-    result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7), default=0.0)
+    result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
     for version in range(1, 1 + settings.get("rounds", 2)):
         before = used()
         engine.release_memory()
