@@ -16,6 +16,7 @@ from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.tasks import read_failure
 from mindspeed_rl.tools.environments import read_environment
 from mindspeed_rl.workers.agents import build_toolbox, choose_parser
 
@@ -135,8 +136,7 @@ class AgentEngine:
         serving = self._events.create_task(batches.serve())
 
         def note_end(task: asyncio.Task[None]) -> None:
-            if not task.cancelled():
-                task.exception()  # the first one is raised below; asyncio would print the others
+            read_failure(task)  # the first one is raised below
             queue.changed.set()  # a task that fails adds no delta
 
         for task in (*tasks, serving):

@@ -17,6 +17,7 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.tasks import start_task
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.serving.weight_sync import LoopThread
@@ -269,7 +270,7 @@ class StreamingSource:
 
         What is still being generated when enough samples have ended continues there, or is aborted.
         """
-        running = {asyncio.ensure_future(self._sample(group, sample)) for sample in group.unfinished}
+        running = {start_task(self._sample(group, sample)) for sample in group.unfinished}
         following: PromptGroup | None = group
         try:
             while following is not None:
@@ -284,7 +285,7 @@ class StreamingSource:
                 if following is not None:
                     self._groups[following.order], self._tasks[following.order] = following, self._tasks[complete.order]
                     new = [sample for sample in following.ids if sample not in known]
-                    running |= {asyncio.ensure_future(self._sample(following, sample)) for sample in new}
+                    running |= {start_task(self._sample(following, sample)) for sample in new}
                 else:
                     for task in running:
                         task.cancel()

@@ -22,6 +22,7 @@ from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.rollout.tasks import start_task
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
@@ -184,7 +185,7 @@ class ServerRollout:
         pool.drain_busy()
         tasks = build_row_tasks(run, batch, indexes, rollout_index, self.sampling)
         order = self._order.arrange(tasks)
-        running = {asyncio.create_task(self.agents.sample(pool, tasks[index])): indexes[index] for index in order}
+        running = {start_task(self.agents.sample(pool, tasks[index])): indexes[index] for index in order}
         metrics, lengths = Metrics(), dict[int, int]()
         try:
             while running:

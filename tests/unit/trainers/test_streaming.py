@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -369,6 +370,21 @@ def test_an_engine_that_fails_ends_the_run_with_its_own_error() -> None:
     driver.engine.failing = True
     with pytest.raises(RuntimeError, match="the server is gone"):
         driver.train(range(1))
+
+
+def test_the_failures_that_follow_from_the_first_are_not_logged_later(caplog: pytest.LogCaptureFixture) -> None:
+    def train() -> str:
+        driver = Driver(Admission("pace", 0, BATCH))
+        driver.engine.failing = True
+        with pytest.raises(RuntimeError) as error:
+            driver.train(range(1))
+        _clocks.remove(driver.clock)
+        driver.clock.end()
+        return str(error.value)
+
+    assert train() == "the server is gone"
+    gc.collect()  # asyncio logs an error that nobody has read when its task is collected
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 def test_a_push_that_waits_for_responses_has_the_same_deadline() -> None:
