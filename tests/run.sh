@@ -81,13 +81,14 @@ run_tests() {
     take_result "$result"
 }
 
-# what ENVIRONMENT runs in this part, into the array `files`; fails where that is nothing
-choose() {
-    local all=() lines
-    [[ "$whole" == yes ]] || return 1
+# runs the files of ENVIRONMENT that are in this part, if any, by a FUNCTION
+run_environment() {
+    local all=() lines files
     [[ ${#select[@]} -gt 0 ]] || all=(--all)
     lines="$("$venv/bin/python" tests/parts.py "$1" --part "$part" ${all[@]+"${all[@]}"})" || exit 1
-    [[ -n "$lines" ]] && mapfile -t files <<< "$lines"
+    [[ -n "$lines" ]] || return 0
+    mapfile -t files <<< "$lines"
+    "${@:2}" "${files[@]}"
 }
 
 # The simulated NPU has an environment of its own.
@@ -105,49 +106,43 @@ run_npu_sim() {
         echo "tests/run.sh: the tests on the simulated NPU were left out: $reason." >&2
         return
     fi
-    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
+    bash tests/npu_sim/run.sh ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
+    take_result "$result"
+}
+
+# Optional packages and the releases of the second line have environments of their own too.
+run_extras() {
+    local extras="${EXTRAS_VENV:-$root/.venv-extras}" result=0
+    if bash envs/cpu/extras.sh "$venv" "$extras"; then
+        "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "$@" || result=$?
+        take_result "$result"
+    else
+        status=1  # --all asked for everything
+    fi
+}
+run_release() {
+    local result=0
+    VENV_DIR="$venv" MEGATRON="$1" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${@:2}" || result=$?
     take_result "$result"
 }
 
 npu_sim_lane() {
-    if choose npu_sim; then
-        run_npu_sim
-    fi
-    if choose faults; then
-        run_tests "${files[@]}"
-    fi
+    run_environment npu_sim run_npu_sim
+    run_environment faults run_tests
 }
-
-# Optional packages and the releases of the second line have environments of their own too.
 dist_lane() {
-    local extras="${EXTRAS_VENV:-$root/.venv-extras}" release result=0
-    if choose dist; then
-        run_tests "${files[@]}"
+    local release
+    run_environment dist run_tests
+    if [[ ${#select[@]} -eq 0 ]]; then
+        run_environment extras run_extras
+        for release in 0.17.1 0.19.2; do
+            run_environment "megatron-$release" run_release "$release"
+        done
     fi
-    if [[ ${#select[@]} -eq 0 ]] && choose extras; then
-        if bash envs/cpu/extras.sh "$venv" "$extras"; then
-            "$extras/bin/python" -m pytest ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-            take_result "$result"
-        else
-            status=1  # --all asked for everything
-        fi
-    fi
-    for release in 0.17.1 0.19.2; do
-        if [[ ${#select[@]} -eq 0 ]] && choose "megatron-$release"; then
-            result=0
-            VENV_DIR="$venv" MEGATRON="$release" bash tests/second_line/run.sh ${arguments[@]+"${arguments[@]}"} "${files[@]}" || result=$?
-            take_result "$result"
-        fi
-    done
-    if choose server_faults; then
-        run_tests "${files[@]}"
-    fi
+    run_environment server_faults run_tests
 }
-
 e2e_lane() {
-    if choose e2e; then
-        run_tests "${files[@]}"
-    fi
+    run_environment e2e run_tests
 }
 
 lanes=() outputs=()
@@ -188,9 +183,7 @@ cores="$(getconf _NPROCESSORS_ONLN)"
 if [[ "$whole" == no ]]; then
     run_tests "${paths[@]}"
 else
-    if choose unit; then
-        run_tests --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder "${files[@]}"
-    fi
+    run_environment unit run_tests --numprocesses "$((cores < 4 ? cores + 1 : 4))" --dist loadfile --no-loadscope-reorder
     free_gib="$(awk '/^MemAvailable:/ { print int($2 / 1048576) }' /proc/meminfo 2> /dev/null || echo 0)"
     if ((cores > 1 && ${free_gib:-0} >= 12)); then
         start_beside npu_sim_lane

@@ -29,8 +29,8 @@ def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
     listed = {file for name in parts.ENVIRONMENTS for file in parts.list_files(name)}
     assert listed == {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
     script = (TESTS / "run.sh").read_text()
-    chosen = set(re.findall(r"choose ([a-z0-9_]+)\b(?!-)", script))
-    (releases,) = re.findall(r"for release in (.*); do\n.*choose \"megatron-\$release\"", script)
+    chosen = set(re.findall(r"run_environment ([a-z0-9_]+)\b(?!-)", script))
+    (releases,) = re.findall(r"for release in (.*); do\n.*run_environment \"megatron-\$release\"", script)
     assert sorted(name for lane in parts._LANES for name in lane) == sorted(parts.ENVIRONMENTS)
     assert chosen | {f"megatron-{release}" for release in releases.split()} == parts.ENVIRONMENTS.keys()
 
