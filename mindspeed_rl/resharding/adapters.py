@@ -156,7 +156,9 @@ def find_differing_adapters(
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     # of models that see images, by their names in the engine
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_rename_mapper"):  # the whole one joins projections that have adapters of their own
+        mapper = mapper.get_rename_mapper()
     names = [key.removeprefix(_PREFIX) for key in tensors]
     tensors = dict(zip(names if mapper is None else mapper.apply_list(names), tensors.values(), strict=True))
     missing = {key.partition(".lora_A.")[0] for key in tensors if ".lora_A." in key}

@@ -122,3 +122,15 @@ def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
 def test_an_engine_has_room_for_the_next_larger_rank(rank: int, room: int) -> None:
     assert _build_adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+
+
+def test_projections_that_an_engine_joins_keep_adapters_of_their_own() -> None:
+    from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+
+    model: Any = Model(qkv_proj=Wrapped(*((a, 2.0 * b) for a, b in (O, K, V))))
+    model.packed_modules_mapping = Qwen2ForCausalLM.packed_modules_mapping
+    model.hf_to_vllm_mapper = getattr(Qwen2ForCausalLM, "hf_to_vllm_mapper", None)
+    file = {key.replace("o_proj", "q_proj"): tensor for key, tensor in FILE.items()}
+    assert differing(model, file=file) == []
+    file["base_model.model.attn.q_proj.lora_A.weight"] = K[0]
+    assert differing(model, file=file) == ["attn.q_proj"]
