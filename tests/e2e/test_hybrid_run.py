@@ -16,7 +16,6 @@ HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16", "rl_config.l
 
 #: model and changes; Qwen3-Next has experts
 RUNS = {
-    "Qwen3.5": ("qwen3.5", ONE_PROCESS),
     "Qwen3.5, TP2 to TP1x2": ("qwen3.5", ["rl_config.actor_resource.num_npus=2"]),
     "Qwen3-Next": ("qwen3-next", [*ONE_PROCESS, "+model.tiny_qwen25.num_experts=4"]),
 }

@@ -166,17 +166,20 @@ def launched(
         run.close()
 
 
+@pytest.fixture(scope="module")
+def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The records of the run on one host."""
+    return finished(task, tmp_path_factory.mktemp("one"), *SPREAD, "megatron_training.train_iters=2").metrics
+
+
 @pytest.mark.slow
-def test_a_run_over_two_hosts_is_that_of_one_and_goes_on(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
+def test_a_run_over_two_hosts_is_that_of_one(task: Path, tmp_path: Path, hosts: list[Host], whole: list[dict[str, Any]]) -> None:
     """With the published data plane; the test below has the small one, and disks that are not shared."""
-    data, cpus = ["rl_config.data_strategy=tq"], 3  # its processes ask for some
-    whole = finished(task, tmp_path / "one", *SPREAD, *data, "megatron_training.train_iters=2")
-    for iterations in (1, 2):
-        with launched(task, tmp_path / "run", hosts, *data, f"megatron_training.train_iters={iterations}", cpus=cpus) as run:
-            assert run.wait() == [0, 0], run.output[-6000:]
-            assert run.leftovers() == []
-    assert "resumes after iteration 1" in run.output
-    assert_same_figures(run, whole.metrics)
+    keys = ["rl_config.data_strategy=tq", "megatron_training.train_iters=2"]
+    with launched(task, tmp_path / "run", hosts, *keys, cpus=3) as run:  # processes of the data plane ask for some
+        assert run.wait() == [0, 0], run.output[-6000:]
+        assert run.leftovers() == []
+    assert_same_figures(run, whole)
 
 
 def assert_same_figures(run: Launched, expected: list[dict[str, Any]]) -> None:
@@ -186,8 +189,9 @@ def assert_same_figures(run: Launched, expected: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_that_share_no_disk_save_each_their_part_and_go_on(task: Path, tmp_path: Path, hosts: list[Host]) -> None:
-    whole = finished(task, tmp_path / "one", *SPREAD, "megatron_training.train_iters=2")
+def test_hosts_that_share_no_disk_save_each_their_part_and_go_on(
+    task: Path, tmp_path: Path, hosts: list[Host], whole: list[dict[str, Any]]
+) -> None:
     there = tmp_path / "there"
     there.mkdir()
     folder = tmp_path / "run"
@@ -197,7 +201,7 @@ def test_hosts_that_share_no_disk_save_each_their_part_and_go_on(task: Path, tmp
             assert run.leftovers() == []
         assert "actor_config.save: " in run.output and "is on a disk of its own on " in run.output
     assert "resumes after iteration 1" in run.output
-    assert_same_figures(run, whole.metrics)
+    assert_same_figures(run, whole)
     saved = {str(path.relative_to(place)) for place in (folder, there) for path in place.rglob("iter_0000002/random/*")}
     assert len(saved) == 4 and len(list(folder.rglob("iter_0000002/random/*"))) == 2
 

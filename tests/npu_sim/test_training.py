@@ -59,7 +59,6 @@ ADAPTERS = layout(1, lora_r=4, lora_alpha=8, lora_target_modules="[linear_qkv,li
 slow = pytest.mark.slow
 RUNS = {
     "TP2 to two engines": layout(2, tensor=2),
-    "one die": pytest.param(layout(1), marks=slow),
     "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
     "adapters": pytest.param(ADAPTERS, marks=slow),
 }
@@ -97,15 +96,6 @@ def check(command: Command, iterations: int = ITERATIONS) -> None:
 @pytest.mark.parametrize("changes", RUNS.values(), ids=list(RUNS))
 def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: Path) -> None:
     check(finished(task, tmp_path, *COMMON, *changes, timeout_s=LIMIT_S))
-
-
-@pytest.mark.slow
-def test_experts_split_in_training(tmp_path: Path) -> None:
-    from tiny_task import make_other_task
-
-    task = make_other_task(tmp_path / "task", "qwen3-moe")
-    changes = (*layout(2, expert_model_parallel_size=2), "+model.tiny_qwen25.num_experts=4")
-    check(finished(task, tmp_path / "command", *COMMON, *changes, timeout_s=LIMIT_S))
 
 
 @pytest.mark.slow
