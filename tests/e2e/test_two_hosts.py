@@ -173,7 +173,9 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.mark.slow
-def test_a_run_over_two_hosts_is_that_of_one(task: Path, tmp_path: Path, hosts: list[Host], whole: list[dict[str, Any]]) -> None:
+def test_a_run_over_two_hosts_is_that_of_one(
+    task: Path, tmp_path: Path, hosts: list[Host], whole: list[dict[str, Any]]
+) -> None:
     """With the published data plane; the test below has the small one, and disks that are not shared."""
     keys = ["rl_config.data_strategy=tq", "megatron_training.train_iters=2"]
     with launched(task, tmp_path / "run", hosts, *keys, cpus=3) as run:  # processes of the data plane ask for some
