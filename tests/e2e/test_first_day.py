@@ -122,9 +122,12 @@ def test_every_kind_of_new_task_trains(kind: str, tmp_path: Path, environment: d
     block = re.search(r"```bash\n(.*?)```", (work / "README.md").read_text(), re.DOTALL)
     assert block is not None
     for line in block[1].splitlines():
-        if line.split()[1] == "train":
+        command = line.split()[1]
+        if command in ("explain", "chat"):  # the same for every kind: the test above runs them
+            continue
+        if command == "train":
             line += " megatron_training.train_iters=2 megatron_training.save_interval=2 megatron_training.eval_interval=2"
-        run(line, work, environment, typed="Hello\nq\n")
+        run(line, work, environment)
     lines = [json.loads(line) for line in (work / "runs/task/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines if line["iteration"]] == [1, 2]
     assert (work / "result/hf/latest/model.safetensors").is_file()

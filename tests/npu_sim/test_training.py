@@ -99,7 +99,7 @@ def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 2), ("qwen3-moe", 1), ("deepseek-v3", 2)])
+@pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 1), ("deepseek-v3", 2)])
 def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sharing: int) -> None:
     from tiny_task import make_other_task
 
