@@ -46,7 +46,6 @@ def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, li
     resumed = [] if load is None else [f"critic_config.load={load / 'critic'}", "+critic_config.load_iteration=1"]
     return {
         "reference": ["rl_config.init_kl_coef=0.1"],
-        "no other": ["rl_config.init_kl_coef=0.0"],
         "reward model": [f"rl_config.reward_model={task / 'reward_model'}", "rl_config.init_kl_coef=0.1"],
         "critic": [*critic_of(task, folder / "critic"), *resumed],
     }
@@ -55,10 +54,7 @@ def roles_of(task: Path, folder: Path, load: Path | None = None) -> dict[str, li
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("role", "dropout"),
-    [
-        *((role, DROPOUT) for role in ("reference", "no other", "reward model", "critic")),
-        *((role, [*LORA, *ACTS]) for role in ("reference", "reward model")),
-    ],
+    [("reference", DROPOUT), ("critic", DROPOUT), ("reward model", [*LORA, *ACTS])],
     ids=str,
 )
 def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(task: Path, tmp_path: Path, role: str, dropout: list[str]) -> None:
