@@ -18,7 +18,7 @@ from patience import patient
 from shared_forks import shared
 
 from mindspeed_rl.cli.new import _KINDS
-from mindspeed_rl.runtime.fork_server import RL
+from mindspeed_rl.runtime.fork_server import RL, TRAINING
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 15 * 60
@@ -33,7 +33,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     command.parent.mkdir()
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m mindspeed_rl.cli.main "$@"\n')
     command.chmod(0o755)
-    values = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **shared(RL)}
+    values = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **shared(RL, TRAINING)}
     return values | {"PATH": f"{command.parent}:{values['PATH']}"}
 
 

@@ -16,8 +16,10 @@ import torch
 from grpo_command import ONE_PROCESS, Command, finished
 from patience import patient
 from safetensors.torch import load_file
+from shared_forks import shared
 
 from mindspeed_rl.checkpoint.newest import LATEST_NAME
+from mindspeed_rl.runtime.fork_server import TRAINING
 
 MEASURED = ("timing/", "memory/", "rollout/push_")
 DROPOUT = [f"+actor_config.{key}=0.1" for key in ("hidden_dropout", "attention_dropout")]
@@ -126,7 +128,7 @@ def test_a_resumable_run_starts_from_what_supervised_tuning_has_saved(task: Path
     keys = {"load": task / "model", "tokenizer_name_or_path": task / "model", "data_path": tmp_path / "sft", "num_npus": 1}
     keys |= {"save": tmp_path / "tuned", "global_batch_size": 16, "micro_batch_size": 16, "train_iters": 2, "log_interval": 1}
     words = [f"megatron_training.{key}={value}" for key, value in keys.items()] + ["model.tiny_qwen25.num_layers=null"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **shared(TRAINING)}
     for command in (
         [*program, "preprocess", *files, *kind],
         [*program, "train", "--config-name", "sft_tiny_cpu", f"run_dir={tmp_path / 'sft_run'}", *words],
