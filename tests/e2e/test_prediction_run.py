@@ -30,7 +30,7 @@ _KEYS = [
     "megatron_training.train_iters=4",
     "+megatron_training.mtp_num_layers=1",
     "+megatron_training.mtp_loss_scaling_factor=1.0",
-    "megatron_training.lr=2e-3",
+    "actor_config.lr=5e-3",
 ]
 _DRAFTS = ["+generate_config.speculative_config={method: mtp, num_speculative_tokens: 1}"]
 _SERVERS = ["rl_config.use_integrated_worker=false", "generate_config.vllm_server_timeout=60"]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
@@ -119,14 +120,18 @@ def test_prediction_layers_train_in_a_command_that_resumes(tmp_path: Path) -> No
 
     task = predicting_task(tmp_path / "task")
     keys = ["+megatron_training.mtp_num_layers=1", "+megatron_training.mtp_loss_scaling_factor=1.0"]
-    keys += ["megatron_training.lr=2e-3", "rl_config.use_prefix_grouper=false"]
-    first = finished(task, tmp_path, *COMMON, *layout(1), *keys, "megatron_training.save_interval=2", timeout_s=LIMIT_S)
+    keys += ["actor_config.lr=5e-3", "rl_config.use_prefix_grouper=false", *layout(1)]
+    first = finished(task, tmp_path, *COMMON, *keys, "megatron_training.save_interval=2", timeout_s=LIMIT_S)
     check(first)
-    losses = [record["actor/mtp_loss"] for record in first.metrics]
-    assert losses[-1] < losses[0]
     longer = (f"megatron_training.train_iters={ITERATIONS + 1}", f"run_dir={tmp_path / 'again'}")
-    second = finished(task, tmp_path, *COMMON, *layout(1), *keys, *longer, timeout_s=LIMIT_S)
-    assert f"resumes after iteration {ITERATIONS}" in second.output and second.metrics[-1]["actor/mtp_loss"] < losses[0]
+    second = finished(task, tmp_path, *COMMON, *keys, *longer, timeout_s=LIMIT_S)
+    assert f"resumes after iteration {ITERATIONS}" in second.output
+    # each iteration has other samples, so a few of their losses say nothing about training
+    assert all(0 < record["actor/mtp_loss"] < 10 for record in (*first.metrics, *second.metrics))
+    before, after = (load_file(path / "model.safetensors") for path in (task / "model", tmp_path / "save/hf/latest"))
+    for name in ("eh_proj", "self_attn.o_proj"):
+        change = after[f"model.layers.2.{name}.weight"].float() - before[f"model.layers.2.{name}.weight"].float()
+        assert 5e-3 < change.abs().max() < 4 * 5e-3
 
 
 @pytest.mark.slow
