@@ -31,7 +31,7 @@ ENDS = {
     "distill.sh": 'echo "== 2/3',
 }
 #: of supervised training ahead of a run file: no run file here needs what it teaches
-SHORT = "megatron_training.train_iters=20 megatron_training.save_interval=10"
+SHORT = "megatron_training.train_iters=4 megatron_training.save_interval=2"
 
 
 def run_files() -> list[str]:
