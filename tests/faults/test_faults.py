@@ -232,35 +232,39 @@ def lasting(task: Path, folder: Path, *changes: str, shares: bool = False) -> It
         ends_without_a_trace(run, 143, 60)
 
 
-@pytest.fixture(scope="module")
-def survivor(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
-    """A run of one worker whose faults end nothing; it leaves nothing behind."""
-    tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
-    beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    yield from lasting(task, tmp_path_factory.mktemp("survivor"), *REWARD, *tracker, *beats, shares=True)
+@pytest.mark.slow
+class TestOneWorker:
+    """A run of one worker; it ends behind its tests, so that it takes no time from those of others."""
+
+    @pytest.fixture(scope="class")
+    def survivor(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+        """A run of one worker whose faults end nothing; it leaves nothing behind."""
+        tracker = [f"rl_config.report_to=[{'faulty_reward:DownTracker'}]"]
+        beats = ["rl_config.fault_tolerance.heartbeat_interval_s=1"]
+        yield from lasting(task, tmp_path_factory.mktemp("survivor"), *REWARD, *tracker, *beats, shares=True)
+
+    @pytest.mark.parametrize("fault", SURVIVED, ids=lambda fault: fault.id)
+    def test_what_can_be_replaced_or_waited_for_ends_nothing(self, survivor: FaultRun, fault: Fault) -> None:
+        if fault.id == "worker-pause":
+            pause(survivor, fault)
+        else:
+            note(fault, *strike(survivor, fault))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", SURVIVED, ids=lambda fault: fault.id)
-def test_what_can_be_replaced_or_waited_for_ends_nothing(survivor: FaultRun, fault: Fault) -> None:
-    if fault.id == "worker-pause":
-        pause(survivor, fault)
-    else:
-        note(fault, *strike(survivor, fault))
+class TestServers:
+    """A run of one worker and two rollout servers; see `TestOneWorker`."""
 
+    @pytest.fixture(scope="class")
+    def served(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+        """A run of one worker and two rollout servers; it leaves nothing behind."""
+        apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
+        silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
+        yield from lasting(task, tmp_path_factory.mktemp("served"), *apart, *silence, "actor_config.save=null")
 
-@pytest.fixture(scope="module")
-def served(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
-    """A run of one worker and two rollout servers; it leaves nothing behind."""
-    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
-    silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
-    yield from lasting(task, tmp_path_factory.mktemp("served"), *apart, *silence, "actor_config.save=null")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", SERVED, ids=lambda fault: fault.id)
-def test_a_rollout_server_that_is_lost_or_slow_ends_nothing(served: FaultRun, fault: Fault) -> None:
-    note(fault, *strike(served, fault))
+    @pytest.mark.parametrize("fault", SERVED, ids=lambda fault: fault.id)
+    def test_a_rollout_server_that_is_lost_or_slow_ends_nothing(self, served: FaultRun, fault: Fault) -> None:
+        note(fault, *strike(served, fault))
 
 
 def pause(run: FaultRun, fault: Fault) -> None:
@@ -407,12 +411,6 @@ def test_ctrl_c_before_anything_runs_ends_the_command_without_a_traceback(task: 
                 note(START_INTERRUPT, time.monotonic() - begun, culprit_line(run.output, START_INTERRUPT.said))
 
 
-@pytest.fixture(scope="module")
-def unnoticing(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
-    """A run of one worker that is restarted where a process is taken for lost; it leaves nothing behind."""
-    yield from lasting(task, tmp_path_factory.mktemp("unnoticing"), *TOLERANT)
-
-
 def _stop(process: psutil.Process, seconds: float) -> None:
     process.suspend()
     time.sleep(seconds)
@@ -439,12 +437,20 @@ STRIKES: dict[str, Callable[[FaultRun], object]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", UNNOTICED, ids=lambda fault: fault.id)
-def test_a_stop_or_a_jump_of_the_clock_ends_nothing(unnoticing: FaultRun, fault: Fault) -> None:
-    def deed(run: FaultRun) -> None:
-        STRIKES[fault.id](run)
+class TestStopsAndClock:
+    """A run of one worker that is restarted where a process is taken for lost; see `TestOneWorker`."""
 
-    note(fault, *strike(unnoticing, fault, deed))
+    @pytest.fixture(scope="class")
+    def unnoticing(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
+        """A run of one worker that is restarted where a process is taken for lost; it leaves nothing behind."""
+        yield from lasting(task, tmp_path_factory.mktemp("unnoticing"), *TOLERANT)
+
+    @pytest.mark.parametrize("fault", UNNOTICED, ids=lambda fault: fault.id)
+    def test_a_stop_or_a_jump_of_the_clock_ends_nothing(self, unnoticing: FaultRun, fault: Fault) -> None:
+        def deed(run: FaultRun) -> None:
+            STRIKES[fault.id](run)
+
+        note(fault, *strike(unnoticing, fault, deed))
 
 
 @pytest.mark.slow
