@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is an extra: envs/cpu/extras.sh installs it")
 
@@ -72,7 +73,7 @@ def write(path: Path, family: str, kind: str = "F32", **changes: object) -> tran
             writer.add_uint32(f"{family}.{name}", int(value))
     writer.add_float32(f"{family}.rope.freq_base", 10000.0)
     writer.add_float32(f"{family}.attention.layer_norm_rms_epsilon", 1e-6)
-    alphabet = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    alphabet = sorted(bytes_to_unicode().values())
     tokens = [*alphabet, "he", "<pad>", "<|im_start|>", "<|im_end|>", "<unused1>", "<unused2>"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
