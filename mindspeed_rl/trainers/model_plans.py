@@ -42,8 +42,7 @@ _VOCAB_GROUP = 16
 #: start of a path in the run files that are included -> the command that makes it; the longer one first
 _EXAMPLES = {
     **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
-    "runs/quickstart": "bash examples/quickstart.sh",
-    "runs/agent": "bash examples/agent.sh",
+    **{f"runs/{name}": f"bash examples/{name}.sh" for name in ("quickstart", "agent", "swe_tiny", "vision", "distill")},
 }
 
 
@@ -250,7 +249,7 @@ def _check_example(config: MegatronConfig) -> None:
     for name in (config.load, config.tokenizer_name_or_path, *data):
         path = name.removeprefix("./") if isinstance(name, str) else ""
         start = next((start for start in _EXAMPLES if path.startswith(start)), None)
-        if start is None or Path(path).exists() or (name in data and any(Path().glob(f"{path}_*"))):
+        if start is None or Path(path).exists() or (name in data and any(Path().glob(f"{path}[_.]*"))):
             continue
         raise ValueError(
             f"{start} is made by `{_EXAMPLES[start]}`, in the project's folder; train there. "

@@ -177,6 +177,7 @@ def test_missing_files_of_an_included_run_file_are_told_with_the_command_that_ma
 ) -> None:
     monkeypatch.chdir(tmp_path)
     examples = {"sft_tiny": "quickstart", "grpo_tiny": "quickstart", "dpo_tiny": "quickstart", "grpo_tiny_agent": "agent"}
+    examples |= {"grpo_tiny_swe": "swe_tiny", "grpo_tiny_vision": "vision", "distill_tiny": "distill"}
     for name, command in examples.items():
         cfg = load_run_config(f"{name}_cpu")
         with pytest.raises(ValueError, match=f"is made by `bash examples/{command}.sh`"):
@@ -188,4 +189,10 @@ def test_missing_files_of_an_included_run_file_are_told_with_the_command_that_ma
         check()
     (tmp_path / "runs/quickstart/data").mkdir()
     (tmp_path / "runs/quickstart/data/pairs_packed_x_document.idx").touch()
+    check()
+    # the documents of pretraining have their whole name in the run file
+    check = next(iter(list_source_checks(load_run_config("pretrain_tiny_cpu"))))
+    with pytest.raises(ValueError, match="runs/quickstart/data/documents is made by"):
+        check()
+    (tmp_path / "runs/quickstart/data/documents_text_document.idx").touch()
     check()
