@@ -183,6 +183,7 @@ def open_session(options: SessionOptions) -> Session:
         ValueError: a folder, adapter, tokenizer or template is not usable.
     """
     device = platform.select(options.platform)
+    # pipeline stages compute a token one after another, so each may use the cores of all of them
     device.use_threads(decide_threads(None, options.tensor_parallel_size * options.data_parallel_size, os.environ).count)
     for name, value in device.worker_env().items():
         # the user's environment wins
