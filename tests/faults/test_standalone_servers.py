@@ -25,7 +25,7 @@ from ports import find_free_port
 #: seconds that a server may take to start on a busy machine
 START_S = 300.0
 #: minutes of the run whose servers die every minute
-SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "3"))
+SOAK_MINUTES = float(os.environ.get("SOAK_MINUTES", "2"))
 
 
 class StandaloneServer:
