@@ -36,7 +36,7 @@ _PATHS_OF_TRAINING = (
 ENVIRONMENTS: dict[str, str] = {
     "unit": "tests/unit",
     "dist": "tests/dist",
-    "faults": "tests/faults/test_faults.py",
+    "faults": "tests/faults/test_faults.py tests/faults/test_two_hosts.py",
     "server_faults": "tests/faults/test_standalone_servers.py",
     "e2e": "tests/e2e",
     # of packages that are optional, or that want other versions than the CPU environment has

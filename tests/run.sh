@@ -4,7 +4,7 @@
 # Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
 # The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
 # free memory, and one after another elsewhere: tests/e2e; tests/dist, the optional packages, the releases of the second line and
-# the faults of servers; the simulated NPU and the other faults.
+# the faults of servers; the simulated NPU, the other faults and two hosts.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
