@@ -16,8 +16,8 @@ from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.tasks import read_failure
 from mindspeed_rl.tools.environments import read_environment
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.workers.agents import build_toolbox, choose_parser
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class AgentEngine:
         serving = self._events.create_task(batches.serve())
 
         def note_end(task: asyncio.Task[None]) -> None:
-            read_failure(task)  # the first one is raised below
+            retrieve_exception(task)  # the first one is raised below
             queue.changed.set()  # a task that fails adds no delta
 
         for task in (*tasks, serving):

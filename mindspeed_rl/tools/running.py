@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal, TypeVar
 
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import ToolError
 
 RunIn = Literal["process", "thread", "loop"]
@@ -65,5 +66,4 @@ class HungThreads:
 
     def _count_end(self, task: asyncio.Future[_T]) -> None:
         self._num_hung -= 1
-        if not task.cancelled():
-            task.exception()  # retrieved, so that asyncio does not log it
+        retrieve_exception(task)

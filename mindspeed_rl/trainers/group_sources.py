@@ -17,10 +17,10 @@ from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.tasks import start_task
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.serving.weight_sync import LoopThread
+from mindspeed_rl.tools.tasks import start_task
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 

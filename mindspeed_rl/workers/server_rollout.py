@@ -22,12 +22,12 @@ from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
-from mindspeed_rl.rollout.tasks import start_task
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
 from mindspeed_rl.serving.server_process import ServerSettings
 from mindspeed_rl.serving.servers import RolloutServers
+from mindspeed_rl.tools.tasks import start_task
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.remote_group import RemoteGroup
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics

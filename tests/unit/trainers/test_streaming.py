@@ -383,7 +383,7 @@ def test_the_failures_that_follow_from_the_first_are_not_logged_later(caplog: py
         return str(error.value)
 
     assert train() == "the server is gone"
-    gc.collect()  # asyncio logs an error that nobody has read when its task is collected
+    gc.collect()  # asyncio logs an exception that was never retrieved when its task is garbage-collected
     assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
