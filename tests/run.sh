@@ -3,8 +3,8 @@
 #
 # Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
 # The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
-# free memory, and one after another elsewhere: tests/e2e; tests/dist, the optional packages, the releases of the second line and
-# the faults of servers; the simulated NPU, the other faults and two hosts.
+# free memory, and one after another elsewhere: tests/e2e; tests/dist, the optional packages and the releases of the second line;
+# the simulated NPU, the faults and two hosts.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
@@ -129,6 +129,7 @@ run_release() {
 npu_sim_lane() {
     run_environment npu_sim run_npu_sim
     run_environment faults run_tests
+    run_environment server_faults run_tests
 }
 dist_lane() {
     local release
@@ -139,7 +140,6 @@ dist_lane() {
             run_environment "megatron-$release" run_release "$release"
         done
     fi
-    run_environment server_faults run_tests
 }
 e2e_lane() {
     run_environment e2e run_tests

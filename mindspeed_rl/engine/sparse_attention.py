@@ -14,12 +14,16 @@ The choice has no gradient: the loss of the model does not reach the indexer. By
 Scores and weights of a few queries exist at a time, in backward too, which computes them again: memory is linear in the tokens.
 Where no sequence is longer than the number of chosen tokens, attention is the causal one of `CoreAttention`. With context
 parallelism ranks exchange tokens for heads, and gather what the indexer makes of their tokens.
+
+Layers of GLM-5.2 without an indexer take the features of the one before them (arXiv:2603.12201) and score again: what a layer
+passes on is as large as the chosen tokens would be.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -43,6 +47,7 @@ from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.router_losses import ArmedPasses
 from mindspeed_rl.engine.sequence_layout import PackedLayout
+from mindspeed_rl.models.builder import LatestIndex
 from mindspeed_rl.models.model_config import SparseAttention
 
 if TYPE_CHECKING:
@@ -65,6 +70,10 @@ class IndexFeatures:
     queries: Tensor
     keys: Tensor
     weights: Tensor
+
+    def list_tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the three, in their order."""
+        return self.queries, self.keys, self.weights
 
     def score(self) -> Tensor:
         """Return [r, s, t] scores of every token for every query, from [r, ...] features, in the type of the weights."""
@@ -150,6 +159,11 @@ def sparse_attention(
 # ---------------------------------------------------------------- the modules
 
 
+def _gather(x: Tensor, order: PackedLayout, group: dist.ProcessGroup) -> Tensor:
+    """Return the tokens of all context-parallel ranks, [tokens, ...] in natural order, of a rank's slice."""
+    return order.order_naturally(gather_from_sequence_parallel_region(x, False, group))
+
+
 class _Indexer(nn.Module):
     """Projections of the indexer, under Megatron's names; each tensor parallel rank has all heads.
 
@@ -170,9 +184,9 @@ class _Indexer(nn.Module):
             config.init_method(linear.weight)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # pyrefly: ignore[missing-attribute]  (Megatron's mark)
-        # halves rotate here, where pairs of neighbours do in the rest of the layer
+        # pairs of neighbours rotate in the rest of the layer; where halves do here, Megatron must not know of it
         self._rotation = copy.copy(config)
-        self._rotation.multi_latent_attention = False
+        self._rotation.multi_latent_attention = shape.interleaved
         common: dict[str, Any] = {
             "rotary_base": config.rotary_base, "cp_group": parallel_state.get_context_parallel_group()
         }  # fmt: skip
@@ -231,19 +245,58 @@ class _Indexer(nn.Module):
         return torch.cat([turned, rest], dim=-1)
 
 
+class _SharedFeatures:
+    """Features that a layer without an indexer reads: the latest ones, or those of the forward pass that backward recomputes.
+
+    Attributes:
+        is_armed: the next call is a forward pass of training; any other one recomputes, in the order of the forward passes.
+    """
+
+    def __init__(self, latest: LatestIndex) -> None:
+        self.is_armed = False
+        self._latest = latest
+        self._again: deque[IndexFeatures] = deque()
+
+    def take(self) -> IndexFeatures:
+        """Return the features for this pass."""
+        if not self.is_armed:
+            return self._again.popleft() if self._again else self._latest.features
+        self.is_armed = False
+        if not torch.is_grad_enabled():  # a checkpointed layer, whose graph is made in the second call
+            self._again.append(self._latest.features)
+        return self._latest.features
+
+    def reset(self) -> None:
+        """Forget passes and what they read."""
+        self.is_armed, self._latest.features = False, None
+        self._again.clear()
+
+
 class SparseCoreAttention(CoreAttention):
     """Core attention of latent attention with an indexer; Megatron calls it as its own `DSAttention`."""
 
     #: from megatron-core 0.19 on; earlier releases read the config
     requires_dsa_inputs = True
 
-    def __init__(self, config: MLATransformerConfig, layer_number: int, *, shape: SparseAttention, **arguments: Any) -> None:
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        layer_number: int,
+        *,
+        shape: SparseAttention,
+        latest: LatestIndex,
+        shares: bool,
+        **arguments: Any,
+    ) -> None:
         super().__init__(config, layer_number, **arguments)
         if self.dropout:
             raise ValueError(f"attention_dropout: {self.dropout} is not available with sparse attention; set it to 0.")
         self.ring = False
-        self.topk, self.indexer = shape.topk, _Indexer(config, shape)
-        self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
+        self.topk, self.indexer = shape.topk, None if shares else _Indexer(config, shape)
+        if self.indexer is not None:
+            self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
+        self._latest = latest if shape.shared_layers else None
+        self.shared = _SharedFeatures(latest) if shares else None
         self.passes = ArmedPasses[_TokenWeights]()
 
     def forward(
@@ -268,27 +321,32 @@ class SparseCoreAttention(CoreAttention):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         ranks = 1 if group is None else group.size()
         longest, tokens = key.size(0) * ranks if layout is None else max(layout.lengths), self.passes.take()
+        shared = None if self.shared is None else self.shared.take()
         if longest <= self.topk and tokens is None:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         if key.size(0) > query.size(0) and layout is None:
             raise ValueError(f"sparse attention generates no more than {self.topk} tokens here, whose indexer has no cache.")
-        assert x is not None and qr is not None
-        with contextlib.nullcontext() if tokens is not None else torch.no_grad():
-            features = self.indexer(x.detach(), qr.detach(), layout)
-        weights = x.new_zeros(0) if tokens is None else tokens.values.view(query.size(0), -1)
-        if layout is not None:
-            query, key, value = (one.unsqueeze(1) for one in (query, key, value))
+        weights = query.new_zeros(0) if tokens is None else tokens.values.view(query.size(0), -1)
         order = layout
         if group is not None:
             order = layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks)
+        if shared is None:
+            assert self.indexer is not None and x is not None and qr is not None
+            with contextlib.nullcontext() if tokens is not None else torch.no_grad():
+                features = self.indexer(x.detach(), qr.detach(), layout)
+            if group is not None and order is not None:
+                features = IndexFeatures(*(_gather(one, order, group) for one in features.list_tensors()))
+            if self._latest is not None:
+                self._latest.features = features
+        else:
+            features = shared
+        if layout is not None:
+            query, key, value = (one.unsqueeze(1) for one in (query, key, value))
+        if group is not None and order is not None:
             query, key, value = map(order.order_naturally, self._split_heads(query, key, value, group))
-            *index, weights = (
-                order.order_naturally(gather_from_sequence_parallel_region(one, False, group)) if len(one) else one
-                for one in (features.queries, features.keys, features.weights, weights)
-            )
-            features = IndexFeatures(*index)
+            weights = _gather(weights, order, group) if len(weights) else weights
         groups = None if tokens is None else self._list_groups()
-        tensors = (query, key, value, features.queries, features.keys, features.weights)
+        tensors = (query, key, value, *features.list_tensors())
         if layout is None:
             query, key, value, *index = (one.transpose(0, 1) for one in tensors)
             results = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups)
@@ -330,6 +388,24 @@ class SparseCoreAttention(CoreAttention):
                 blocks.append(sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups))
         out, divergences = (torch.cat([one.flatten(0, 1) for one in part]) for part in zip(*blocks))
         return out.index_select(0, layout.view.restore), divergences.index_select(0, layout.view.restore)
+
+
+class SharedIndexers:
+    """Layers of this rank's model without an indexer."""
+
+    def __init__(self, model: BuiltModel) -> None:
+        layers = ([one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models)
+        self._chunks = [[layer.shared for layer in chunk if layer.shared is not None] for chunk in layers]
+
+    def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
+        """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
+        for shared in self._chunks[chunk]:
+            shared.is_armed = True
+
+    def reset(self) -> None:
+        """Clear the layers after a pass over all micro-batches, completed or failed."""
+        for shared in (shared for chunk in self._chunks for shared in chunk):
+            shared.reset()
 
 
 # ---------------------------------------------------------------- the indexer's loss

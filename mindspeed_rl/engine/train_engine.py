@@ -41,7 +41,7 @@ from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, comp
 from mindspeed_rl.engine.policy_model import HeadRequest
 from mindspeed_rl.engine.router_losses import RouterLosses
 from mindspeed_rl.engine.router_replay import RoutedLayers
-from mindspeed_rl.engine.sparse_attention import IndexerLosses
+from mindspeed_rl.engine.sparse_attention import IndexerLosses, SharedIndexers
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.observability.metrics import Metrics, merge
 
@@ -121,6 +121,7 @@ class TrainEngine:
         self._router_losses: RouterLosses | None = None
         self._prediction_losses: PredictionLosses | None = None
         self._indexer_losses: IndexerLosses | None = None
+        self._shared_indexers = SharedIndexers(model) if model.plan.model_config.layers_without_indexer else None
         self.float32_weights: Float32Weights | None = None
         self._num_counted: Tensor | None = None
         self.device = (
@@ -441,7 +442,7 @@ class TrainEngine:
         try:
             yield
         finally:
-            for layers in (self.routed, self._router_losses, self._indexer_losses):
+            for layers in (self.routed, self._router_losses, self._indexer_losses, self._shared_indexers):
                 if layers is not None:
                     layers.reset()
 
@@ -510,7 +511,7 @@ class TrainEngine:
             index, micro_batch = next(iterator)
             if self.routed is not None:
                 self.routed.arm(indices[id(chunk)], micro_batch)
-            for one in (self._router_losses, self._indexer_losses) if not forward_only else ():
+            for one in (self._router_losses, self._indexer_losses, self._shared_indexers) if not forward_only else ():
                 if one is not None:
                     one.arm(indices[id(chunk)], micro_batch)
             request = HeadRequest(

@@ -38,6 +38,7 @@ ARCHITECTURES: dict[str, str] = {
     "gemma3": "mindspeed_rl.models.gemma3:GEMMA3",
     "glm4": "mindspeed_rl.models.glm4:GLM4",
     "glm4_moe": "mindspeed_rl.models.glm4_moe:GLM4_MOE",
+    "glm5": "mindspeed_rl.models.glm5:GLM5",
     "minimax_m2": "mindspeed_rl.models.minimax_m2:MINIMAX_M2",
     "seed_oss": "mindspeed_rl.models.seed_oss:SEED_OSS",
     "mimo": "mindspeed_rl.models.mimo:MIMO",

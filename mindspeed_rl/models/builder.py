@@ -44,7 +44,7 @@ from mindspeed_rl.models.layers import (
     WindowedAttention,
 )
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
+from mindspeed_rl.models.model_config import ModelConfig, RopeScaling, SparseAttention
 from mindspeed_rl.models.names import get_fused_norm_prefixes
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
@@ -112,7 +112,7 @@ def transformer_config(model_config: ModelConfig, *, layout: Layout | None = Non
         settings |= _moe_settings(model_config, layout)
     if model_config.vision is not None:
         settings["mrope_section"] = list(model_config.vision.rotary_sections)
-    if model_config.linear_attention is not None:
+    if model_config.linear_attention is not None or model_config.layers_without_indexer:
         settings["hetereogenous_dist_checkpoint"] = True  # layers of two kinds: each has its own key
     if model_config.multi_latent_attention:
         settings |= _mla_settings(model_config)
@@ -261,7 +261,7 @@ def layer_spec(
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
-        core_attention: for a model with an indexer one that takes its shape, too.
+        core_attention: for a model with indexers one that takes their shape, a `LatestIndex` and `shares`, too.
         linear_attention: the gated delta net of hybrid models.
         layout: the layout the config was made with; needed when it has no-op layers.
         vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
@@ -269,18 +269,21 @@ def layer_spec(
     first = get_transformer_layer_offset(config, vp_stage=vp_stage, pp_rank=pp_rank)
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
-    kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
-    linear = model_config.linear_attention
+    kinds: dict[tuple[bool, bool, bool, bool], ModuleSpec] = {}
+    linear, latest = model_config.linear_attention, LatestIndex()
     layers = []
     for layer in slots[first : first + count]:
         if layer is None:
             layers.append(ModuleSpec(module=NoopLayer))
             continue
         windowed = layer in model_config.sliding_window_layers
-        kind = (layer in model_config.moe_layers, windowed, linear is not None and layer in linear.layers)
+        is_linear, shares = linear is not None and layer in linear.layers, layer in model_config.layers_without_indexer
+        kind = (layer in model_config.moe_layers, windowed, is_linear, shares)
         if kind not in kinds:
-            linear_class = linear_attention if kind[2] else None
-            kinds[kind] = _one_layer(model_config, config, norm, core_attention, *kind[:2], linear_class)
+            core: type[nn.Module] | ModuleSpec = core_attention
+            if model_config.sparse_attention is not None:
+                core = _indexed_attention(core_attention, model_config.sparse_attention, latest, shares)
+            kinds[kind] = _one_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
         layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
@@ -295,8 +298,23 @@ def prediction_layer_spec(
     model_config: ModelConfig, config: TransformerConfig, *, norm: type[nn.Module], core_attention: type[nn.Module]
 ) -> TransformerBlockSubmodules:
     """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
-    layer = _one_layer(model_config, config, norm, core_attention, model_config.num_moe_experts is not None, False, None)
+    core: type[nn.Module] | ModuleSpec = core_attention
+    if model_config.sparse_attention is not None:
+        core = _indexed_attention(core_attention, model_config.sparse_attention, LatestIndex())
+    layer = _one_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
     return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
+
+
+class LatestIndex:
+    """What the indexer made last in a model chunk, which the layers behind it without one read."""
+
+    features: Any = None
+
+
+def _indexed_attention(
+    core_attention: type[nn.Module], shape: SparseAttention, latest: LatestIndex, shares: bool = False
+) -> ModuleSpec:
+    return ModuleSpec(module=core_attention, params={"shape": shape, "latest": latest, "shares": shares})
 
 
 class _SandwichNormLayer(TransformerLayer):
@@ -331,7 +349,7 @@ def _one_layer(
     model_config: ModelConfig,
     config: TransformerConfig,
     norm: type[nn.Module],
-    core_attention: type[nn.Module],
+    core_attention: type[nn.Module] | ModuleSpec,
     moe: bool,
     windowed: bool,
     linear_attention: type[nn.Module] | None,
@@ -370,8 +388,6 @@ def _one_layer(
                 "sinks": model_config.attention_sinks,
             },
         )
-    if model_config.sparse_attention is not None:
-        attention.core_attention = ModuleSpec(module=core_attention, params={"shape": model_config.sparse_attention})
     if model_config.qk_layernorm_after_rope:
         params = {"norm": norm, "attention": attention.core_attention}
         attention.core_attention = ModuleSpec(module=NormalizedAttention, params=params)

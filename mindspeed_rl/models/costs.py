@@ -142,8 +142,10 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
     """
     if model_config.multi_latent_attention:
         assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
-        index = 0 if model_config.sparse_attention is None else model_config.sparse_attention.head_dim
-        return model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim + index) * itemsize
+        values = model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim)
+        if (sparse := model_config.sparse_attention) is not None:
+            values += (model_config.num_layers - len(sparse.shared_layers)) * sparse.head_dim
+        return values * itemsize
     heads, layers = -(-model_config.num_query_groups // tensor), model_config.num_layers
     if model_config.linear_attention is not None:
         layers -= len(model_config.linear_attention.layers)

@@ -1,7 +1,8 @@
-"""Parts of DeepSeek-V2(-Lite) and V3, and of families that route as they do: latent attention, shared experts, prediction."""
+"""Parts of DeepSeek-V2(-Lite) to V3.2 that other families have too: latent attention, indexers, shared experts, prediction."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 from mindspeed_rl.models.architecture import (
@@ -18,9 +19,11 @@ from mindspeed_rl.models.architecture import (
 from mindspeed_rl.models.model_config import (
     HfConfig,
     ModelConfig,
+    SparseAttention,
     read_common,
     read_flag,
     read_float,
+    read_layer_types,
     read_num_experts,
     read_optional_size,
     read_size,
@@ -88,6 +91,47 @@ def read_sigmoid_routing(hf_config: HfConfig, common: ModelConfig) -> ModelConfi
     )
 
 
+def read_indexed_attention(
+    hf_config: HfConfig, common: ModelConfig, *, interleaved: bool, shared_layers: tuple[int, ...] = ()
+) -> ModelConfig:
+    """Return a model with latent attention and experts with its indexers.
+
+    Raises:
+        ValueError: a layer has other attention or an MLP of another kind, or a key has a value that is not supported.
+    """
+    if common.q_lora_rank is None:
+        raise ValueError("config.json has no q_lora_rank; the indexer reads the query's low-rank form")
+    if read_flag(hf_config, "mlp_bias"):
+        raise ValueError("config.json sets mlp_bias; this family is computed without it")
+    if read_flag(hf_config, "indexer_rope_interleave", interleaved) != interleaved:
+        raise ValueError(
+            f"config.json has indexer_rope_interleave {json.dumps(not interleaved)}; transformers computes this family with "
+            f"{json.dumps(interleaved)}"
+        )
+    if strange := sorted(set(read_layer_types(hf_config, common.num_layers)) - {"indexed_attention"}):
+        raise ValueError(f"config.json has layer_types {strange[0]!r}; expected indexed_attention")
+    if kinds := hf_config.get("mlp_layer_types"):
+        is_known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
+        if not isinstance(kinds, list) or not is_known or len(kinds) != common.num_layers:
+            raise ValueError(
+                f"config.json has mlp_layer_types {json.dumps(kinds)[:60]}; expected dense or sparse for each of the "
+                f"{common.num_layers} layers"
+            )
+        common = replace(common, moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
+    sparse = SparseAttention(
+        n_heads=read_size(hf_config, "index_n_heads"),
+        head_dim=read_size(hf_config, "index_head_dim"),
+        topk=read_size(hf_config, "index_topk"),
+        interleaved=interleaved,
+        shared_layers=shared_layers,
+    )
+    if sparse.head_dim < (common.qk_pos_emb_head_dim or 0):
+        raise ValueError(
+            f"config.json has index_head_dim {sparse.head_dim}, of which qk_rope_head_dim {common.qk_pos_emb_head_dim} rotate"
+        )
+    return replace(common, sparse_attention=sparse)
+
+
 def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightOp]:
     """Return latent attention: low-rank query (optional) and key/value, as Megatron's MLASelfAttention names them."""
     mcore, hf = f"decoder.layers.{layer}", f"model.layers.{layer}"
@@ -118,7 +162,7 @@ def _latent_attention_ops(model_config: ModelConfig, layer: int) -> list[WeightO
         linear("linear_kv_up_proj", "kv_b_proj", heads * key_value, kv_rank, key_value),
         attention_output_op(model_config, layer, heads * model_config.v_head_dim),
     ]
-    if (sparse := model_config.sparse_attention) is not None:
+    if (sparse := model_config.sparse_attention) is not None and layer not in sparse.shared_layers:
         assert q_rank is not None
         indexer, hf_indexer = f"{attention}.core_attention.indexer", f"{hf_attention}.indexer"
         # every rank has all heads of the indexer

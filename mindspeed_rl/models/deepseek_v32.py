@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.deepseek import (
     layer_ops,
     prediction_copies,
     prediction_layer_ops,
     read_deepseek,
+    read_indexed_attention,
     read_sigmoid_routing,
 )
-from mindspeed_rl.models.model_config import HfConfig, ModelConfig, SparseAttention, read_flag, read_layer_types, read_size
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 
 #: values of transformers' class for keys that config.json leaves out
 _DEFAULTS: HfConfig = {
@@ -25,38 +23,10 @@ _DEFAULTS: HfConfig = {
 
 
 def _read_model_config(hf_config: HfConfig) -> ModelConfig:
-    """Return the shape of a DeepSeek-V3.2; prediction layers are left out (see ``ModelConfig.mtp_num_layers``).
-
-    Raises:
-        ValueError: a layer has other attention or an MLP of another kind, or a key has a value that is not supported.
-    """
+    """Return the shape of a DeepSeek-V3.2; prediction layers are left out (see ``ModelConfig.mtp_num_layers``)."""
     hf_config = {**_DEFAULTS, **hf_config}
     common = read_sigmoid_routing(hf_config, read_deepseek(hf_config, "deepseek_v32"))
-    if common.q_lora_rank is None:
-        raise ValueError("config.json has no q_lora_rank; the indexer of DeepSeek-V3.2 reads the query's low-rank form")
-    for key in ("mlp_bias", "indexer_rope_interleave"):
-        if read_flag(hf_config, key):
-            raise ValueError(f"config.json sets {key}; DeepSeek-V3.2 is computed without it")
-    if strange := sorted(set(read_layer_types(hf_config, common.num_layers)) - {"indexed_attention"}):
-        raise ValueError(f"config.json has layer_types {strange[0]!r}; expected indexed_attention")
-    if kinds := hf_config.get("mlp_layer_types"):
-        is_known = isinstance(kinds, list) and all(kind in ("dense", "sparse") for kind in kinds)
-        if not isinstance(kinds, list) or not is_known or len(kinds) != common.num_layers:
-            raise ValueError(
-                f"config.json has mlp_layer_types {json.dumps(kinds)[:60]}; expected dense or sparse for each of the "
-                f"{common.num_layers} layers"
-            )
-        common = replace(common, moe_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "sparse"))
-    sparse = SparseAttention(
-        n_heads=read_size(hf_config, "index_n_heads"),
-        head_dim=read_size(hf_config, "index_head_dim"),
-        topk=read_size(hf_config, "index_topk"),
-    )
-    if sparse.head_dim < (common.qk_pos_emb_head_dim or 0):
-        raise ValueError(
-            f"config.json has index_head_dim {sparse.head_dim}, of which qk_rope_head_dim {common.qk_pos_emb_head_dim} rotate"
-        )
-    return replace(common, sparse_attention=sparse)
+    return read_indexed_attention(hf_config, common, interleaved=False)
 
 
 DEEPSEEK_V32 = Architecture(

@@ -70,11 +70,17 @@ class SparseAttention:
     """Indexer of latent attention that attends to some tokens alone; the names are Megatron's, after `dsa_indexer_`.
 
     Each query attends to the ``topk`` tokens before it, itself included, that the indexer scores highest.
+
+    Attributes:
+        interleaved: pairs of neighbours rotate in queries and keys of the indexer, not halves.
+        shared_layers: decoder layers without an indexer, which attend to the tokens that the one before them chose.
     """
 
     n_heads: int
     head_dim: int
     topk: int
+    interleaved: bool = False
+    shared_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,13 @@ class ModelConfig:
     @property
     def is_homogeneous(self) -> bool:
         """True where all decoder layers have the same parameters."""
-        return self.linear_attention is None and len(self.moe_layers) in (0, self.num_layers)
+        one_attention = self.linear_attention is None and not self.layers_without_indexer
+        return one_attention and len(self.moe_layers) in (0, self.num_layers)
+
+    @property
+    def layers_without_indexer(self) -> tuple[int, ...]:
+        """Decoder layers that attend to the tokens that the indexer of an earlier layer chose."""
+        return () if self.sparse_attention is None else self.sparse_attention.shared_layers
 
     def pad_vocab(self, make_vocab_size_divisible_by: int = 1, tp_size: int = 1) -> ModelConfig:
         """Return the same model with its vocabulary padded to a multiple of ``make_vocab_size_divisible_by`` x ``tp_size``.

@@ -151,6 +151,8 @@ def lay_out_model(
         reason = "its indexers get no adapters; leave out lora_target_modules" if config.lora_target_modules else None
         if model_config.sparse_attention is None:
             reason = f"{architecture.name} has no indexers"
+        elif model_config.layers_without_indexer:
+            reason = "layers that share an indexer would each pull it to their own attention, which is not built"
         if reason is not None:
             raise ValueError(f"dsa_indexer_loss_coeff: {config.dsa_indexer_loss_coeff:g}: {reason}, or set it to 0.")
     num_expert_ranks, expert_tp_size = config.expert_sizes
@@ -165,6 +167,7 @@ def lay_out_model(
         noop_layers=parse_ints(config.noop_layers),
         num_experts=model_config.num_moe_experts or 0,
     )
+    _check_indexers(layout, model_config)
     trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
     if trained and model_config.vision is None:
         raise ValueError(f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one.")
@@ -194,6 +197,20 @@ def lay_out_model(
             per_sequence=kind == "seq_aux_loss" or config.seq_aux,
         )
     return ModelPlan(architecture, model_config, layout, hf_config, balancing)
+
+
+def _check_indexers(layout: Layout, model_config: ModelConfig) -> None:
+    """Raise ValueError where a pipeline stage begins with a layer that takes its tokens from an indexer on another one."""
+    shared = model_config.layers_without_indexer
+    for stage in range(layout.pp * layout.vpp):
+        first = next((layer for layer in layout.chunk_layers(stage % layout.pp, stage // layout.pp) if layer is not None), None)
+        if first is not None and first in shared:
+            starts = [layer for layer in range(model_config.num_layers) if layer not in shared]
+            raise ValueError(
+                f"pipeline_model_parallel_size: {layout.pp} begins a stage at decoder layer {first}, which has no indexer and "
+                f"takes its tokens from layer {max(layer for layer in starts if layer < first)}; stages can begin at layers "
+                f"{', '.join(map(str, starts))} (indexer_types of config.json): set num_layer_list"
+            )
 
 
 def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConfig]:

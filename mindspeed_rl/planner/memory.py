@@ -434,10 +434,12 @@ class _LayerBytes:
     Attributes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
+        index: of its indexer, which the layers behind it keep until backward.
     """
 
     saved: float
     input: float
+    index: float
 
 
 def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, layer: int) -> _LayerBytes:
@@ -448,12 +450,16 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     split = tp if config.sequence_parallel and tp > 1 else 1
     hidden = model_config.hidden_size / split
     heads, width = model_config.num_attention_heads, model_config.kv_channels
+    index = 0.0
+    if (sparse := model_config.sparse_attention) is not None:
+        # queries and keys, and float32 weights of the heads; each context-parallel rank has those of all tokens
+        index = config.context_parallel_size * ((sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
         attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
-        if (sparse := model_config.sparse_attention) is not None:  # queries and keys, and float32 weights of its heads
-            attention += (sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads
+        if layer not in model_config.layers_without_indexer:
+            attention += index
     elif linear is not None and layer in linear.layers:
         keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
         # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,
@@ -483,7 +489,8 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     saved = 2 * hidden + attention + statistics + mlp
     if "core_attn" in recomputed and (linear is None or layer not in linear.layers):
         saved -= heads * width / tp  # its output
-    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize)
+    kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
+    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
 
 
 def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, micro_batches: int, stage: int) -> float:
@@ -510,9 +517,9 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
             if config.recompute_granularity == "full":
                 num_layers = config.recompute_num_layers or 1
                 if config.recompute_method != "block":
-                    saved = one.input / num_layers
+                    saved = one.input / num_layers + one.index
                 elif index < num_layers:
-                    saved = one.input
+                    saved = one.input + one.index
             total += saved
     if layout.pp == 1:
         in_flight = 1.0

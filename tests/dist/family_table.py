@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "gemma3": ("Gemma 3 (text)", ("gemma3",), False),
     "glm4": ("GLM-4", ("glm4", "glm"), False),
     "glm4_moe": ("GLM-4.5, 4.6, 4.7", ("glm4-moe",), True),
+    "glm5": ("GLM-5, 5.1, 5.2", ("glm5",), True),
     "minimax_m2": ("MiniMax-M2", ("minimax-m2",), False),
     "seed_oss": ("Seed-OSS", ("seed-oss",), False),
     "mimo": ("MiMo", ("mimo",), True),
@@ -53,10 +54,10 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], bool]] = {
 }
 _EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("minimax_m2", "ernie4_5_moe", "hunyuan_moe", "hy_v3", "gpt_oss", "deepseek_v32"),
+    *("minimax_m2", "ernie4_5_moe", "hunyuan_moe", "hy_v3", "gpt_oss", "deepseek_v32", "glm5"),
 )
 #: vLLM's CPU build refuses their attention
-_NO_ENGINE = ("deepseek_v32",)
+_NO_ENGINE = ("deepseek_v32", "glm5")
 _WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
 #: family -> what its tests on the simulated NPU are called
 _SIMULATED = {

@@ -1,4 +1,4 @@
-"""The indexers of sparse attention train by their divergence alone, alike under every layout."""
+"""Indexers train by their divergence alone, and layers without one take the tokens of another's, alike under every layout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkpoint_jobs
 import numpy as np
 import prefix_jobs
 import pytest
@@ -47,6 +48,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def alone(ranks: Callable[[int], Ranks], folder: str) -> list[dict[str, Any]]:
     """Report of one process, with packed micro-batches of two rows."""
     return ranks(1).run(jobs.train, setting=Setting(folder, _LOSS))
+
+
+@pytest.fixture(scope="module")
+def sharing(ranks: Callable[[int], Ranks], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    """A model with an indexer for two layers, and the report of one process, with packed micro-batches of two rows."""
+    folder = str(tiny_families.save("glm5", tmp_path_factory.mktemp("sharing")))
+    return folder, ranks(1).run(jobs.train, setting=Setting(folder))
 
 
 def _divergence(model: torch.nn.Module, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -122,12 +130,47 @@ def test_shared_prefixes_count_for_every_sequence(ranks: Callable[[int], Ranks],
     assert_same_training(ranks(2 if keys else 1).run(prefix_jobs.train, setting=setting, timeout_s=240), alone, tolerance=2e-5)
 
 
+#: in pipelines a stage has several micro-batches in flight, and backward recomputes other ones than forward had last
+_SHARED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "padded rows, recomputed": (1, RECOMPUTE, {"packed": False}),
+    "PP2 recomputed": (2, PP | RECOMPUTE, {"micro_batch_size": 1}),
+    "PP2 recomputed, padded rows": (2, PP | RECOMPUTE, {"packed": False, "micro_batch_size": 1}),
+    "TP2 SP recomputed": (2, SP | RECOMPUTE, {}),
+    "Ulysses, padded rows": (2, ULYSSES, {"packed": False}),
+}
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(one, marks=() if one == "PP2 recomputed, padded rows" else pytest.mark.slow) for one in _SHARED]
+)
+def test_layers_without_an_indexer_take_the_tokens_of_the_one_before_them(
+    ranks: Callable[[int], Ranks], sharing: tuple[str, list[dict[str, Any]]], layout: str
+) -> None:
+    size, keys, others = _SHARED[layout]
+    folder, alone = sharing
+    reports = ranks(size).run(jobs.train, setting=Setting(folder, keys, **others), timeout_s=240)
+    assert_same_training(reports, alone, tolerance=2e-5)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_layout(
+    ranks: Callable[[int], Ranks], sharing: tuple[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    folder, _ = sharing
+    expected = ranks(2).run(checkpoint_jobs.save_then_train, setting=Setting(folder, PP), folder=str(tmp_path))
+    resumed = ranks(2).run(checkpoint_jobs.load_then_train, setting=Setting(folder, SP), folder=str(tmp_path))
+    assert_same_training(resumed, expected)
+
+
 @pytest.mark.parametrize(
     ("family", "keys", "words"),
     [
         ("deepseek_v3", _LOSS, "dsa_indexer_loss_coeff: 30: deepseek_v3 has no indexers, or set it to 0"),
         ("deepseek_v32", {**_LOSS, "lora_target_modules": ["linear_proj"]}, "leave out lora_target_modules"),
         ("deepseek_v32", RING | {"tensor_model_parallel_size": 4}, "does not divide the model's 4 attention heads"),
+        ("glm5", _LOSS, "dsa_indexer_loss_coeff: 30: layers that share an indexer"),
+        ("glm5", {"pipeline_model_parallel_size": 4}, "layer 1, which has no indexer .* from layer 0; .* at layers 0, 2"),
+        ("glm5", PP | {"num_layer_list": "1,3"}, "begins a stage at decoder layer 1"),
     ],
 )
 def test_what_cannot_train_is_refused_with_its_key(tmp_path: Path, family: str, keys: dict[str, Any], words: str) -> None:

@@ -64,6 +64,12 @@ _CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
 }
 _HYBRID = {name: value for name, value in tiny_hf.CONFIGS["hybrid_moe"].to_dict().items() if name != "intermediate_size"}
+_INDEXED: dict[str, Any] = {
+    **_SIZES,
+    **{"num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 32, "qk_nope_head_dim": 32},
+    **{"qk_rope_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_routed_experts": 4},
+    **{"n_shared_experts": 1, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 5},
+}
 _LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64}
 #: those that other tests of this folder train too, under the names of `tiny_hf`
 _ELSEWHERE = {
@@ -90,11 +96,11 @@ _CONFIGS |= {
         **{"topk_method": "greedy", "scoring_func": "softmax"},
     ),
     # rows are longer than what a query attends to; so many heads that no scores are 0, and equal
-    "deepseek_v32": lambda: transformers.DeepseekV32Config(
-        **_SIZES | {"num_key_value_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 32},
-        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1},
-        **{"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
-        **{"index_n_heads": 16, "index_head_dim": 32, "index_topk": 5},
+    "deepseek_v32": lambda: transformers.DeepseekV32Config(**_INDEXED, num_experts_per_tok=2, n_group=2, topk_group=1),
+    # stages of two layers, of which the second takes the tokens of the first; transformers has no other epsilon for some norms
+    "glm5": lambda: transformers.GlmMoeDsaConfig(
+        **_INDEXED | {"num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2, "rms_norm_eps": 1e-6},
+        num_experts_per_tok=2,
     ),
     "gemma": lambda: transformers.GemmaConfig(**_SIZES | {"tie_word_embeddings": True}),
     "hunyuan_moe": lambda: transformers.HunYuanMoEV1Config(
@@ -124,10 +130,10 @@ HALVES = ("qwen3_5", "qwen3_next", "qwen3_5_moe")
 NEW = ("glm4_moe", "minimax_m2", "seed_oss", "phi3", "olmo3", "ernie4_5", "ernie4_5_moe", "gemma3", "hunyuan", "gpt_oss")
 FAMILIES = tuple(_CONFIGS)
 #: vLLM's CPU build has no sparse attention
-ROLLED_OUT = tuple(name for name in FAMILIES if name != "deepseek_v32")
+ROLLED_OUT = tuple(name for name in FAMILIES if name not in ("deepseek_v32", "glm5"))
 EXPERTS = (
     *("glm4_moe", "minimax_m2", "ernie4_5_moe", "qwen3_moe", "deepseek_v3", "qwen3_next", "mixtral", "qwen2_moe"),
-    *("gpt_oss", "qwen3_5_moe", "deepseek_v2", "deepseek_v32", "hunyuan_moe", "hy_v3"),
+    *("gpt_oss", "qwen3_5_moe", "deepseek_v2", "deepseek_v32", "glm5", "hunyuan_moe", "hy_v3"),
 )
 #: whose layers attend to windows, which context parallelism refuses
 WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
@@ -135,7 +141,7 @@ WINDOWS = ("olmo3", "gemma2", "gemma3", "gpt_oss")
 KEYS = {"gpt_oss": {"expert_tensor_parallel_size": 1}}
 #: layers that adapters are on
 ADAPTED = {"gpt_oss": ["linear_qkv", "linear_proj"], "deepseek_v3": ["linear_proj", "linear_fc1", "linear_fc2"]}
-ADAPTED["deepseek_v2"] = ADAPTED["deepseek_v32"] = ADAPTED["deepseek_v3"]
+ADAPTED["deepseek_v2"] = ADAPTED["deepseek_v32"] = ADAPTED["glm5"] = ADAPTED["deepseek_v3"]
 
 
 def build(name: str) -> transformers.PreTrainedModel:

@@ -15,11 +15,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+_INDEXERS = ["full", "shared", "full"]
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 #: family -> (config of as many layers as it has in all, decoder layers, form of the names)
 _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     "deepseek_v3": (lambda: tiny_hf.CONFIGS["deepseek"].to_dict() | {"num_hidden_layers": 4}, 2, "numbered"),
     "deepseek_v32": (lambda: tiny_families._CONFIGS["deepseek_v32"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
+    "glm5": (
+        lambda: tiny_families._CONFIGS["glm5"]().to_dict() | {"num_hidden_layers": 3, "indexer_types": _INDEXERS},
+        2,
+        "numbered",
+    ),
     "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     # every second layer has full attention, as prediction layers have
     "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "apart"),
@@ -116,6 +122,8 @@ class Predicting:
         if "mlp_layer_types" in config:
             config["mlp_layer_types"] = config["mlp_layer_types"][: self.num_layers]
             config["layer_types"] = config["layer_types"][: self.num_layers]
+        if "indexer_types" in config:
+            config["indexer_types"] = config["indexer_types"][: self.num_layers]
         if form == "mimo":
             config |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
         (folder / "config.json").write_text(json.dumps(config))

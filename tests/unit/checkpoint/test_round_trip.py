@@ -40,7 +40,7 @@ EXPERTS = {
 }
 MOE = (
     *("mixtral", "qwen2-moe", "qwen3-moe", "qwen3-next", "deepseek2-lite", "deepseek3", "deepseek32"),
-    *("glm4-moe", "minimax-m2", "ernie4.5-moe", "gpt-oss", "hunyuan-moe", "hy3"),
+    *("glm5", "glm4-moe", "minimax-m2", "ernie4.5-moe", "gpt-oss", "hunyuan-moe", "hy3"),
 )
 LEGACY = ("llama", "llama31-tied", "mistral", "qwen2", "qwen2-tied")
 #: one model of each weight table; the others differ in rotary settings only
@@ -54,6 +54,7 @@ QUICK = {
     *(("qwen3-moe", layout) for layout in EXPERTS),
     *(("deepseek3", layout) for layout in ("te-names", "torch_dist", "grouped-ep2-tp2", "noop")),
     *(("qwen2-moe", layout) for layout in ("torch_dist", "tp-extend-ep")),
+    ("glm5", "torch_dist"),
 }
 GRID = [(name, layout) for name in tiny_models.CONFIGS for layout in {**DENSE, **(EXPERTS if name in MOE else {})}]
 

@@ -52,6 +52,7 @@ OTHERS: dict[str, dict] = {
     "deepseek2-lite": {"ep": 2},
     "deepseek3": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
     "deepseek32": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
+    "glm5": {"pp": 2, "num_layer_list": (2, 2)},
     "qwen2-tied": {"pp": 2, "noop_layers": (0, 3, 4, 5)},
     "qwen3": {"pp": 2, "num_layer_list": (1, 3)},
     "qwen3-next": {"tp": 2, "ep": 2, "etp": 1, "sequence_parallel": True},
@@ -65,7 +66,7 @@ OTHERS: dict[str, dict] = {
     "gemma3": {"pp": 2},
     "hunyuan": {"pp": 2, "num_layer_list": (1, 3)},
 }
-NEW = ("gpt-oss", "glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan", "deepseek32")
+NEW = ("gpt-oss", "glm4-moe", "ernie4.5-moe", "minimax-m2", "phi3", "olmo3", "gemma3", "hunyuan", "deepseek32", "glm5")
 DISTRIBUTED = ("qwen2-tied", "qwen3-moe", "deepseek3", "glm4", "qwen2-moe", "qwen3-next", "qwen3.5", *NEW)
 REWARD = ("llama", "qwen3")
 

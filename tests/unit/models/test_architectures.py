@@ -83,10 +83,14 @@ def test_a_missing_key_is_named() -> None:
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu'; this architecture is built with silu"),
         ("deepseek3", {"num_experts_per_tok": 4}, "must be 2"),
         ("deepseek32", {"q_lora_rank": None}, "no q_lora_rank; the indexer"),
-        ("deepseek32", {"indexer_rope_interleave": True}, "sets indexer_rope_interleave"),
+        ("deepseek32", {"indexer_rope_interleave": True}, "indexer_rope_interleave true; transformers"),
         ("deepseek32", {"index_head_dim": 4}, "index_head_dim 4, of which qk_rope_head_dim 8 rotate"),
         ("deepseek32", {"layer_types": ["full_attention"] * 4}, "layer_types 'full_attention'; expected indexed_attention"),
         ("deepseek32", {"mlp_layer_types": ["dense", "linear"] * 2}, "expected dense or sparse for each of the 4 layers"),
+        ("glm5", {"indexer_rope_interleave": False}, "indexer_rope_interleave false; transformers computes .* with true"),
+        ("glm5", {"indexer_types": ["full", "shared"]}, "indexer_types .* for each of the 4 layers"),
+        ("glm5", {"indexer_types": ["full", "half"] * 2}, "expected one of full, shared, F, S"),
+        ("glm5", {"indexer_types": ["shared", "full"] * 2}, "no indexer in the first layer"),
         ("glm4-moe", {"norm_topk_prob": False}, "norm_topk_prob false; Megatron normalizes"),
         ("seed-oss", {"attention_out_bias": True}, "sets attention_out_bias"),
         ("ernie4.5", {"use_bias": True}, "sets use_bias"),
@@ -131,6 +135,32 @@ def test_a_published_kimi_k2_is_a_deepseek_v3_without_groups_of_experts() -> Non
         assert architecture.name == "deepseek_v3" and len(model_config.moe_layers) == 60
         assert (model_config.num_moe_experts, model_config.moe_router_num_groups) == (384, None)
         assert (model_config.rope_scaling.type, model_config.rope_scaling.factor) == ("yarn", 32.0)
+
+
+def test_indexers_of_a_published_glm_5_are_read_in_every_form() -> None:
+    config = {
+        **{"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "hidden_size": 6144, "vocab_size": 154880},
+        **{"num_hidden_layers": 78, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 12288},
+        **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048},
+        **{"n_group": 1, "topk_group": 1, "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "kv_lora_rank": 512},
+        **{"q_lora_rank": 2048, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "norm_topk_prob": True},
+        **{"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True},
+        **{"rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "head_dim": 192},
+    }
+    read = architecture_for(config).read_model_config
+    first = read(config)
+    assert (first.architecture, len(first.moe_layers), first.sparse_attention.shared_layers) == ("glm5", 75, ())
+    assert (first.kv_channels, first.norm_epsilon, first.sparse_attention.interleaved) == (256, 1e-5, True)
+    # 5.2: the first three layers and then every fourth have an indexer
+    full = [0, 1, *range(2, 78, 4)]
+    kinds = ["full" if layer in full else "shared" for layer in range(78)]
+    for form in (
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"indexer_types": kinds, "index_topk_freq": 2},
+        {"index_topk_pattern": "".join(kind[0].upper() for kind in kinds)},
+    ):
+        shared = read(config | form).sparse_attention.shared_layers
+        assert len(shared) == 57 and [layer for layer in range(78) if layer not in shared] == full
 
 
 def test_rotary_settings_of_gemma_3_and_olmo_3_are_read_in_both_forms() -> None:

@@ -127,6 +127,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         # so many heads that none of the scores are 0, and equal
         **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 7},
     ),
+    # layers 1 and 3 take the tokens of the ones before them
+    "glm5": lambda: _config(
+        "GlmMoeDsa",
+        **DEEPSEEK,
+        **{"q_lora_rank": 32, "index_n_heads": 16, "index_head_dim": 16, "index_topk": 7},
+        indexer_types=["full", "shared"] * 2,
+    ),
     "gemma": lambda: _config("Gemma", head_dim=16, tie_word_embeddings=True),
     "gemma2": lambda: _config(
         "Gemma2",
