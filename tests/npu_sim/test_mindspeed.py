@@ -107,6 +107,29 @@ def test_experts_on_fused_kernels_unless_told_otherwise(grouped: bool) -> None:
         assert f"npu::{name}" not in plain
 
 
+_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "size", "layout"),
+    [
+        ("deepseek32", 1, {"dsa_indexer_loss_coeff": 3.0}),
+        ("deepseek32", 2, LAYOUTS["TP2 with sequence parallelism"][1] | {"dsa_indexer_loss_coeff": 3.0}),
+        ("glm5", 1, {}),
+        ("glm5", 2, LAYOUTS["PP2"][1] | _RECOMPUTE),
+    ],
+)
+def test_attention_to_the_tokens_of_an_indexer_trains_as_on_one_process_of_the_cpu(
+    model: str, size: int, layout: dict[str, Any]
+) -> None:
+    settings = {"steps": 2, "model": model}
+    alone = {name: value for name, value in layout.items() if name == "dsa_indexer_loss_coeff"}
+    on_cpu = losses(run_ranks("engine", 1, {"mode": "cpu", **settings, "layout": alone}))
+    on_npu = losses(run_ranks("engine", size, {"mode": "mindspeed", **settings, "layout": layout}, timeout_s=600))
+    assert on_npu == [pytest.approx(step, rel=2e-5) for step in on_cpu]
+
+
 PREDICTING = {"mtp_num_layers": 1, "mtp_loss_scaling_factor": 0.5}
 
 

@@ -44,6 +44,13 @@ DEEPSEEK3_LATENT = DEEPSEEK3 | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 DEEPSEEK3_DENSE = DEEPSEEK3_LATENT | {"first_k_dense_replace": 2}
 #: one prediction layer each
 DEEPSEEK3_PREDICTING = DEEPSEEK3 | {"num_nextn_predict_layers": 1}
+#: indexers that choose fewer tokens than rows have; of the second the layers share one
+_INDEXERS = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 5}
+DEEPSEEK32 = DEEPSEEK3 | _INDEXERS | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+GLM5 = DEEPSEEK3 | _INDEXERS | {
+    "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "num_hidden_layers": 4, "n_group": 1,
+    "indexer_types": ["full", "shared", "full", "shared"],
+}  # fmt: skip
 QWEN35_PREDICTING = QWEN2 | {
     "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "num_hidden_layers": 2, "head_dim": 32,
     "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25, "rope_type": "default"},
@@ -59,6 +66,8 @@ MODELS = {
     "deepseek3_latent": DEEPSEEK3_LATENT,
     "deepseek3_dense": DEEPSEEK3_DENSE,
     "deepseek3_predicting": DEEPSEEK3_PREDICTING,
+    "deepseek32": DEEPSEEK32,
+    "glm5": GLM5,
     "qwen3_5_predicting": QWEN35_PREDICTING,
 }
 
