@@ -227,13 +227,18 @@ _ELSEWHERE = (
 )
 #: feature that changes numbers or weights -> its options
 _REFUSED: dict[str, str] = {
-    "a form of the layers that no supported model has": "add_dense_bias add_output_layer_bias add_rmsnorm_offset "
-    "alibi_fusion_attn_type attn_logit_softcapping cla_share_factor dim_model_base embed_layernorm full_attention_interval "
-    "geglu gelu_tanh index_head_dim index_n_heads index_topk input_embeds_norm interleave_sliding_window linear_key_head_dim "
-    "linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_chunk_size mamba_d_conv mamba_d_ssm mamba_expand "
-    "output_logit_softcapping output_multiplier_scale partial_rotary_factor post_norm query_pre_attn_scalar scale_depth "
-    "scale_emb share_kvstates sliding_window square_alibi_mask use_glm_rope enable_dsa_indexer input_layernorm_in_fp32 "
-    "scale_fmt fc_type",
+    "a form of the layers; config.json of a supported model has it, so leave the option out": (
+        "add_dense_bias add_output_layer_bias add_rmsnorm_offset alibi_fusion_attn_type attn_logit_softcapping "
+        "cla_share_factor dim_model_base embed_layernorm full_attention_interval geglu gelu_tanh input_embeds_norm "
+        "interleave_sliding_window linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
+        "mamba_chunk_size mamba_d_conv mamba_d_ssm mamba_expand output_logit_softcapping output_multiplier_scale "
+        "partial_rotary_factor post_norm query_pre_attn_scalar scale_depth scale_emb share_kvstates sliding_window "
+        "square_alibi_mask use_glm_rope input_layernorm_in_fp32 scale_fmt fc_type"
+    ),
+    "indexers by the command, which trains them by default; config.json of DeepSeek-V3.2 and GLM-5 has them, and "
+    "megatron_training.dsa_indexer_loss_coeff trains them by the attention to the chosen tokens": (
+        "enable_dsa_indexer index_head_dim index_n_heads index_topk"
+    ),
     "scaling of positions by a list of factors in the command": "long_factor long_mscale longrope_freqs_type short_factor "
     "short_mscale",
     "a router that no supported model has": "fix_router moe_no_drop moe_use_sinkhorn noisy_gate_policy moe_model_type "

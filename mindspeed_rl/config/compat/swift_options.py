@@ -418,7 +418,7 @@ _REFUSED: dict[str, Option] = {
     **_each("mtp_num_layers mtp_loss_scaling_factor", with_others("prediction layers that train")),
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
     "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
-    "dsa_indexer_loss_coeff": refused("a loss of DSA's indexer"),
+    "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
     **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", refused("experts with a capacity")),
     **_each(
         "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
