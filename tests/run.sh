@@ -3,8 +3,8 @@
 #
 # Unit tests run first, in one process more than there are cores (at most four), as some of them wait; a file is on one of them.
 # The others start processes of their own; they are three lanes that run at the same time where there are two cores and 12 GiB of
-# free memory, and one after another elsewhere: tests/e2e; tests/dist, the optional packages and the releases of the second line;
-# the simulated NPU, the faults and two hosts.
+# free memory, and one after another elsewhere: tests/e2e and two files of tests/dist; the rest of tests/dist, the optional
+# packages and the releases of the second line; the simulated NPU, the faults and two hosts.
 # The output of the second and third comes when all have ended.
 # --all runs the tests marked slow too, those of optional packages in an environment of their own (envs/cpu/extras.sh), and those
 # that Megatron's release can change on the releases of the second line (tests/second_line).
@@ -143,6 +143,7 @@ dist_lane() {
 }
 e2e_lane() {
     run_environment e2e run_tests
+    run_environment routers run_tests
 }
 
 lanes=() outputs=()

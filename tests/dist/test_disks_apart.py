@@ -89,6 +89,7 @@ def test_what_only_one_disk_needs_is_not_fetched_by_the_other(
     assert [own_files(folder / "iter_0000001") for folder in folders] == before
 
 
+@pytest.mark.slow
 def test_a_machine_that_takes_anothers_place_gets_what_it_needs(
     ranks: Callable[[int], Ranks], models: dict[str, Path], folders: list[Path]
 ) -> None:

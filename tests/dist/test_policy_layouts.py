@@ -35,7 +35,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("size", "changes"), marked(LAYOUTS, ("micro-batch 2 padded", "CP2 ring")))
+@pytest.mark.parametrize(("size", "changes"), marked(LAYOUTS, ("micro-batch 2 padded", "token budget", "DP2", "CP2 ring")))
 def test_every_policy_loss_gives_the_same_update(
     ranks: Callable[[int], Ranks],
     reference: list[dict[str, Any]],

@@ -46,7 +46,7 @@ def test_each_test_is_in_exactly_one_part(count: int, with_slow: bool) -> None:
                 for of_size in times[file]:
                     for position in range(len(of_size)):
                         of_size[position] += parts.is_in_share(position, len(of_size), share)
-        runs = with_slow or environment in ("unit", "dist", "faults", "e2e", "npu_sim")
+        runs = with_slow or environment in ("unit", "dist", "routers", "faults", "e2e", "npu_sim")
         assert sorted(times) == sorted(parts.list_files(environment) if runs else [])
         assert all(number == 1 for of_file in times.values() for of_size in of_file for number in of_size)
 

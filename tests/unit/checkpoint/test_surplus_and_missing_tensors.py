@@ -46,8 +46,9 @@ def copied(
     shutil.copytree(source, target)
     content = {**json.loads((source / "config.json").read_text()), **(config or {})}
     layers = content["num_hidden_layers"]
-    if content.get("layer_types"):
-        content["layer_types"] = (content["layer_types"] * layers)[:layers]
+    for kinds in ("layer_types", "indexer_types"):
+        if content.get(kinds):
+            content[kinds] = (content[kinds] * layers)[:layers]
     if kinds := content.get("mlp_layer_types"):  # dense ones are in front
         content["mlp_layer_types"] = (kinds + kinds[-1:] * layers)[:layers]
     (target / "config.json").write_text(json.dumps(content))
