@@ -119,7 +119,8 @@ def render(report: Report) -> str:
     parts: list[str] = []
     run = report["run"]
     if run:
-        parts.append(f"{run['config_name']}: stage {run['stage']}, model {run['model']}, platform {run['platform']}")
+        model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is that of `load`
+        parts.append(f"{run['config_name']}: stage {run['stage']}, {model}platform {run['platform']}")
     if report["batch"]:
         batch = dict(report["batch"])
         counting = batch.pop("counting")
