@@ -76,13 +76,18 @@ class ArmedPasses(Generic[_T]):
 
     def take(self) -> _T | None:
         """Return the arguments of this pass; None for a pass that is not armed, and where no gradient is recorded."""
-        taken, self.armed = self.armed, None
-        if taken is not None:
-            self._again.append(taken)
-        elif self._again:
-            taken = self._again.popleft()
+        taken = self.take_any()
         # a checkpointed layer has its graph in the second call
         return taken if torch.is_grad_enabled() else None
+
+    def take_any(self) -> _T | None:
+        """Return the arguments of this pass, whether or not a gradient is recorded; None for a pass that is not armed."""
+        taken, self.armed = self.armed, None
+        if taken is None:
+            return self._again.popleft() if self._again else None
+        if not torch.is_grad_enabled():  # backward recomputes a pass that has recorded none
+            self._again.append(taken)
+        return taken
 
     def reset(self) -> None:
         """Forget passes."""

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -245,33 +244,6 @@ class _Indexer(nn.Module):
         return torch.cat([turned, rest], dim=-1)
 
 
-class _SharedFeatures:
-    """Features that a layer without an indexer reads: the latest ones, or those of the forward pass that backward recomputes.
-
-    Attributes:
-        is_armed: the next call is a forward pass of training; any other one recomputes, in the order of the forward passes.
-    """
-
-    def __init__(self, latest: LatestIndex) -> None:
-        self.is_armed = False
-        self._latest = latest
-        self._again: deque[IndexFeatures] = deque()
-
-    def take(self) -> IndexFeatures:
-        """Return the features for this pass."""
-        if not self.is_armed:
-            return self._again.popleft() if self._again else self._latest.features
-        self.is_armed = False
-        if not torch.is_grad_enabled():  # a checkpointed layer, whose graph is made in the second call
-            self._again.append(self._latest.features)
-        return self._latest.features
-
-    def reset(self) -> None:
-        """Forget passes and what they read."""
-        self.is_armed, self._latest.features = False, None
-        self._again.clear()
-
-
 class SparseCoreAttention(CoreAttention):
     """Core attention of latent attention with an indexer; Megatron calls it as its own `DSAttention`."""
 
@@ -293,10 +265,11 @@ class SparseCoreAttention(CoreAttention):
             raise ValueError(f"attention_dropout: {self.dropout} is not available with sparse attention; set it to 0.")
         self.ring = False
         self.topk, self.indexer = shape.topk, None if shares else _Indexer(config, shape)
+        self._is_shared = bool(shape.shared_layers)
         if self.indexer is not None:
             self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
-        self._latest = latest if shape.shared_layers else None
-        self.shared = _SharedFeatures(latest) if shares else None
+        #: of passes that are not armed, and of those that are
+        self.latest, self.indexes = latest, ArmedPasses[LatestIndex]()
         self.passes = ArmedPasses[_TokenWeights]()
 
     def forward(
@@ -321,7 +294,7 @@ class SparseCoreAttention(CoreAttention):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         ranks = 1 if group is None else group.size()
         longest, tokens = key.size(0) * ranks if layout is None else max(layout.lengths), self.passes.take()
-        shared = None if self.shared is None else self.shared.take()
+        index = self.indexes.take_any() or self.latest
         if longest <= self.topk and tokens is None:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         if key.size(0) > query.size(0) and layout is None:
@@ -330,16 +303,16 @@ class SparseCoreAttention(CoreAttention):
         order = layout
         if group is not None:
             order = layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks)
-        if shared is None:
-            assert self.indexer is not None and x is not None and qr is not None
+        if self.indexer is not None:
+            assert x is not None and qr is not None
             with contextlib.nullcontext() if tokens is not None else torch.no_grad():
                 features = self.indexer(x.detach(), qr.detach(), layout)
             if group is not None and order is not None:
                 features = IndexFeatures(*(_gather(one, order, group) for one in features.list_tensors()))
-            if self._latest is not None:
-                self._latest.features = features
+            if self._is_shared:
+                index.features = features
         else:
-            features = shared
+            features = index.features
         if layout is not None:
             query, key, value = (one.unsqueeze(1) for one in (query, key, value))
         if group is not None and order is not None:
@@ -348,8 +321,8 @@ class SparseCoreAttention(CoreAttention):
         groups = None if tokens is None else self._list_groups()
         tensors = (query, key, value, *features.list_tensors())
         if layout is None:
-            query, key, value, *index = (one.transpose(0, 1) for one in tensors)
-            results = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups)
+            query, key, value, *parts = (one.transpose(0, 1) for one in tensors)
+            results = sparse_attention(query, key, value, IndexFeatures(*parts), self.topk, self.scale, groups)
             out, divergences = (one.transpose(0, 1) for one in results)
         else:
             results = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
@@ -391,21 +364,24 @@ class SparseCoreAttention(CoreAttention):
 
 
 class SharedIndexers:
-    """Layers of this rank's model without an indexer."""
+    """Layers of this rank's model of which some attend to the tokens that the indexer of another one chose."""
 
     def __init__(self, model: BuiltModel) -> None:
-        layers = ([one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models)
-        self._chunks = [[layer.shared for layer in chunk if layer.shared is not None] for chunk in layers]
+        self._chunks = [[one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models]
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
-        for shared in self._chunks[chunk]:
-            shared.is_armed = True
+        index = LatestIndex()
+        for layer in self._chunks[chunk]:
+            if layer.indexer is not None:  # one for the layer and those after it that have none
+                index = LatestIndex()
+            layer.indexes.armed = index
 
     def reset(self) -> None:
         """Clear the layers after a pass over all micro-batches, completed or failed."""
-        for shared in (shared for chunk in self._chunks for shared in chunk):
-            shared.reset()
+        for layer in (layer for chunk in self._chunks for layer in chunk):
+            layer.indexes.reset()
+            layer.latest.features = None
 
 
 # ---------------------------------------------------------------- the indexer's loss

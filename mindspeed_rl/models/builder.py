@@ -44,7 +44,7 @@ from mindspeed_rl.models.layers import (
     WindowedAttention,
 )
 from mindspeed_rl.models.layout import Layout
-from mindspeed_rl.models.model_config import ModelConfig, RopeScaling, SparseAttention
+from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 from mindspeed_rl.models.names import get_fused_norm_prefixes
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
@@ -280,9 +280,7 @@ def layer_spec(
         is_linear, shares = linear is not None and layer in linear.layers, layer in model_config.layers_without_indexer
         kind = (layer in model_config.moe_layers, windowed, is_linear, shares)
         if kind not in kinds:
-            core: type[nn.Module] | ModuleSpec = core_attention
-            if model_config.sparse_attention is not None:
-                core = _indexed_attention(core_attention, model_config.sparse_attention, latest, shares)
+            core = _core_attention(model_config, core_attention, latest, shares=shares)
             kinds[kind] = _one_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
         layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
@@ -298,23 +296,24 @@ def prediction_layer_spec(
     model_config: ModelConfig, config: TransformerConfig, *, norm: type[nn.Module], core_attention: type[nn.Module]
 ) -> TransformerBlockSubmodules:
     """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
-    core: type[nn.Module] | ModuleSpec = core_attention
-    if model_config.sparse_attention is not None:
-        core = _indexed_attention(core_attention, model_config.sparse_attention, LatestIndex())
+    core = _core_attention(model_config, core_attention, LatestIndex(), shares=False)
     layer = _one_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
     return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
 
 
 class LatestIndex:
-    """What the indexer made last in a model chunk, which the layers behind it without one read."""
+    """Output of the last indexer that ran in a forward pass of a model chunk; the layers after it that have none read it."""
 
     features: Any = None
 
 
-def _indexed_attention(
-    core_attention: type[nn.Module], shape: SparseAttention, latest: LatestIndex, shares: bool = False
-) -> ModuleSpec:
-    return ModuleSpec(module=core_attention, params={"shape": shape, "latest": latest, "shares": shares})
+def _core_attention(
+    model_config: ModelConfig, core_attention: type[nn.Module], latest: LatestIndex, *, shares: bool
+) -> type[nn.Module] | ModuleSpec:
+    if model_config.sparse_attention is None:
+        return core_attention
+    params = {"shape": model_config.sparse_attention, "latest": latest, "shares": shares}
+    return ModuleSpec(module=core_attention, params=params)
 
 
 class _SandwichNormLayer(TransformerLayer):

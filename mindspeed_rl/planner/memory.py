@@ -434,7 +434,7 @@ class _LayerBytes:
     Attributes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
-        index: of its indexer, which the layers behind it keep until backward.
+        index: of its indexer, which the layers after it keep until backward.
     """
 
     saved: float
