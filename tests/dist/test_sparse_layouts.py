@@ -153,6 +153,16 @@ def test_layers_without_an_indexer_take_the_tokens_of_the_one_before_them(
 
 
 @pytest.mark.slow
+def test_layers_without_an_indexer_take_the_tokens_of_shared_prefixes(
+    ranks: Callable[[int], Ranks], sharing: tuple[str, list[dict[str, Any]]]
+) -> None:
+    folder, _ = sharing
+    alone = ranks(1).run(prefix_jobs.train, setting=Setting(folder))
+    setting = Setting(folder, SP | RECOMPUTE, shares_prefixes=True, micro_batch_size=4)
+    assert_same_training(ranks(2).run(prefix_jobs.train, setting=setting, timeout_s=240), alone, tolerance=2e-5)
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_under_another_layout(
     ranks: Callable[[int], Ranks], sharing: tuple[str, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
