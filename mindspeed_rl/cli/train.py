@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl import registry
-from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.cli.main import keep_without_reader
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
+from mindspeed_rl.importers.command import write_import
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server

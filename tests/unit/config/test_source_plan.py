@@ -10,7 +10,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from sample_runs import prompt_level
 
 from mindspeed_rl.config import build_batch_plan
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan, find_differences, plan_run, render_plans
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan, find_differences, plan_run, render_plans
 
 PLAN = SourcePlan(
     stage="sft",

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from mindspeed_rl.config.compat.shell_text import list_unknown, request_variables
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell_text import list_unknown, request_variables
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.compat.importer import Import
-    from mindspeed_rl.config.compat.shell_text import Command
-    from mindspeed_rl.config.compat.source_plan import SourcePlan
+    from mindspeed_rl.importers.importer import Import
+    from mindspeed_rl.importers.shell_text import Command
+    from mindspeed_rl.importers.source_plan import SourcePlan
 
 Kind = Literal["mapped", "same", "no_effect", "refused"]
 #: sets the keys of an option: the import, the option as it was written, its value

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.config.compat.importer import Import
-from mindspeed_rl.config.compat.options import Option, SourceCommand, by, no_effect, refused, same, to, with_others
-from mindspeed_rl.config.compat.source_plan import Rates, Schedule
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import Import
+from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.source_plan import Rates, Schedule
 
 _ACTOR, _PROFILER = "megatron_training", "profiler_config.integrated"
 #: value of a learning rate's style there -> here

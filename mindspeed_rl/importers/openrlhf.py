@@ -6,7 +6,8 @@ import dataclasses
 import math
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import (
     RECOMPUTE_LAYERS,
     Import,
     build_rollout_batch,
@@ -14,7 +15,7 @@ from mindspeed_rl.config.compat.importer import (
     read_count,
     read_scalar,
 )
-from mindspeed_rl.config.compat.options import (
+from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
@@ -25,9 +26,8 @@ from mindspeed_rl.config.compat.options import (
     to,
     with_others,
 )
-from mindspeed_rl.config.compat.shell_text import Command, read_flags
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
-from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
 
 _ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
 _SAMPLING = f"{_ENGINE}.sampling_config"

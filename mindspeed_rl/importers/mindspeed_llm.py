@@ -9,21 +9,23 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl.config.compat.aliases import ENGINE_NAMES
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.run_files import apply_values
+from mindspeed_rl.importers.importer import (
     Import,
     build_rollout_batch,
     read_count,
     read_scalar,
     train_prediction_layers,
 )
-from mindspeed_rl.config.compat.megatron_options import (
+from mindspeed_rl.importers.megatron_options import (
     build_megatron_table,
     plan_layout,
     plan_rate,
     set_first_and_last_stage,
     set_rate,
 )
-from mindspeed_rl.config.compat.options import (
+from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
@@ -34,10 +36,8 @@ from mindspeed_rl.config.compat.options import (
     to,
     with_others,
 )
-from mindspeed_rl.config.compat.shell_text import Command, read_flags
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
-from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.run_files import apply_values
+from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
 
 _ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
 _SAMPLING, _PROFILER = f"{_ENGINE}.sampling_config", "profiler_config.integrated"

@@ -6,8 +6,8 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import Import, set_rollout_format
-from mindspeed_rl.config.compat.options import UNSET, Option, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.importer import Import, set_rollout_format
+from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, refused, same, to, with_others
 
 ACTOR, RL, ENGINE = "megatron_training", "rl_config", "generate_config"
 SAMPLING = f"{ENGINE}.sampling_config"
@@ -316,8 +316,10 @@ _TOGETHER: dict[str, Option] = {
     **_each("advantage_estimator scale_rewards", with_others("adv_estimator and scale_rewards")),
     **_each("reward_funcs reward_weights reward_model reward_model_plugin", _REWARDS),
     **_each("vllm_mode vllm_server_host vllm_server_port async_generate", with_others("trainer_mode, servers")),
-    **_each("label_smoothing rpo_alpha simpo_gamma cpo_alpha ref_model desirable_weight undesirable_weight "
-        "calculate_KL", with_others("keys of the preference loss")),
+    **_each(
+        "label_smoothing rpo_alpha simpo_gamma cpo_alpha ref_model desirable_weight undesirable_weight calculate_KL",
+        with_others("keys of the preference loss"),
+    ),
     **_each("packing packing_length", with_others("packed rows")),
     **_each("max_new_tokens response_length", with_others("max_completion_length by an earlier name")),
     "max_epochs": with_others("num_train_epochs by an earlier name"),

@@ -6,21 +6,22 @@ import dataclasses
 import json
 from pathlib import Path
 
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import (
     Import,
     build_rollout_batch,
     read_scalar,
     set_rollout_format,
     train_prediction_layers,
 )
-from mindspeed_rl.config.compat.megatron_options import (
+from mindspeed_rl.importers.megatron_options import (
     build_megatron_table,
     plan_layout,
     plan_rate,
     set_first_and_last_stage,
     set_rate,
 )
-from mindspeed_rl.config.compat.options import (
+from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
@@ -31,9 +32,8 @@ from mindspeed_rl.config.compat.options import (
     to,
     with_others,
 )
-from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags
-from mindspeed_rl.config.compat.source_plan import SourcePlan
-from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags
+from mindspeed_rl.importers.source_plan import SourcePlan
 
 _ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
 _SAMPLING = f"{_ENGINE}.sampling_config"
@@ -290,9 +290,7 @@ _TABLE: dict[str, Option] = {
     "sglang_mem_fraction_static": to(f"{_ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{_ENGINE}.max_num_seqs"),
     "sglang_quantization": by(set_rollout_format, "quantization, int8 under SGLang's name w8a8_int8"),
-    "sglang_kv_cache_dtype": to(
-        f"{_ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}
-    ),
+    "sglang_kv_cache_dtype": to(f"{_ENGINE}.kv_cache_dtype", values={name: name for name in ("auto", "fp8_e4m3", "fp8_e5m2")}),
     # evaluation and logs
     "eval_interval": to(f"{_ACTOR}.eval_interval"),
     "eval_prompt_data": by(_held_out, "eval_data_path"),

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 import yaml
 
 from mindspeed_rl.catalogue.records import Level
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import (
     RECOMPUTE_LAYERS,
     Import,
     build_rollout_batch,
@@ -20,7 +21,7 @@ from mindspeed_rl.config.compat.importer import (
     read_count,
     read_scalar,
 )
-from mindspeed_rl.config.compat.options import (
+from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
@@ -31,9 +32,8 @@ from mindspeed_rl.config.compat.options import (
     to,
     with_others,
 )
-from mindspeed_rl.config.compat.shell_text import Command
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
-from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
 
 _ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
 _SAMPLING = f"{_ENGINE}.sampling_config"

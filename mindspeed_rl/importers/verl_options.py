@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_rl.config.compat.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, set_rollout_format
-from mindspeed_rl.config.compat.options import Option, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, set_rollout_format
+from mindspeed_rl.importers.options import Option, by, no_effect, refused, same, to, with_others
 
 MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
 SAMPLING = f"{GENERATE}.sampling_config"

@@ -12,7 +12,8 @@ from urllib.parse import urlsplit
 
 import yaml
 
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     Import,
@@ -21,10 +22,10 @@ from mindspeed_rl.config.compat.importer import (
     start_from_adapter,
     train_prediction_layers,
 )
-from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, no_effect, refused
-from mindspeed_rl.config.compat.shell_text import Command, list_unknown, read_flags, read_variable
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan
-from mindspeed_rl.config.compat.swift_options import (
+from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, refused
+from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
+from mindspeed_rl.importers.swift_options import (
     ACTOR,
     CORRECTIONS,
     ENGINE,
@@ -34,7 +35,6 @@ from mindspeed_rl.config.compat.swift_options import (
     SERVING_OPTIONS,
     SUPERVISED_OPTIONS,
 )
-from mindspeed_rl.config.errors import ConfigError
 
 #: program -> stage here; others only generate
 _STAGES = {

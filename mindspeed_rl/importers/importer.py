@@ -11,9 +11,6 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.compat.options import UNSET, Option, SourceCommand, SourceProject
-from mindspeed_rl.config.compat.shell_text import list_unknown, read_script, request_variables
-from mindspeed_rl.config.compat.source_plan import PLAN_NUMBERS, SourcePlan, find_differences, plan_run, render_plans
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
@@ -22,6 +19,9 @@ from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.config.rules.validation import unavailable
 from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.config.run_files import apply_values
+from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceProject
+from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
+from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, SourcePlan, find_differences, plan_run, render_plans
 
 #: keys of megatron_training that belong to the actor alone: a critic has its own
 _ACTOR_KEYS = ("load", "save", "finetune", "lr")

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
-from mindspeed_rl.config.compat.importer import (
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys import collect_keys
+from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.importers.importer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     Import,
@@ -23,13 +26,10 @@ from mindspeed_rl.config.compat.importer import (
     start_from_adapter,
     train_prediction_layers,
 )
-from mindspeed_rl.config.compat.options import Option, SourceCommand, SourceProject, by, no_effect, refused, to, with_others
-from mindspeed_rl.config.compat.shell_text import Command, list_unknown, request_variables
-from mindspeed_rl.config.compat.source_plan import Rates, Schedule, SourcePlan
-from mindspeed_rl.config.compat.verl_options import GENERATE, MEGATRON, RL, TABLES, TRANSFORMER
-from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.keys import collect_keys
-from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, by, no_effect, refused, to, with_others
+from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.source_plan import Rates, Schedule, SourcePlan
+from mindspeed_rl.importers.verl_options import GENERATE, MEGATRON, RL, TABLES, TRANSFORMER
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout", "model"))
 _CORRECTION = "algorithm.rollout_correction."
@@ -499,9 +499,7 @@ def _read_estimator(command: SourceCommand) -> str:
     if name not in _ESTIMATORS:
         raise ConfigError([f"algorithm.adv_estimator={name}: not available here; available are {', '.join(_ESTIMATORS)}"])
     if name.endswith("token_baseline") and command.get(f"{_CORRECTION}rollout_is") is not None:
-        raise ConfigError(
-            [f"{_CORRECTION}rollout_is: not available here: weights of the correction in the baseline of {name}"]
-        )
+        raise ConfigError([f"{_CORRECTION}rollout_is: not available here: weights of the correction in the baseline of {name}"])
     return _ESTIMATORS[name]
 
 

@@ -11,16 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
-from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, ImportSettings, import_command
-from mindspeed_rl.config.compat.mindspeed_llm import PROJECT as MINDSPEED_LLM
-from mindspeed_rl.config.compat.openrlhf import PROJECT as OPENRLHF
-from mindspeed_rl.config.compat.options import SourceProject
-from mindspeed_rl.config.compat.slime import PROJECT as SLIME
-from mindspeed_rl.config.compat.swift import PROJECT as SWIFT
-from mindspeed_rl.config.compat.trl import PROJECT as TRL
-from mindspeed_rl.config.compat.verl import PROJECT as VERL
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import write_file
+from mindspeed_rl.importers.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
+from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
+from mindspeed_rl.importers.options import SourceProject
+from mindspeed_rl.importers.slime import PROJECT as SLIME
+from mindspeed_rl.importers.swift import PROJECT as SWIFT
+from mindspeed_rl.importers.trl import PROJECT as TRL
+from mindspeed_rl.importers.verl import PROJECT as VERL
 from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
