@@ -54,6 +54,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     except ConfigError as error:
         raise ConfigError([*_list_refused(run), *error.errors]) from None
     if recipe is not None:
+        recipe = recipe.complete()
         write_recipe(run, recipe, table)
     if project.finish is not None:
         project.finish(run, command)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, PREDICTION, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.source_plan import Schedule
@@ -168,9 +168,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         **dict.fromkeys(
             "no_mmap_bin_files num_dataset_builder_threads s3_cache_path".split(), no_effect("rows are memory-mapped")
         ),
-        **dict.fromkeys(
-            "mtp_num_layers mtp_loss_scaling_factor".split(), with_others("prediction layers that train", PREDICTION)
-        ),
+        **dict.fromkeys("mtp_num_layers mtp_loss_scaling_factor".split(), part(PREDICTION)),
         "data_cache_path": no_effect("the order of rows is computed, without index files"),
         "data_path": to(f"{ACTOR}.data_path"),
         "train_data_path": to(f"{ACTOR}.data_path"),
@@ -179,7 +177,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "lr": to(f"{ACTOR}.lr"),
         "min_lr": to(f"{ACTOR}.min_lr"),
         "lr_decay_style": to(f"{ACTOR}.lr_decay_style", values=_STYLES, default="linear"),
-        **{name: with_others(f"{name} in iterations", name) for name in ("lr_decay_iters", "lr_warmup_iters")},
+        **{name: part(name) for name in ("lr_decay_iters", "lr_warmup_iters")},
         "lr_warmup_fraction": to(f"{ACTOR}.lr_warmup_fraction", formula="of the decay"),
         "lr_wsd_decay_iters": refused("another length of the last part of WSD"),
         "lr_wsd_decay_style": same("the last part of WSD is exponential there", "exponential"),
@@ -212,9 +210,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "tokenizer_type": same(
             "tokenizers are Hugging Face folders", "PretrainedFromHF", "HuggingFaceTokenizer", "Llama2Tokenizer"
         ),
-        "tokenizer_model": with_others(
-            "tokenizer_name_or_path, the folder of the file", "tokenizer_name_or_path", off="tokenizer_name_or_path is read"
-        ),
+        "tokenizer_model": part("tokenizer_name_or_path", off="tokenizer_name_or_path is read"),
         "vocab_size": no_effect("the tokenizer and padded_vocab_size decide"),
         "no_position_embedding": no_effect("rotary positions have no embedding"),
         "rotary_percent": by(_rotary_percent, "1.0: whole heads") if shapes else described,
@@ -230,7 +226,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         ),
         **dict.fromkeys(
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split(),
-            with_others("num_layer_list", "num_layer_list"),
+            part("num_layer_list"),
         ),
     }
     return table

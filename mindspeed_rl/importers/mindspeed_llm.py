@@ -18,6 +18,7 @@ from mindspeed_rl.importers.options import (
     SourceProject,
     by,
     no_effect,
+    part,
     read_count,
     read_scalar,
     refused,
@@ -289,8 +290,8 @@ _LLM: dict[str, Option] = {
     **dict.fromkeys(
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
-    "mtp_after_norm": with_others("prediction layers that train", PREDICTION),
-    "stage": with_others("stage", "stage"),
+    "mtp_after_norm": part(PREDICTION),
+    "stage": part("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
     "context_parallel_algo": to(
@@ -300,7 +301,7 @@ _LLM: dict[str, Option] = {
     "reset_position_ids": by(_isolated, "reset_position_ids and reset_attention_mask"),
     **dict.fromkeys(
         "lora_target_modules lora_r lora_alpha".split(),
-        with_others("LoRA", LORA, off="all weights train without lora_target_modules"),
+        part(LORA, off="all weights train without lora_target_modules"),
     ),
     "shared_expert_gate": _SHARED_EXPERT,
     "shared_expert_gate_output_dimension": no_effect("only shared_expert_gate reads it"),
@@ -337,53 +338,45 @@ _RLXF: dict[str, Option] = {
     **dict.fromkeys("mtp_loss_scaling_factor mtp_after_norm".split(), no_effect("only mtp_num_layers reads it")),
     **dict.fromkeys(
         "global_batch_size ppo_mini_batch_size n_samples_per_prompt ppo_epochs rollout_batch_size".split(),
-        with_others("sizes of the batch, see the plan", BATCH),
+        part(BATCH),
     ),
     "inference_tensor_model_parallel_size": to(f"{ENGINE}.infer_tensor_parallel_size", default=1),
-    "seq_length": with_others("max_tokens = seq_length - max_prompt_length", "sampling_config.max_tokens"),
+    "seq_length": part("sampling_config.max_tokens"),
     "max_prompt_length": to(f"{RL}.max_prompt_length", default=512),
-    **dict.fromkeys(
-        ("do_sample", "temperature"), with_others("temperature, or 0 without do_sample", "sampling_config.temperature")
-    ),
+    **dict.fromkeys(("do_sample", "temperature"), part("sampling_config.temperature")),
     "clip_ratio": to(f"{RL}.clip_ratio", default=0.2),
     "entropy_coeff": no_effect("its losses read it in no place"),
     "shuffle_minibatch": to(f"{RL}.shuffle_mini_batch"),
     "dataset_category": refused("rewards that depend on the source of a row"),
     "extract_content_for_reward": refused("a reward model that reads a part of the response"),
     "reset_position_ids": no_effect("rows of a rollout are not packed there"),
-    "algorithm.gamma": with_others("gamma of GAE", "gamma"),
-    "algorithm.lam": with_others("lam of GAE", "lam"),
-    "algorithm.adv_estimator": with_others("adv_estimator", "adv_estimator"),
-    "algorithm.kl_penalty": with_others("k3 in the loss, this one in the reward", "kl_penalty", off="there is no KL"),
-    "algorithm.kl_ctrl.kl_coef": with_others("init_kl_coef", "init_kl_coef use_kl_in_reward kl_penalty kl_clamp"),
-    "algorithm.kl_ctrl.type": with_others("kl_ctrl_type, where the KL is in the reward", "kl_ctrl_type"),
-    "algorithm.kl_ctrl.target_kl": with_others("kl_target, where the KL is in the reward", "kl_target"),
-    "algorithm.kl_ctrl.horizon": with_others("kl_horizon, where the KL is in the reward", "kl_horizon"),
-    "algorithm.missing_eos_penalty": with_others("missing_eos_penalty of PPO", "missing_eos_penalty"),
-    "algorithm.advantage_whiten": with_others(
-        "advantages whitened over the batch, the default", "advantage_whiten", off="see the plan", by_nature=True
-    ),
+    "algorithm.gamma": part("gamma"),
+    "algorithm.lam": part("lam"),
+    "algorithm.adv_estimator": part("adv_estimator"),
+    "algorithm.kl_penalty": part("kl_penalty", off="there is no KL"),
+    "algorithm.kl_ctrl.kl_coef": part("init_kl_coef use_kl_in_reward kl_penalty kl_clamp"),
+    "algorithm.kl_ctrl.type": part("kl_ctrl_type"),
+    "algorithm.kl_ctrl.target_kl": part("kl_target"),
+    "algorithm.kl_ctrl.horizon": part("kl_horizon"),
+    "algorithm.missing_eos_penalty": part("missing_eos_penalty"),
+    "algorithm.advantage_whiten": part("advantage_whiten", off="see the plan", by_nature=True),
     **dict.fromkeys(
         "algorithm.verifier_function algorithm.verifier_weight".split(),
-        with_others("reward functions", "verifier_function verifier_weight", off="a reward model scores all rows"),
+        part("verifier_function verifier_weight", off="a reward model scores all rows"),
     ),
     **dict.fromkeys(
         "resource_pool.actor_rollout num_gpus_for_train num_gpus_for_infer".split(),
-        with_others("devices", "use_integrated_worker actor_resource.num_npus rollout_resource.num_npus"),
+        part("use_integrated_worker actor_resource.num_npus rollout_resource.num_npus"),
     ),
     **{
-        f"resource_pool.{role}": with_others("its devices", f"{key}_resource.num_npus", off=_ROLE_DEVICES)
+        f"resource_pool.{role}": part(f"{key}_resource.num_npus", off=_ROLE_DEVICES)
         for role, key in {"ref": "reference", "reward": "reward", "critic": "critic"}.items()
     },
 }
 _ROLE_OPTIONS: dict[str, dict[str, Option]] = {
-    "ref": {
-        "load": with_others(
-            "weights of the reference", "ref_config.load", off="the actor's weights at the start", by_nature=True
-        )
-    },
+    "ref": {"load": part("ref_config.load", off="the actor's weights at the start", by_nature=True)},
     "reward": {
-        "load": with_others("reward_model", "reward_model rule_reward", off="read with reward.verifier"),
+        "load": part("reward_model rule_reward", off="read with reward.verifier"),
         "verifier": _RLXF["algorithm.verifier_function"],
         "save": no_effect("it is not saved"),
     },
@@ -523,7 +516,6 @@ def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
     iterations, reference = command.count("train_iters", 1), command.get("ref.load")
     recipe = Recipe(
         stage=command.text("stage"),
-        rollout_prompts=batch.prompts,
         rollout_completions=batch.prompts * batch.group,
         step_samples=batch.step,
         total_steps=iterations * batch.steps,
@@ -534,8 +526,8 @@ def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
         clip_high=clip,
         aggregation="sequence" if micro == 1 else "token of a micro-batch",
         kl_coef=coefficient,
-        kl_estimator=None if not coefficient else command.text("algorithm.kl_penalty", "kl") if ppo else "k3",
-        kl_place=None if not coefficient else "reward" if ppo else "loss",
+        kl_estimator=command.text("algorithm.kl_penalty", "kl") if ppo else "k3",
+        kl_place="reward" if ppo else "loss",
         advantage="gae" if ppo else "group_norm, whitened over the batch" if whitens else "group_norm",
         advantage_scale=None if ppo else "group",
         temperature=temperature,
@@ -545,7 +537,6 @@ def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
         prompt_length=prompt,
         response_length=length - prompt,
         infer_tp=command.count("inference_tensor_model_parallel_size", 1),
-        rewards=rewards.names,
         data=tuple(command.list_texts("data_path")),
         model=command.text("load") or None,
         placement=_read_placement(command, ppo, has_model=rewards.model is not None),

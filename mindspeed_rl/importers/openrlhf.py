@@ -13,6 +13,7 @@ from mindspeed_rl.importers.options import (
     SourceProject,
     by,
     no_effect,
+    part,
     read_count,
     read_scalar,
     refused,
@@ -118,15 +119,13 @@ def _betas(run: Import, option: str, value: object) -> None:
 
 
 _ENGINE_OF_TRAINING = no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state")
-_RATE_TEXT = with_others("decay, warm-up as a fraction, min_lr = ratio x lr", "lr_decay_style min_lr lr_warmup_fraction")
-_BATCH = with_others("sizes of the batch, see the plan", BATCH)
-_LENGTHS = with_others("lengths", "max_model_len sampling_config.max_tokens max_prompt_length seq_length")
-_KL = with_others("the KL", KL)
-_LOSS = with_others("the loss", "loss_type importance_sampling_level")
-_PLACES = with_others(
-    "devices of the roles",
-    "use_integrated_worker "
-    + " ".join(f"{role}_resource.num_npus" for role in "actor rollout reference critic reward".split()),
+_RATE_TEXT = part("lr_decay_style min_lr lr_warmup_fraction")
+_BATCH = part(BATCH)
+_LENGTHS = part("max_model_len sampling_config.max_tokens max_prompt_length seq_length")
+_KL = part(KL)
+_LOSS = part("loss_type importance_sampling_level")
+_PLACES = part(
+    "use_integrated_worker " + " ".join(f"{role}_resource.num_npus" for role in "actor rollout reference critic reward".split())
 )
 _NO_MUON = no_effect("only the optimizer muon reads it")
 
@@ -138,7 +137,7 @@ def _optimizer(prefix: str) -> dict[str, Option]:
     return {
         f"{prefix}optim": refused("the optimizer muon", unless=("adam",)),
         **{f"{prefix}muon.{name}": _NO_MUON for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")},
-        f"{prefix}adam.lr": with_others("lr", "lr") if own else to("critic_config.lr", default=9e-6),
+        f"{prefix}adam.lr": part("lr") if own else to("critic_config.lr", default=9e-6),
         f"{prefix}adam.betas": by(_betas, "adam_beta1, adam_beta2") if own else as_actor,
         f"{prefix}adam.eps": to(f"{ACTOR}.adam_eps", default=1e-8) if own else as_actor,
         f"{prefix}adam.weight_decay": to(f"{ACTOR}.weight_decay", default=0.0) if own else as_actor,
@@ -158,7 +157,7 @@ _SHARED: dict[str, Option] = {
     "ds.load_in_4bit": refused("4-bit base weights"),
     **dict.fromkeys(
         "ds.lora.rank ds.lora.alpha ds.lora.target_modules ds.lora.dropout".split(),
-        with_others("adapters, by Megatron's layers", LORA, off="all weights train"),
+        part(LORA, off="all weights train"),
     ),
     **dict.fromkeys(
         "ds.zero_stage ds.zpg ds.adam_offload ds.deepcompile ds.attn_implementation ds.experts_implementation "
@@ -180,7 +179,7 @@ _SHARED: dict[str, Option] = {
     "data.dataloader_num_workers": no_effect("rows are read from mapped memory, without loader processes"),
     "logger.wandb.project": to(f"{RL}.wandb_project"),
     "logger.wandb.run_name": to(f"{RL}.wandb_exp_name"),
-    "logger.wandb.key": with_others("use_wandb; the key comes from WANDB_API_KEY", "use_wandb"),
+    "logger.wandb.key": part("use_wandb"),
     **dict.fromkeys("logger.wandb.org logger.wandb.group use_ms".split(), no_effect("it names an account or a hub")),
     "logger.tensorboard_dir": by(set_tensorboard, "use_tensorboard"),
 }
@@ -210,7 +209,7 @@ _PPO: dict[str, Option] = {
         no_effect("the platform decides the transport; memory of an idle model is freed while roles share devices"),
     ),
     **dict.fromkeys("rollout.batch_size rollout.n_samples_per_prompt".split(), _BATCH),
-    "train.num_episodes": with_others("train_epochs", "train_epochs"),
+    "train.num_episodes": part("train_epochs"),
     "rollout.max_new_tokens": _LENGTHS,
     "rollout.temperature": to(f"{SAMPLING}.temperature", default=1.0),
     "rollout.top_p": to(f"{SAMPLING}.top_p", default=1.0),
@@ -220,37 +219,37 @@ _PPO: dict[str, Option] = {
     "train.dynamic_batch_enable": to(f"{RL}.use_dynamic_bsz"),
     "train.max_tokens_per_gpu": to(f"{RL}.max_packing_token_size"),
     "rollout.max_tokens_per_gpu": to(f"{RL}.actor_max_packing_token_size", f"{RL}.ref_max_packing_token_size"),
-    **dict.fromkeys("actor.eps_clip actor.eps_clip_low_high".split(), with_others("clip range", CLIP)),
+    **dict.fromkeys("actor.eps_clip actor.eps_clip_low_high".split(), part(CLIP)),
     "actor.dual_clip": to(f"{RL}.clip_ratio_c"),
     "critic.value_clip": to(f"{RL}.cliprange_value", default=0.5),
     "actor.entropy_coef": to(f"{RL}.entropy_coeff"),
     **dict.fromkeys("actor.policy_loss_type actor.loss_agg_mode".split(), _LOSS),
-    "algo.advantage.estimator": with_others("the estimator", ADVANTAGE),
-    "algo.advantage.gamma": with_others("gamma", "gamma", off="the estimator has none"),
-    "algo.advantage.lambd": with_others("lam", "lam", off="the estimator has none"),
+    "algo.advantage.estimator": part(ADVANTAGE),
+    "algo.advantage.gamma": part("gamma", off="the estimator has none"),
+    "algo.advantage.lambd": part("lam", off="the estimator has none"),
     **dict.fromkeys("algo.kl.init_coef algo.kl.use_loss algo.kl.estimator algo.kl.target algo.kl.horizon".split(), _KL),
     "algo.kl.unbiased_gradient": refused("a KL whose gradient is corrected"),
     "algo.advantage.no_std_norm": refused("advantages that are centred over the batch and not scaled"),
     **dict.fromkeys(
         "algo.advantage.is_correction_level algo.advantage.is_correction_mode algo.advantage.is_correction_gating "
         "algo.advantage.is_correction_threshold".split(),
-        with_others("rollout_importance_sampling_mode and its thresholds", CORRECTION, off="there is no correction"),
+        part(CORRECTION, off="there is no correction"),
     ),
     "algo.dynamic_filtering_enable": to(f"{RL}.dynamic_sample", formula="groups whose rewards do not vary are replaced"),
     "algo.dynamic_filtering_range": same("groups between all wrong and all right are kept", [0, 1], [0.0, 1.0]),
     "critic.model_name_or_path": to("critic_config.load"),
-    "critic.freezing_steps": with_others("critic_warmup", "critic_warmup", off="off"),
+    "critic.freezing_steps": part("critic_warmup", off="off"),
     "critic.save_value_network": no_effect("the critic is always saved"),
-    "reward.model_name_or_path": with_others("reward_model", "reward_model rule_reward"),
+    "reward.model_name_or_path": part("reward_model rule_reward"),
     "reward.remote_url": refused("a reward server or a function in OpenRLHF's form; docs/rewards.md shows ours"),
     "reward.normalize_enable": refused("rewards that are normalized over the run"),
     "reward.clip_range": with_others("rewards are not clipped here"),
     **dict.fromkeys(
         ("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
-        with_others("the penalty of long responses", OVERLONG, off="see --reward.overlong_buffer_len"),
+        part(OVERLONG, off="see --reward.overlong_buffer_len"),
     ),
     "reward.stop_properly_penalty_coef": refused("rewards of truncated responses that are scaled or replaced"),
-    "train.async_enable": with_others("trainer_mode one_step_off", "trainer_mode", off="off"),
+    "train.async_enable": part("trainer_mode", off="off"),
     "train.async_queue_size": refused("more than one rollout ahead", unless=(1,)),
     "train.partial_rollout_enable": refused("responses that continue under new weights"),
     "train.enable_ema": refused("an average of the weights"),
@@ -259,15 +258,13 @@ _PPO: dict[str, Option] = {
     "ckpt.best_metric_key": no_effect("keep_last keeps the newest checkpoints"),
     "logger.logging_steps": no_effect("every iteration is logged"),
     "ds.value_head_prefix": no_effect("the head of a reward model is found by its shape"),
-    **dict.fromkeys(
-        ("data.prompt_dataset", "data.max_samples"), with_others("data_path; #N after it: the first rows", "data_path")
-    ),
+    **dict.fromkeys(("data.prompt_dataset", "data.max_samples"), part("data_path")),
     "data.prompt_probs": refused("a mixture of datasets"),
     "data.prompt_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
     "data.input_key": to(f"{ACTOR}.map_keys.prompt", default="input"),
     "data.label_key": to(f"{ACTOR}.map_keys.response"),
     "data.input_template": refused("a text around each prompt"),
-    "data.apply_chat_template": with_others("prompt_type: hf; without it texts are taken as they are", "prompt_type"),
+    "data.apply_chat_template": part("prompt_type"),
     "data.image_key": no_effect("text models only"),
     "data.max_images_per_prompt": refused("images"),
     **dict.fromkeys("eval.temperature eval.n_samples_per_prompt".split(), no_effect("held-out prompts are evaluated greedily")),
@@ -281,8 +278,8 @@ _DATASET: dict[str, Option] = {
     "model.gradient_checkpointing_reentrant": no_effect("it changes memory, not numbers"),
     "model.aux_loss_coef": to(f"{ACTOR}.moe_aux_loss_coeff"),
     "logger.logging_steps": to(f"{ACTOR}.log_interval", default=1),
-    "data.dataset": with_others("data_path: the prefix of its tokens", "data_path"),
-    "train.max_epochs": with_others("train_epochs", "train_epochs"),
+    "data.dataset": part("data_path"),
+    "train.max_epochs": part("train_epochs"),
     "data.dataset_probs": refused("a mixture of datasets"),
     "data.dataset_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
     "data.max_samples": refused("the first rows of a dataset; write them to a file", unless=(1000000, 10**8)),
@@ -466,7 +463,6 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
     return replace(
         shared,
         stage="ray_ppo" if has_critic else "ray_grpo",
-        rollout_prompts=prompts,
         rollout_completions=prompts * group,
         step_samples=step,
         steps_per_rollout=steps,
@@ -477,8 +473,8 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         clip_c=command.maybe("actor.dual_clip"),
         aggregation="token" if by_token else "sequence",
         kl_coef=coefficient,
-        kl_estimator=command.text("algo.kl.estimator", "k1") if coefficient else None,
-        kl_place=None if not coefficient else "loss" if command.flag("algo.kl.use_loss") else place,
+        kl_estimator=command.text("algo.kl.estimator", "k1"),
+        kl_place="loss" if command.flag("algo.kl.use_loss") else place,
         advantage=estimator,
         advantage_scale=("none" if name == "dr_grpo" else "group") if of_group else None,
         entropy_coef=command.number("actor.entropy_coef", 0.0),
@@ -486,14 +482,12 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         lam=command.number("algo.advantage.lambd", 1.0) if has_critic else None,
         value_clip=command.number("critic.value_clip", 0.5) if has_critic else None,
         critic_lr=command.number("critic.adam.lr", 9e-6) if has_critic else None,
-        importance_sampling=None if correction is None else str(correction),
         temperature=command.number("rollout.temperature", 1.0),
         top_p=command.number("rollout.top_p", 1.0),
         top_k=-1,
         min_p=0.0,
         response_length=response if command.get("rollout.max_new_tokens") is not None else None,
         infer_tp=command.count("vllm.tensor_parallel_size", 1),
-        rewards=rewards.names,
         placement=_read_placement(command, has_critic=has_critic, has_model=bool(rewards.model)),
         batch=Batch(command.count("train.micro_batch_size", 1), group, command.count("train.max_epochs", 1)),
         train_epochs=episodes,

@@ -78,13 +78,14 @@ def by(translate: Translator, formula: str, *, default: object = UNSET) -> Optio
     return Option("mapped", text=formula, translate=translate, default=default)
 
 
-def with_others(formula: str, makes: str = "", *, off: str = "", by_nature: bool = False) -> Option:
-    """Return an option that the project's `describe` reads together with others.
+def with_others(formula: str, *, off: str = "", by_nature: bool = False) -> Option:
+    """Return an option that the project's `describe` reads with others; see `Option` for the reason where it sets nothing."""
+    return Option("mapped", text=formula, off=off, by_nature=by_nature)
 
-    Args:
-        makes, off, by_nature: see `Option`.
-    """
-    return Option("mapped", text=formula, makes=makes, off=off, by_nature=by_nature)
+
+def part(makes: str, *, off: str = "", by_nature: bool = False) -> Option:
+    """Return an option that makes up keys together with others; see `Option`."""
+    return Option("mapped", text=makes, makes=makes, off=off, by_nature=by_nature)
 
 
 def same(reason: str, *allowed: object) -> Option:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mindspeed_rl.importers.source_plan import SourcePlan
 
@@ -206,3 +206,16 @@ class Recipe(SourcePlan):
     notes: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     defaults: tuple[tuple[str, object, str], ...] = ()
+
+    def complete(self) -> Recipe:
+        """Return the record with the numbers of the plan that follow from its parts: prompts, KL, correction and rewards."""
+        completions, batch, objective = self.rollout_completions, self.batch, self.objective
+        correction = None if objective is None else objective.correction
+        return replace(
+            self,
+            rollout_prompts=None if completions is None or batch is None else completions // batch.group,
+            kl_estimator=self.kl_estimator if self.kl_coef else None,
+            kl_place=self.kl_place if self.kl_coef else None,
+            importance_sampling=self.importance_sampling if correction is None else str(correction),
+            rewards=() if self.rewarding is None else self.rewarding.names,
+        )

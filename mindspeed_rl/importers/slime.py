@@ -13,6 +13,7 @@ from mindspeed_rl.importers.options import (
     SourceProject,
     by,
     no_effect,
+    part,
     read_scalar,
     refused,
     same,
@@ -159,8 +160,8 @@ _SCRIPT, _SHAPE_ARGUMENTS = "script", "model_args"
 _ENGINE_OPTION = no_effect("a setting of SGLang; the rollout engine is vLLM")
 _OFFLOADED = "offload_train_param offload_train_grad offload_train_optimizer"
 _OWN_FUNCTION = refused("a function in slime's form; docs/rewards.md and docs/agents.md show ours")
-_BATCH = with_others("sizes of the batch, see the plan", BATCH)
-_KL = with_others("init_kl_coef, kl_penalty and the place of the KL", KL)
+_BATCH = part(BATCH)
+_KL = part(KL)
 
 _TABLE: dict[str, Option] = {
     **build_megatron_table(shapes=False),
@@ -170,21 +171,21 @@ _TABLE: dict[str, Option] = {
     **dict.fromkeys(
         "rollout_batch_size n_samples_per_prompt global_batch_size num_steps_per_rollout micro_batch_size".split(), _BATCH
     ),
-    "num_rollout": with_others("train_iters", "train_iters"),
-    "num_epoch": with_others("train_epochs", "train_epochs", off="--num-rollout is read instead"),
+    "num_rollout": part("train_iters"),
+    "num_epoch": part("train_epochs", off="--num-rollout is read instead"),
     "train_iters": with_others("of --num-rollout", off="slime computes it from --num-rollout"),
     "rollout_temperature": to(f"{SAMPLING}.temperature", default=1.0),
     "rollout_top_p": by(_top_p, "1.0 alone"),
     "rollout_top_k": to(f"{SAMPLING}.top_k", default=-1),
     "rollout_max_response_len": to(f"{SAMPLING}.max_tokens"),
     "rollout_max_context_len": to(f"{ENGINE}.max_model_len"),
-    "rollout_max_prompt_len": with_others("max_prompt_length", "max_prompt_length"),
+    "rollout_max_prompt_len": part("max_prompt_length"),
     "rollout_stop": by(_stop, "stop"),
     "rollout_stop_token_ids": refused(
         "tokens that end a response; rl_config reads texts, generate_config.sampling_config.stop"
     ),
     "rollout_skip_special_tokens": no_effect("token ids are passed on, not text"),
-    "rollout_shuffle": with_others("no_shuffle = not value", "no_shuffle"),
+    "rollout_shuffle": part("no_shuffle"),
     "rollout_seed": no_effect("megatron_training.seed draws prompts and samples"),
     "over_sampling_batch_size": no_effect("missing groups are sampled again as often as max_resample_times"),
     "dynamic_sampling_filter_path": by(_filter, "dynamic_sample for groups without spread"),
@@ -194,10 +195,10 @@ _TABLE: dict[str, Option] = {
     # objective
     **dict.fromkeys(
         "advantage_estimator calculate_per_token_loss".split(),
-        with_others("estimator, loss and the level of the ratio", "adv_estimator loss_type importance_sampling_level"),
+        part("adv_estimator loss_type importance_sampling_level"),
     ),
-    "loss_type": with_others("the stage, or the loss of the estimator", "stage"),
-    **dict.fromkeys("eps_clip eps_clip_high".split(), with_others("clip range 1 - eps_clip .. 1 + eps_clip_high", CLIP)),
+    "loss_type": part("stage"),
+    **dict.fromkeys("eps_clip eps_clip_high".split(), part(CLIP)),
     "eps_clip_c": to(f"{RL}.clip_ratio_c"),
     "value_clip": to(f"{RL}.cliprange_value", default=0.2),
     "gamma": to(f"{RL}.gamma", default=1.0),
@@ -206,21 +207,19 @@ _TABLE: dict[str, Option] = {
     **dict.fromkeys("kl_coef use_kl_loss kl_loss_coef kl_loss_type".split(), _KL),
     "use_unbiased_kl": to(f"{RL}.use_bias_correction_kl"),
     "ref_update_interval": by(_ref_interval, "sync_ref_model every so many rollouts"),
-    "normalize_advantages": with_others("advantage_whiten", "advantage_whiten", off="off"),
-    "disable_grpo_std_normalization": with_others(
-        "scale_rewards: none", "scale_rewards", off="the estimator divides by no spread of a group"
-    ),
+    "normalize_advantages": part("advantage_whiten", off="off"),
+    "disable_grpo_std_normalization": part("scale_rewards", off="the estimator divides by no spread of a group"),
     "disable_rewards_normalization": refused("rewards that are not compared inside their group"),
     "disable_compute_advantages_and_returns": with_others("supervised fine-tuning has none"),
     "num_critic_only_steps": to(f"{RL}.critic_warmup"),
     **dict.fromkeys(
         ("use_tis", "tis_clip"),
-        with_others("token_truncate and its threshold", CORRECTION, off="no correction without --use-tis"),
+        part(CORRECTION, off="no correction without --use-tis"),
     ),
     "tis_clip_low": refused("a lower bound of the truncated weight"),
     **dict.fromkeys(
         ("use_opsm", "opsm_delta"),
-        with_others("the mask", "off_policy_sequence_mask_delta", off="no mask without --use-opsm"),
+        part("off_policy_sequence_mask_delta", off="no mask without --use-opsm"),
     ),
     "use_rollout_logprobs": refused("log-probs of the rollout engine as those of the old policy"),
     "use_routing_replay": to(f"{RL}.use_routing_replay"),
@@ -230,7 +229,7 @@ _TABLE: dict[str, Option] = {
     "reset_optimizer_states": refused("an optimizer that starts anew with each rollout"),
     "use_stateless_adam": refused("Adam without states"),
     "keep_old_actor": no_effect("log-probs of the old policy are computed before the update"),
-    "enable_mtp_training": with_others("prediction layers that train, with mtp_detach_heads", PREDICTION),
+    "enable_mtp_training": part(PREDICTION),
     "use_rollout_entropy": no_effect("the entropy is always logged"),
     "get_mismatch_metrics": no_effect("the mismatch is always logged"),
     **dict.fromkeys("only_train_params_name_list freeze_params_name_list freeze_indexer".split(), refused("frozen weights")),
@@ -251,7 +250,7 @@ _TABLE: dict[str, Option] = {
         no_effect("metrics, evaluation and weight sync are those of this suite"),
     ),
     # rewards
-    "rm_type": with_others("a reward function", "reward_funcs"),
+    "rm_type": part("reward_funcs"),
     "rm_url": no_effect("only rm_type remote_rm reads it"),
     "group_rm": refused("rewards of a whole group at once"),
     "reward_key": no_effect("a reward function has one score"),
@@ -260,7 +259,7 @@ _TABLE: dict[str, Option] = {
     "prompt_data": by(_data, "data_path"),
     "input_key": to(f"{ACTOR}.map_keys.prompt", default="input"),
     "label_key": to(f"{ACTOR}.map_keys.response"),
-    "apply_chat_template": with_others("prompt_type: hf; without it texts are taken as they are", "prompt_type"),
+    "apply_chat_template": part("prompt_type"),
     "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
     "multimodal_keys": refused("images"),
     "metadata_key": no_effect("columns of the data that rewards read are named in dataset_additional_keys"),
@@ -270,7 +269,7 @@ _TABLE: dict[str, Option] = {
     # weights and checkpoints
     **dict.fromkeys(
         ("hf_checkpoint", "ref_load"),
-        with_others("tokenizer_name_or_path, and the weights at the start", "load tokenizer_name_or_path finetune"),
+        part("load tokenizer_name_or_path finetune"),
     ),
     "tokenizer_model": with_others("the tokenizer", off="the tokenizer is that of --hf-checkpoint"),
     "ref_ckpt_step": to(f"{ACTOR}.load_iteration"),
@@ -278,17 +277,16 @@ _TABLE: dict[str, Option] = {
         "the folder of a resumed run",
         off="checkpoints of slime are not resumed from; a run of ours resumes from actor_config.save",
     ),
-    "save_hf": with_others("save_hf: true", "save_hf"),
+    "save_hf": part("save_hf"),
     "clip_grad": to(f"{ACTOR}.clip_grad", default=1.0),
     "lr": to(f"{ACTOR}.lr", default=_LR),
     "bf16": same("weights are bf16 with fp32 main copies", True),
     # devices
     **dict.fromkeys(
         "actor_num_nodes actor_num_gpus_per_node".split(),
-        with_others("devices of the actor", "actor_resource.num_npus num_npus"),
+        part("actor_resource.num_npus num_npus"),
     ),
-    "rollout_num_gpus": with_others(
-        "devices of the rollout",
+    "rollout_num_gpus": part(
         "rollout_resource.num_npus use_integrated_worker trainer_mode",
         off="the rollout has the devices of the actor",
         by_nature=True,
@@ -297,7 +295,7 @@ _TABLE: dict[str, Option] = {
     "num_gpus_per_node": no_effect("nodes are an option of mindspeed-rl train"),
     **dict.fromkeys(
         "colocate offload offload_train".split(),
-        with_others("offload_train_param, _grad and _optimizer", _OFFLOADED, off="training has devices of its own"),
+        part(_OFFLOADED, off="training has devices of its own"),
     ),
     **dict.fromkeys(
         "no_offload_train no_offload_rollout offload_rollout".split(), no_effect("memory of an idle engine is freed")
@@ -306,10 +304,8 @@ _TABLE: dict[str, Option] = {
     "update_weight_mode": to(f"{ENGINE}.update_weight_mode", values={"full": "full", "delta": "delta"}),
     "context_parallel_size": to(f"{ACTOR}.context_parallel_size"),
     "use_dynamic_batch_size": to(f"{RL}.use_dynamic_bsz"),
-    "max_tokens_per_gpu": with_others("max_packing_token_size: times the context parallel size", "max_packing_token_size"),
-    "log_probs_max_tokens_per_gpu": with_others(
-        "those of log-probs", "actor_max_packing_token_size ref_max_packing_token_size"
-    ),
+    "max_tokens_per_gpu": part("max_packing_token_size"),
+    "log_probs_max_tokens_per_gpu": part("actor_max_packing_token_size ref_max_packing_token_size"),
     "balance_data": to(f"{RL}.use_dp_batch_balance"),
     "sglang_mem_fraction_static": to(f"{ENGINE}.gpu_memory_utilization"),
     "sglang_max_running_requests": to(f"{ENGINE}.max_num_seqs"),
@@ -517,8 +513,8 @@ def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared
 
 
 _OF_ROLLOUTS = (
-    "disable_compute_advantages_and_returns debug_train_only advantage_estimator rm_type label_key apply_chat_template colocate "
-    "rollout_num_gpus offload offload_train normalize_advantages"
+    "disable_compute_advantages_and_returns debug_train_only advantage_estimator rm_type label_key apply_chat_template "
+    "colocate rollout_num_gpus offload offload_train normalize_advantages"
 )
 _ESTIMATORS = {
     **dict.fromkeys(("grpo", "gspo", "cispo"), "group_norm"),
@@ -559,7 +555,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     limit, notes, sizes = _read_lengths(command, shared)
     return replace(
         shared,
-        rollout_prompts=batch.prompts,
         rollout_completions=batch.prompts * batch.group,
         loss="cispo" if name == "cispo" else "grpo",
         level="sequence" if name == "gspo" else "token",
@@ -568,8 +563,8 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         clip_c=command.maybe("eps_clip_c"),
         aggregation="token" if by_token else "sequence",
         kl_coef=coefficient,
-        kl_estimator=kind if coefficient else None,
-        kl_place=place if coefficient else None,
+        kl_estimator=kind,
+        kl_place=place,
         advantage=estimator,
         advantage_scale=_find_scale(command, batch) if of_group else None,
         entropy_coef=command.number("entropy_coef", 0.0),
@@ -577,7 +572,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         lam=command.number("lambd", 1.0) if estimator == "gae" else None,
         value_clip=command.number("value_clip", 0.2) if estimator == "gae" else None,
         critic_lr=command.number("lr", _LR) if estimator == "gae" else None,
-        importance_sampling=None if correction is None else str(correction),
         temperature=command.number("rollout_temperature", 1.0),
         top_p=command.number("rollout_top_p", 1.0),
         top_k=int(command.number("rollout_top_k", -1)),
@@ -585,7 +579,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         prompt_length=_find_prompt_limit(command),
         response_length=command.count("rollout_max_response_len", 1),
         infer_tp=command.count("rollout_num_gpus_per_engine", 1),
-        rewards=rewards.names,
         data=(command.text("prompt_data").partition("@")[0],),
         placement=placement,
         objective=Objective(

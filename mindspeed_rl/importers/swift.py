@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
-import yaml
-
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, read_scalar, refused
 from mindspeed_rl.importers.recipe import (
@@ -33,7 +31,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
-from mindspeed_rl.importers.translators import describe_preprocessing, name_prompts, name_tokens
+from mindspeed_rl.importers.translators import describe_preprocessing, name_prompts, name_tokens, read_option_file
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
@@ -139,7 +137,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         values = {name: _read_value(value) for name, value in flags.items()}
         files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
         for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
-            values = _read_file(Path(file)) | values
+            values = read_option_file(Path(file)) | values
         options = {_EARLIER.get(name, name): value for name, value in values.items()}
         if "log_interval" in options and program not in _SERVING:
             options["logging_steps"] = options.pop("log_interval")
@@ -194,23 +192,6 @@ def _read_value(words: list[str]) -> object:
     """Return the value of an option: true without words, a list of several."""
     values = [word if list_unknown(word) else read_scalar(word) for word in words]
     return True if not values else values[0] if len(values) == 1 else values
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    """Return the options of a YAML or JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else than options.
-    """
-    try:
-        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
-    nested = [str(name) for name, value in content.items() if isinstance(value, dict)] if isinstance(content, dict) else ["it"]
-    if nested:
-        raise ConfigError([f"the file of options {path} must hold names and values, and {', '.join(nested)} is something else"])
-    # YAML reads 1e-6 as a text
-    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
 
 
 def _count_devices(environment: Mapping[str, str], words: tuple[str, ...], program: str) -> int:
@@ -432,7 +413,6 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         run.refuse("--virtual_pipeline_model_parallel_size", form)
     return Recipe(
         stage=_STAGES[kind],
-        rollout_prompts=None if sizes.rollout is None else sizes.rollout // sizes.group,
         rollout_completions=sizes.rollout,
         step_samples=sizes.step,
         steps_per_rollout=sizes.steps,
@@ -862,7 +842,6 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
         response_length=response * (turns or 1),
         infer_tp=int(command.environment.get("SWIFT_SERVER_TP", 0)) or command.count("vllm_tensor_parallel_size", 1),
         level=cast('Literal["token", "sequence", "sequence_token"]', command.text("importance_sampling_level", "token")),
-        rewards=rewards.names,
         rewarding=rewards,
         placement=placement,
         keys={**shared.keys, **keys, **engine_keys, **reward_keys},
@@ -899,8 +878,8 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         delta=command.maybe("delta"),
         aggregation=_name_average("bnpo", _Sizes(command)),
         kl_coef=coefficient,
-        kl_estimator="k1" if coefficient else None,
-        kl_place="reward" if coefficient else None,
+        kl_estimator="k1",
+        kl_place="reward",
         advantage="gae",
         gamma=command.number("gamma", 1.0),
         lam=command.number("lam", 0.95),
@@ -965,8 +944,8 @@ def _describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recip
         delta=command.maybe("delta"),
         aggregation=_name_average(form, _Sizes(command)),
         kl_coef=beta,
-        kl_estimator=None if not beta else "k1" if in_reward else "k3",
-        kl_place=None if not beta else "reward" if in_reward else "loss",
+        kl_estimator="k1" if in_reward else "k3",
+        kl_place="reward" if in_reward else "loss",
         advantage="gdpo" if scale == "gdpo" else "rloo" if estimator == "rloo" else "group_norm",
         advantage_scale=scale if has_scale else None,
         importance_sampling=f"{mode} {command.number('rollout_importance_sampling_threshold', 2.0):g}" if mode else None,

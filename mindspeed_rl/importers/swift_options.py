@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.translators import negated, set_model, set_output, set_rollout_format, set_trackers, texts
@@ -205,7 +205,7 @@ _KEYS: dict[str, Option] = {
         lambda run, option, value: run.translate(option, {f"{SAMPLING}.structured_output": {"regex": str(value)}}),
         "structured_output.regex",
     ),
-    "max_length": with_others("max_prompt_length, or seq_length of supervised stages", "max_prompt_length seq_length"),
+    "max_length": part("max_prompt_length seq_length"),
     # engine
     "vllm_gpu_memory_utilization": to(f"{ENGINE}.gpu_memory_utilization", default=0.9),
     "vllm_tensor_parallel_size": to(f"{ENGINE}.infer_tensor_parallel_size", default=1),
@@ -215,7 +215,7 @@ _KEYS: dict[str, Option] = {
     "vllm_enable_expert_parallel": to(f"{ENGINE}.enable_expert_parallel"),
     "vllm_engine_kwargs": by(_engine_arguments, "engine_kwargs"),
     "vllm_enable_lora": to(f"{ENGINE}.lora_push", values={True: "adapter", False: "merged"}),
-    "vllm_max_model_len": with_others("max_model_len", "max_model_len"),
+    "vllm_max_model_len": part("max_model_len"),
     "vllm_server_timeout": to(f"{ENGINE}.vllm_server_timeout"),
     "offload_model": to(f"{ENGINE}.offload_train_param"),
     "offload_optimizer": to(f"{ENGINE}.offload_train_optimizer"),
@@ -258,63 +258,61 @@ _KEYS: dict[str, Option] = {
 
 #: read by `build` together with others
 _TOGETHER: dict[str, Option] = {
-    "rlhf_type": with_others("stage", "stage"),
+    "rlhf_type": part("stage"),
     **_each(
         "per_device_train_batch_size gradient_accumulation_steps micro_batch_size global_batch_size num_generations "
         "generation_batch_size steps_per_generation num_iterations num_ppo_epochs num_mini_batches",
-        with_others("sizes of a batch, see the plan", BATCH),
+        part(BATCH),
     ),
-    **_each("max_steps train_iters", with_others("length in optimizer steps", "train_iters")),
-    "num_train_epochs": with_others("length in passes over the data", "train_epochs train_iters"),
-    "save_steps": with_others("save_interval in iterations", "save_interval", off=_WRITTEN),
-    "eval_steps": with_others("eval_interval in iterations", "eval_interval", off=_WRITTEN),
+    **_each("max_steps train_iters", part("train_iters")),
+    "num_train_epochs": part("train_epochs train_iters"),
+    "save_steps": part("save_interval", off=_WRITTEN),
+    "eval_steps": part("eval_interval", off=_WRITTEN),
     "save_strategy": with_others("save_interval", off=f"see save_interval; {_WRITTEN}"),
-    "ref_model_sync_steps": with_others("ref_model_sync_steps in iterations", "ref_model_sync_steps"),
-    "dataset": with_others("data_path", "data_path"),
-    "val_dataset": with_others("eval_data_path", "eval_data_path"),
-    "split_dataset_ratio": with_others("split", "split eval_data_path", off="no rows are held back", by_nature=True),
+    "ref_model_sync_steps": part("ref_model_sync_steps"),
+    "dataset": part("data_path"),
+    "val_dataset": part("eval_data_path"),
+    "split_dataset_ratio": part("split eval_data_path", off="no rows are held back", by_nature=True),
     **_each("model_author model_name", with_others("words of self-cognition")),
-    **_each("learning_rate lr", with_others("lr", "lr")),
+    **_each("learning_rate lr", part("lr")),
     **_each(
         "lr_scheduler_type lr_decay_style lr_scheduler_kwargs min_lr",
-        with_others("lr_decay_style, min_lr", "lr_decay_style min_lr"),
+        part("lr_decay_style min_lr"),
     ),
-    **_each("warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction", with_others("warm-up", WARMUP, off="no warm-up")),
-    "lr_decay_iters": with_others("lr_decay_iters", "lr_decay_iters", off="the length of the run", by_nature=True),
-    **_each("max_grad_norm clip_grad", with_others("clip_grad", "clip_grad")),
+    **_each("warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction", part(WARMUP, off="no warm-up")),
+    "lr_decay_iters": part("lr_decay_iters", off="the length of the run", by_nature=True),
+    **_each("max_grad_norm clip_grad", part("clip_grad")),
     **_each(
         "tuner_type target_modules lora_rank lora_alpha lora_dropout",
-        with_others("adapters, by Megatron's layers", f"{LORA} dropout_in_update", off="all weights train"),
+        part(f"{LORA} dropout_in_update", off="all weights train"),
     ),
-    "loss_type": with_others("the loss", "loss_type dpo_loss_type kto_loss_type"),
+    "loss_type": part("loss_type dpo_loss_type kto_loss_type"),
     "loss_scale": with_others("tokens that train"),
-    **_each("epsilon epsilon_high", with_others("clip range", CLIP, off="the loss clips nothing")),
-    "cliprange": with_others("clip range of PPO", "clip_ratio adv_estimator loss_type"),
-    "kl_in_reward": with_others("place of the KL", "use_kl_in_reward"),
-    "beta": with_others("coefficient of the KL", f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta"),
-    "kl_coef": with_others("coefficient of PPO's KL", KL),
-    **_each("advantage_estimator scale_rewards", with_others("adv_estimator and scale_rewards", "adv_estimator scale_rewards")),
-    **_each("reward_funcs reward_weights", with_others("functions", "reward_funcs reward_weights", off="with the rewards")),
-    "reward_model_plugin": with_others("a judge", "judge_url judge_model judge_weight", off="with the rewards"),
-    "reward_model": with_others("reward_model", "reward_model reward_model_weight", off="with the rewards"),
+    **_each("epsilon epsilon_high", part(CLIP, off="the loss clips nothing")),
+    "cliprange": part("clip_ratio adv_estimator loss_type"),
+    "kl_in_reward": part("use_kl_in_reward"),
+    "beta": part(f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta"),
+    "kl_coef": part(KL),
+    **_each("advantage_estimator scale_rewards", part("adv_estimator scale_rewards")),
+    **_each("reward_funcs reward_weights", part("reward_funcs reward_weights", off="with the rewards")),
+    "reward_model_plugin": part("judge_url judge_model judge_weight", off="with the rewards"),
+    "reward_model": part("reward_model reward_model_weight", off="with the rewards"),
     **_each(
         "vllm_mode vllm_server_host vllm_server_port vllm_server_base_url",
-        with_others(
-            "servers", "rollout_resource.num_npus use_integrated_worker vllm_server_host vllm_server_port", off=_COLOCATED
-        ),
+        part("rollout_resource.num_npus use_integrated_worker vllm_server_host vllm_server_port", off=_COLOCATED),
     ),
-    "async_generate": with_others("trainer_mode", "trainer_mode", off=_COLOCATED),
-    "label_smoothing": with_others("label smoothing", "dpo_label_smoothing simpo_label_smoothing"),
-    "rpo_alpha": with_others("pref_ftx", "pref_ftx"),
-    "cpo_alpha": with_others("pref_ftx, cpo_alpha", "pref_ftx cpo_alpha"),
-    "simpo_gamma": with_others("gamma_beta_ratio = simpo_gamma / beta", "gamma_beta_ratio"),
-    "ref_model": with_others("the reference", "ref_model integrated_mode_config.ref_model_load_path"),
-    "desirable_weight": with_others("kto_desirable_weight", "kto_desirable_weight"),
-    "undesirable_weight": with_others("kto_undesirable_weight", "kto_undesirable_weight"),
+    "async_generate": part("trainer_mode", off=_COLOCATED),
+    "label_smoothing": part("dpo_label_smoothing simpo_label_smoothing"),
+    "rpo_alpha": part("pref_ftx"),
+    "cpo_alpha": part("pref_ftx cpo_alpha"),
+    "simpo_gamma": part("gamma_beta_ratio"),
+    "ref_model": part("ref_model integrated_mode_config.ref_model_load_path"),
+    "desirable_weight": part("kto_desirable_weight"),
+    "undesirable_weight": part("kto_undesirable_weight"),
     "calculate_KL": with_others("follows from the loss", off="as the loss has it", by_nature=True),
-    "packing": with_others("packed rows", "pack neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
+    "packing": part("pack neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
     "packing_length": with_others("seq_length", off="--packing reads it"),
-    **_each("max_new_tokens response_length", with_others("max_tokens by an earlier name", "sampling_config.max_tokens")),
+    **_each("max_new_tokens response_length", part("sampling_config.max_tokens")),
     "max_epochs": with_others("num_train_epochs by an earlier name"),
 }
 
@@ -345,11 +343,9 @@ _SAME: dict[str, Option] = {
 _REFUSED: dict[str, Option] = {
     **_each(
         "teacher_model teacher_model_server",
-        with_others("rl_config.distillation", " ".join(f"distillation.{name}" for name in _TEACHER.split())),
+        part(" ".join(f"distillation.{name}" for name in _TEACHER.split())),
     ),
-    "teacher_kl_coef": with_others(
-        "its coefficient", "distillation.distillation_loss_coef", off="the teacher alone trains", by_nature=True
-    ),
+    "teacher_kl_coef": part("distillation.distillation_loss_coef", off="the teacher alone trains", by_nature=True),
     "teacher_adapters": refused("a teacher with adapters; merge them first"),
     "teacher_deepspeed": refused("a teacher that DeepSpeed divides; see teacher_config"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
@@ -416,7 +412,7 @@ _REFUSED: dict[str, Option] = {
     **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
     **_each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
     "apply_wd_to_qk_layernorm": refused("weight decay of layer norms"),
-    **_each("mtp_num_layers mtp_loss_scaling_factor", with_others("prediction layers that train", PREDICTION)),
+    **_each("mtp_num_layers mtp_loss_scaling_factor", part(PREDICTION)),
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
     "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),

@@ -45,7 +45,7 @@ def read_option_file(path: Path) -> dict[str, object]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
     if not isinstance(content, dict):
-        raise ConfigError([f"the file of options {path} must hold names and values"])
+        raise ConfigError([f"the file of options {path} must hold names and values, and it is something else"])
     # YAML reads 1e-6 as a text
     return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
 

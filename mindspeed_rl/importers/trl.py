@@ -16,6 +16,7 @@ from mindspeed_rl.importers.options import (
     SourceProject,
     by,
     no_effect,
+    part,
     read_count,
     refused,
     same,
@@ -214,7 +215,7 @@ def _optimizer(run: Import, option: str, value: object) -> None:
 _SCALES: dict[object, str] = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none", None: "none"}
 _BALANCE = to("megatron_training.moe_aux_loss_coeff")
 _NO_DROPOUT = no_effect("models have no dropout")
-_BATCH = with_others("sizes of a batch, see the plan", BATCH)
+_BATCH = part(BATCH)
 
 #: transformers' TrainingArguments and TRL's ModelConfig, ScriptArguments and DatasetMixtureConfig
 _SHARED: dict[str, Option] = {
@@ -222,9 +223,7 @@ _SHARED: dict[str, Option] = {
     "model_name_or_path": by(set_model, "load = tokenizer_name_or_path = value"),
     **dict.fromkeys(
         ("datasets", "dataset_name"),
-        with_others(
-            "a folder or file, or hf://value for a dataset of the hub; supervised: the prefix of its tokens", "data_path"
-        ),
+        part("data_path"),
     ),
     "trust_remote_code": to(f"{ENGINE}.trust_remote_code"),
     "weight_decay": to(f"{ACTOR}.weight_decay", default=0.0),
@@ -239,19 +238,17 @@ _SHARED: dict[str, Option] = {
     "report_to": by(set_trackers, "trackers by name"),
     "gradient_checkpointing": by(set_recomputation, "recomputation of each layer, the default"),
     "bf16": to(f"{ACTOR}.bf16", default=True),
-    "learning_rate": with_others("lr", "lr"),
-    **dict.fromkeys(
-        "lr_scheduler_type lr_scheduler_kwargs".split(), with_others("lr_decay_style, min_lr", "lr_decay_style min_lr")
-    ),
-    **dict.fromkeys("warmup_steps warmup_ratio".split(), with_others("warm-up in optimizer steps", WARMUP, off="no warm-up")),
+    "learning_rate": part("lr"),
+    **dict.fromkeys("lr_scheduler_type lr_scheduler_kwargs".split(), part("lr_decay_style min_lr")),
+    **dict.fromkeys("warmup_steps warmup_ratio".split(), part(WARMUP, off="no warm-up")),
     **dict.fromkeys("per_device_train_batch_size gradient_accumulation_steps".split(), _BATCH),
-    "max_steps": with_others("train_iters", "train_iters", off="-1: --num_train_epochs is read"),
-    "num_train_epochs": with_others("train_epochs", "train_epochs", off="--max_steps is read instead"),
-    "save_steps": with_others("save_interval", "save_interval", off="the last checkpoint is always written"),
+    "max_steps": part("train_iters", off="-1: --num_train_epochs is read"),
+    "num_train_epochs": part("train_epochs", off="--max_steps is read instead"),
+    "save_steps": part("save_interval", off="the last checkpoint is always written"),
     "save_strategy": with_others("save_interval", off="see save_interval; the last checkpoint is always written"),
     **dict.fromkeys(
         "use_peft lora_target_modules lora_r lora_alpha lora_dropout".split(),
-        with_others("adapters, by Megatron's layers", LORA, off="all weights train without use_peft"),
+        part(LORA, off="all weights train without use_peft"),
     ),
     # the objective, the data or the weights would change
     "fp16": refused("training in fp16"),
@@ -342,7 +339,7 @@ _ROLLOUT: dict[str, Option] = {
     "max_completion_length": to(f"{SAMPLING}.max_tokens", default=512),
     "temperature": to(f"{SAMPLING}.temperature", default=1.0),
     "top_p": to(f"{SAMPLING}.top_p", default=1.0),
-    "top_k": with_others("top_k, where 0 is -1", "sampling_config.top_k"),
+    "top_k": part("sampling_config.top_k"),
     "min_p": to(f"{SAMPLING}.min_p"),
     "repetition_penalty": to(f"{SAMPLING}.repetition_penalty"),
     "generation_kwargs": refused("further arguments of generation"),
@@ -360,18 +357,17 @@ _ROLLOUT: dict[str, Option] = {
     "sync_ref_model": to(f"{RL}.sync_ref_model"),
     "ref_model_mixup_alpha": to(f"{RL}.ref_model_mixup_alpha"),
     **dict.fromkeys("num_generations generation_batch_size steps_per_generation num_iterations".split(), _BATCH),
-    "ref_model_sync_steps": with_others("ref_model_sync_steps in iterations", "ref_model_sync_steps"),
-    **dict.fromkeys("epsilon epsilon_high".split(), with_others("clip range", CLIP, off="the loss clips nothing")),
-    "beta": with_others("init_kl_coef; the KL is k3 without clamps, in the loss", f"{KL} use_bias_correction_kl"),
+    "ref_model_sync_steps": part("ref_model_sync_steps"),
+    **dict.fromkeys("epsilon epsilon_high".split(), part(CLIP, off="the loss clips nothing")),
+    "beta": part(f"{KL} use_bias_correction_kl"),
     **dict.fromkeys(
         "reward_funcs reward_weights".split(),
-        with_others("reward functions and weights", "reward_funcs reward_weights", off="with the reward model"),
+        part("reward_funcs reward_weights", off="with the reward model"),
     ),
-    "reward_model_name_or_path": with_others("reward_model", "reward_model reward_model_weight"),
+    "reward_model_name_or_path": part("reward_model reward_model_weight"),
     **dict.fromkeys(
         "vllm_mode vllm_server_host vllm_server_port".split(),
-        with_others(
-            "vllm_server_host and port in server mode",
+        part(
             "vllm_server_host vllm_server_port",
             off="the engines share the devices of the trainer, or the server is that of another option",
         ),
@@ -394,10 +390,10 @@ _ROLLOUT: dict[str, Option] = {
 _GRPO: dict[str, Option] = {
     **_ROLLOUT,
     "delta": to(f"{RL}.delta"),
-    "loss_type": with_others("loss_type; cispo is cispo_cap", "loss_type"),
+    "loss_type": part("loss_type"),
     "importance_sampling_level": to(f"{RL}.importance_sampling_level", default="token"),
     "scale_rewards": to(f"{RL}.scale_rewards", values=_SCALES, default="group"),
-    "multi_objective_aggregation": with_others("sum_then_normalize is group_norm, normalize_then_sum is gdpo", "adv_estimator"),
+    "multi_objective_aggregation": part("adv_estimator"),
     "sapo_temperature_pos": to(f"{RL}.tau_pos"),
     "sapo_temperature_neg": to(f"{RL}.tau_neg"),
     "top_entropy_quantile": to(f"{RL}.top_entropy_quantile"),
@@ -411,11 +407,7 @@ _GRPO: dict[str, Option] = {
     **dict.fromkeys(
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap".split(),
-        with_others(
-            "rollout_importance_sampling_mode and its thresholds, where vLLM generates",
-            CORRECTION,
-            off="no correction: it is off, or TRL generates without vLLM",
-        ),
+        part(CORRECTION, off="no correction: it is off, or TRL generates without vLLM"),
     ),
     **{name: to(f"{RL}.{name}") for name in "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split()},
     **dict.fromkeys(
@@ -469,7 +461,7 @@ _DPO: dict[str, Option] = {
     "padding_free": to(f"{RL}.use_remove_padding"),
     "precompute_ref_log_probs": no_effect("log-probs of the reference are computed in the step that reads them"),
     "precompute_ref_batch_size": no_effect("log-probs of the reference are computed in the step that reads them"),
-    "loss_type": with_others("dpo_loss_type", "dpo_loss_type"),
+    "loss_type": part("dpo_loss_type"),
     "loss_weights": refused("a sum of several preference losses"),
     "ld_alpha": refused("length-desensitized DPO"),
     "f_divergence_type": refused("another divergence", unless=("reverse_kl",)),
@@ -490,7 +482,7 @@ _KTO: dict[str, Option] = {
         for name in "disable_dropout router_aux_loss_coef precompute_ref_log_probs precompute_ref_batch_size "
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps".split()
     },
-    "train_sampling_strategy": with_others("no_shuffle", "no_shuffle"),
+    "train_sampling_strategy": part("no_shuffle"),
     "pad_to_multiple_of": no_effect("rows are packed, or padded by a mask"),
     "loss_type": to(f"{ACTOR}.kto_loss_type"),
     "beta": to(f"{ACTOR}.kto_beta", default=0.1, formula="the KL is of the batch of an optimizer step, there of a pass"),
@@ -820,7 +812,6 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
     level = None if is_rloo and sizes.steps > 1 else _LEVELS.get(command.text("importance_sampling_level", "token"))
     return replace(
         shared,
-        rollout_prompts=sizes.rollout // sizes.group,
         rollout_completions=sizes.rollout,
         loss=loss,
         level=level,
@@ -829,12 +820,11 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         delta=None if is_rloo else command.maybe("delta"),
         aggregation=averages.get(form, "sequence"),
         kl_coef=beta,
-        kl_estimator=None if not beta else "k1" if is_rloo else "k3",
-        kl_place=None if not beta else "reward" if is_rloo else "loss",
+        kl_estimator="k1" if is_rloo else "k3",
+        kl_place="reward" if is_rloo else "loss",
         advantage="rloo" if is_rloo else "group_norm" if sums else "gdpo",
         advantage_scale=_SCALES.get(command.get("scale_rewards", "group")) if sums and not is_rloo else None,
         entropy_coef=0.0 if is_rloo else command.number("entropy_coef", 0.0),
-        importance_sampling=None if correction is None else str(correction),
         temperature=command.number("temperature", 1.0),
         top_p=command.number("top_p", 1.0),
         top_k=int(command.number("top_k", 0)) or -1,
@@ -842,7 +832,6 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
         prompt_length=room,
         response_length=response,
         infer_tp=command.count("vllm_tensor_parallel_size", 1),
-        rewards=rewards.names,
         objective=Objective(
             loss_type=loss_type,
             level="token" if is_rloo else None,

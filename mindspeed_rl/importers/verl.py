@@ -22,6 +22,7 @@ from mindspeed_rl.importers.options import (
     SourceProject,
     by,
     no_effect,
+    part,
     read_scalar,
     refused,
     to,
@@ -180,7 +181,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (
         r"reward_model\.reward_kwargs\.(?:max_resp_len|overlong_buffer_cfg\.\w+)",
-        with_others("overlong_buffer_*", OVERLONG, off=_NO_PENALTY),
+        part(OVERLONG, off=_NO_PENALTY),
     ),
     (r"ray_kwargs\.ray_init\.[\w.]+", no_effect("the command starts or finds the Ray cluster")),
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
@@ -576,6 +577,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     option = "engine.sequence_parallel" if supervised else f"{_ACTOR}megatron.sequence_parallel"
     splits = layout.engine == "megatron" and layout.tensor > 1 and command.flag(option, default=True)
     prediction, drafts = _read_prediction(run, command, model, layout)
+    reach = "does not reach" if prediction is not None and prediction.detaches else "reaches"
     betas = list_words(command.get(f"{prefix}betas")) if command.has(f"{prefix}betas") else []
     if betas and len(betas) != 2:
         raise ConfigError([f"{prefix}betas is {', '.join(betas)}, but must be two numbers"])
@@ -618,9 +620,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lr_decay_iters": "rollouts",
             "lr_warmup_iters": "rollouts",
             "lr_warmup_fraction": "rollouts",
-            "mtp_num_layers": note_prediction(adapts=lora is not None)
-            + f"; it {'does not reach' if prediction and prediction.detaches else 'reaches'} the head here, which verl leaves to "
-            "the release of Megatron",
+            "mtp_num_layers": f"{note_prediction(adapts=lora is not None)}; it {reach} the head here, which verl leaves to the "
+            "release of Megatron",
         },
         defaults=defaults,
     )
@@ -837,7 +838,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
     recipe = replace(
         shared,
         stage="ray_ppo" if has_critic else "ray_grpo",
-        rollout_prompts=batch.rollout,
         rollout_completions=batch.rollout * batch.group,
         step_samples=min(batch.mini, batch.trained) * batch.group,
         loss=loss.name,
@@ -854,7 +854,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        importance_sampling=None if correction is None else str(correction),
         temperature=command.number(f"{_ROLLOUT}temperature", 1.0),
         top_p=command.number(f"{_ROLLOUT}top_p", 1.0),
         top_k=int(command.number(f"{_ROLLOUT}top_k", -1)),
@@ -862,7 +861,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
         prompt_length=command.count("data.max_prompt_length", 512),
         response_length=response,
         infer_tp=tensor,
-        rewards=rewards.names,
         data=(data,),
         placement=Placement(
             actor=command.devices,

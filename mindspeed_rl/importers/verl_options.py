@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_rl.importers.options import Option, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import (
     ACTOR as MEGATRON,
 )
@@ -62,31 +62,26 @@ def _put(names: str, prefix: str) -> str:
     return " ".join(prefix + name for name in names.split())
 
 
-_SEQUENCES = with_others(
-    "sequence_parallel, with tensor parallelism",
-    "sequence_parallel",
-    off="without effect where the tensor parallel size is 1",
-)
-_ULYSSES = with_others("context_parallel_size", "context_parallel_size", off="read with FSDP alone")
+_SEQUENCES = part("sequence_parallel", off="without effect where the tensor parallel size is 1")
+_ULYSSES = part("context_parallel_size", off="read with FSDP alone")
 _ENGINE_NAME = with_others("the engine")
-_FUNCTION = with_others(
-    "your own function", "verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True
-)
-_REWARD_MODEL = with_others("a reward model", "reward_model", off="there is no reward model", by_nature=True)
-_DEDICATED = with_others(
-    "the rollout's own devices",
+_FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
+_REWARD_MODEL = part("reward_model", off="there is no reward model", by_nature=True)
+_DEDICATED = part(
     "trainer_mode rollout_resource.num_npus use_integrated_worker",
     off="training and rollout share their devices",
     by_nature=True,
+)
+_FILTERS = part(
+    "filter_groups_enable filter_groups_max_batches filter_groups_train_batch_size", off="no group is filtered", by_nature=True
 )
 _UNREAD = "the estimator does not read it"
 _NO_TEACHER = "it is off, or not read with these losses"
 
 
 def _packed(key: str) -> Option:
-    """Return the tokens of a micro-batch."""
-    formula = f"rl_config.{key}, times the context parallel size"
-    return with_others(formula, key, off="read with use_dynamic_bsz alone")
+    """Return the tokens of a micro-batch, times the context parallel size."""
+    return part(key, off="read with use_dynamic_bsz alone")
 
 
 def list_words(value: object) -> list[str]:
@@ -272,9 +267,7 @@ _STEP = {
 
 def _step(group: str = "") -> list[tuple[str, Option]]:
     """Return the records of a role's schedule and step; a group is in front of its keys."""
-    return [
-        (names, with_others("the schedule and the step", _put(keys, group), off=off)) for names, (keys, off) in _STEP.items()
-    ]
+    return [(names, part(_put(keys, group), off=off)) for names, (keys, off) in _STEP.items()]
 
 
 _OPTIMIZER: tuple[tuple[str, Option], ...] = (
@@ -323,7 +316,7 @@ PROFILER = (
     "profile stage profile_level profile_analysis profile_step_start profile_step_end profile_save_path profile_with_npu "
     "profile_with_cpu profile_with_memory profile_with_module profile_record_shapes profile_ranks"
 )
-TRACED = with_others("profiler_config.integrated, where the tool is npu and a role is enabled", _put(PROFILER, "integrated."))
+TRACED = part(_put(PROFILER, "integrated."))
 
 
 def _profiler(prefix: str, unknown: str = "") -> dict[str, Option]:
@@ -375,13 +368,13 @@ _LORA = (
 )
 _DRAFTS = "only drafts in a rollout, with enable and enable_rollout, read it"
 _UNTRAINED = "prediction layers train with enable, enable_train and Megatron alone; they are left out"
-_ADAPTERS = with_others("adapters", LORA, off="no adapters: all weights train", by_nature=True)
+_ADAPTERS = part(LORA, off="no adapters: all weights train", by_nature=True)
 #: records of a model's own options, under the actor and the supervised trainer
 _OWN_MODEL: tuple[tuple[str, Option], ...] = (
-    ("path", with_others("load and tokenizer_name_or_path", "load tokenizer_name_or_path")),
+    ("path", part("load tokenizer_name_or_path")),
     ("tokenizer_path", to(f"{MEGATRON}.tokenizer_name_or_path")),
     ("enable_gradient_checkpointing",
-     with_others("recomputation of whole layers, with FSDP", "recompute_granularity recompute_method recompute_num_layers")),
+     part("recompute_granularity recompute_method recompute_num_layers")),
     ("lora_rank lora_alpha lora.rank lora.alpha", _ADAPTERS),
     ("target_modules lora.target_modules", by(lambda run, option, value: _set_lora_targets(run, option, value),
                                               "lora_target_modules")),
@@ -398,7 +391,7 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("use_liger use_fused_kernels fused_kernel_options.impl_backend", _HF),
     (
         _put("enable_train enable detach_encoder mtp_loss_scaling_factor", "mtp."),
-        with_others("prediction layers that train", PREDICTION, off=_UNTRAINED),
+        part(PREDICTION, off=_UNTRAINED),
     ),
     (
         _put(
@@ -406,7 +399,7 @@ _MODEL: tuple[tuple[str, Option], ...] = (
             "speculative_num_draft_tokens",
             "mtp.",
         ),
-        with_others("drafts of prediction layers", "speculative_config", off=_DRAFTS),
+        part("speculative_config", off=_DRAFTS),
     ),
     ("lora.dropout", to(f"{MEGATRON}.lora_dropout")),
     ("lora.type", same("adapters are LoRA's", "lora")),
@@ -433,7 +426,7 @@ _SPLIT = _put(
 )
 
 _ROLLOUT: tuple[tuple[str, Option], ...] = (
-    ("n", with_others("rl_config.n_samples_per_prompt", "n_samples_per_prompt")),
+    ("n", part("n_samples_per_prompt")),
     ("temperature", to(f"{SAMPLING}.temperature", default=1.0)),
     ("top_p", to(f"{SAMPLING}.top_p", default=1.0)),
     ("top_k", to(f"{SAMPLING}.top_k", default=-1)),
@@ -452,7 +445,7 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("max_num_seqs", to(f"{GENERATE}.max_num_seqs", default=256)),
     (
         "tensor_model_parallel_size expert_parallel_size data_parallel_size",
-        with_others("the layout of the engine", "infer_tensor_parallel_size enable_expert_parallel infer_expert_parallel_size"),
+        part("infer_tensor_parallel_size enable_expert_parallel infer_expert_parallel_size"),
     ),
     (
         "nnodes n_gpus_per_node",
@@ -512,25 +505,25 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
 
 # ---------------------------------------------------------------------------------------------------------------- algorithm
 
-_KL = with_others("the KL", KL)
+_KL = part(KL)
 #: numbers of single losses
 _OF_LOSSES = "tau_pos tau_neg dro_beta clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
 _ACTOR: tuple[tuple[str, Option], ...] = (
     ("use_kl_loss kl_loss_coef kl_loss_type", _KL),
     (
         "clip_ratio_low clip_ratio_high clip_ratio_c clip_ratio",
-        with_others("clip range", CLIP, off="the loss does not clip", by_nature=True),
+        part(CLIP, off="the loss does not clip", by_nature=True),
     ),
     (
         "policy_loss.loss_mode loss_agg_mode loss_scale_factor tau_pos tau_neg policy_loss.dro_beta",
-        with_others("the loss", f"loss_type importance_sampling_level {_OF_LOSSES}"),
+        part(f"loss_type importance_sampling_level {_OF_LOSSES}"),
     ),
     ("entropy_coeff", to(f"{RL}.entropy_coeff", default=0)),
     ("ppo_epochs", to(f"{RL}.epochs", default=1)),
-    ("ppo_mini_batch_size", with_others("rl_config.mini_batch_size, in prompts", "mini_batch_size")),
+    ("ppo_mini_batch_size", part("mini_batch_size")),
     (
         "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
-        with_others("megatron_training.micro_batch_size", "micro_batch_size"),
+        part("micro_batch_size"),
     ),
     ("use_dynamic_bsz", to(f"{RL}.use_dynamic_bsz")),
     ("ppo_max_token_len_per_gpu", _packed("max_packing_token_size")),
@@ -539,18 +532,18 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("data_loader_seed", no_effect("rows are shuffled by the seed of the run")),
     ("strategy", _ENGINE_NAME),
     ("ulysses_sequence_parallel_size", _ULYSSES),
-    ("grad_clip", with_others("megatron_training.clip_grad", "clip_grad")),
+    ("grad_clip", part("clip_grad")),
     ("calculate_entropy rollout_n", no_effect("the entropy is always logged, and the group is rollout.n")),
     ("calculate_sum_pi_squared", no_effect("the estimator that needs it asks for it")),
     ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
     (
         "freeze_vision_tower",
-        with_others("freeze_vit and freeze_aligner", "freeze_vit freeze_aligner", off="the model reads no images"),
+        part("freeze_vit freeze_aligner", off="the model reads no images"),
     ),
     (f"{_ENTROPY} pad_to_length use_torch_compile use_fused_kernels use_remove_padding", _MEMORY),
     (
         _put("clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio ppo_kl_coef", "policy_loss."),
-        with_others("numbers of a loss", _OF_LOSSES, off="another policy loss reads it"),
+        part(_OF_LOSSES, off="another policy loss reads it"),
     ),
     (_QAT, _QUANTIZED),
     ("checkpoint.async_save", to(f"{MEGATRON}.async_save")),
@@ -574,10 +567,10 @@ _CRITIC: tuple[tuple[str, Option], ...] = (
         "ppo_mini_batch_size ppo_epochs loss_agg_mode loss_scale_factor strategy ulysses_sequence_parallel_size",
         with_others("as the actor's"),
     ),
-    ("grad_clip", with_others("critic_config.clip_grad", "critic_config.clip_grad")),
+    ("grad_clip", part("critic_config.clip_grad")),
     (
         "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
-        with_others("critic_config.micro_batch_size", "critic_config.micro_batch_size"),
+        part("critic_config.micro_batch_size"),
     ),
     (
         "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
@@ -592,9 +585,9 @@ _CRITIC: tuple[tuple[str, Option], ...] = (
 )
 
 _DATA: tuple[tuple[str, Option], ...] = (
-    ("train_files train_max_samples", with_others("megatron_training.data_path", "data_path")),
-    ("val_files", with_others("megatron_training.eval_data_path", "eval_data_path")),
-    ("train_batch_size gen_batch_size", with_others("prompts of a rollout", "global_batch_size")),
+    ("train_files train_max_samples", part("data_path")),
+    ("val_files", part("eval_data_path")),
+    ("train_batch_size gen_batch_size", part("global_batch_size")),
     ("max_prompt_length", to(f"{RL}.max_prompt_length", default=512)),
     ("max_response_length", to(f"{SAMPLING}.max_tokens", default=512)),
     ("prompt_key", to(f"{MEGATRON}.map_keys.prompt", default="prompt")),
@@ -635,9 +628,9 @@ _REWARD: tuple[tuple[str, Option], ...] = (
     ("reward_manager", with_others("the reward")),
 )
 _TRAINER: tuple[tuple[str, Option], ...] = (
-    ("total_training_steps", with_others("the length of the run", "train_iters")),
-    ("total_epochs", with_others("the length of the run", "train_epochs train_iters")),
-    ("n_gpus_per_node nnodes", with_others("devices over all nodes", "actor_resource.num_npus num_npus")),
+    ("total_training_steps", part("train_iters")),
+    ("total_epochs", part("train_epochs train_iters")),
+    ("n_gpus_per_node nnodes", part("actor_resource.num_npus num_npus")),
     ("save_freq", interval(f"{MEGATRON}.save_interval")),
     ("test_freq", interval(f"{MEGATRON}.eval_interval")),
     ("default_local_dir", to(f"{MEGATRON}.save")),
@@ -646,7 +639,7 @@ _TRAINER: tuple[tuple[str, Option], ...] = (
     ("logger", by(lambda run, option, value: _set_trackers(run, option, value), "rl_config.report_to")),
     ("max_actor_ckpt_to_keep max_ckpt_to_keep", to(f"{MEGATRON}.keep_last")),
     ("max_critic_ckpt_to_keep", no_effect("actor and critic are kept together")),
-    ("critic_warmup", with_others("rl_config.critic_warmup", "critic_warmup", off="there is no critic")),
+    ("critic_warmup", part("critic_warmup", off="there is no critic")),
     ("balance_batch", to(f"{RL}.use_dp_batch_balance", default=True)),
     ("resume_mode resume_from_path", no_effect("a run resumes from its `save` folder where `load` names it")),
     ("log_val_generations rollout_data_dir validation_data_dir", no_effect("rl_config.log_completions writes samples")),
@@ -779,21 +772,19 @@ def _build_global() -> dict[str, Option]:
     return {
         **_under("algorithm.", [
             ("use_kl_in_reward kl_penalty kl_ctrl.kl_coef", _KL),
-            ("adv_estimator", with_others("the estimator", "adv_estimator")),
-            ("norm_adv_by_std_in_grpo", with_others("the spread", "scale_rewards adv_epsilon", off=_UNREAD, by_nature=True)),
-            ("gamma", with_others("gamma", "gamma", off=_UNREAD, by_nature=True)),
-            ("lam", with_others("lam", "lam", off=_UNREAD, by_nature=True)),
+            ("adv_estimator", part("adv_estimator")),
+            ("norm_adv_by_std_in_grpo", part("scale_rewards adv_epsilon", off=_UNREAD, by_nature=True)),
+            ("gamma", part("gamma", off=_UNREAD, by_nature=True)),
+            ("lam", part("lam", off=_UNREAD, by_nature=True)),
             ("kl_ctrl.type", to(f"{RL}.kl_ctrl_type", default="fixed")),
             ("kl_ctrl.horizon", to(f"{RL}.kl_horizon", default=10000)),
             ("kl_ctrl.target_kl", to(f"{RL}.kl_target", default=0.1)),
-            ("filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches", with_others(
-                "filter_groups_*", _put("enable max_batches train_batch_size", "filter_groups_"), off="no group is filtered",
-                by_nature=True)),
+            ("filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches", _FILTERS),
             ("filter_groups.max_inflight_gen_batches", _MEMORY),
             ("use_pf_ppo", refused("PF-PPO")),
             ("pf_ppo.reweight_method pf_ppo.weight_pow", _BY_SWITCH),
             ("rollout_correction.rollout_is "
-             "rollout_correction.rollout_is_threshold", with_others("the correction", CORRECTION, off="no correction")),
+             "rollout_correction.rollout_is_threshold", part(CORRECTION, off="no correction")),
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
             ("rollout_correction.rollout_rs_threshold rollout_correction.loss_type", _BY_SWITCH),
             ("rollout_correction.bypass_mode", refused("old log-probs of the rollout engine (bypass_mode)")),
@@ -830,10 +821,10 @@ def _build_global() -> dict[str, Option]:
             ("url", refused("the sandbox of sandbox_fusion; the reward `code` has one of its own")),
             ("max_concurrent memory_limit_mb", _BY_SWITCH)]),
         **_under("distillation.", [
-            ("enabled", with_others("a teacher", "distillation.enabled")),
-            ("teacher_models.teacher_model.model_path", with_others("its model", "distillation.teacher_models")),
-            ("n_gpus_per_node nnodes", with_others("its devices", "teacher_resource.num_npus", off="the devices of the actor")),
-            *((f"distillation_loss.{name}", with_others(f"distillation.{name}", f"distillation.{name}", off=_NO_TEACHER))
+            ("enabled", part("distillation.enabled")),
+            ("teacher_models.teacher_model.model_path", part("distillation.teacher_models")),
+            ("n_gpus_per_node nnodes", part("teacher_resource.num_npus", off="the devices of the actor")),
+            *((f"distillation_loss.{name}", part(f"distillation.{name}", off=_NO_TEACHER))
               for name in "loss_mode use_policy_gradient use_task_rewards distillation_loss_coef topk loss_max_clamp "
               "log_prob_min_clamp".split()),
             ("teacher_key teacher_models.teacher_model.key teacher_models.teacher_model.num_replicas",
@@ -912,10 +903,10 @@ def _build_sft() -> dict[str, Option]:
         "checkpoint.load_contents": no_effect("a checkpoint is loaded whole; finetune: true reads weights alone"),
         "checkpoint.save_contents": _SAVED,
         **_under("data.", [
-            ("train_files train_max_samples", with_others("the data", "data_path")),
-            ("train_batch_size", with_others("the batch", "global_batch_size")),
-            ("micro_batch_size_per_gpu", with_others("micro_batch_size", "micro_batch_size")),
-            ("max_length", with_others("seq_length", "seq_length")),
+            ("train_files train_max_samples", part("data_path")),
+            ("train_batch_size", part("global_batch_size")),
+            ("micro_batch_size_per_gpu", part("micro_batch_size")),
+            ("max_length", part("seq_length")),
             ("truncation", with_others("long rows")),
             ("messages_key enable_thinking_default",
              with_others("preprocessing", off="an option of that preprocessing", by_nature=True)),
