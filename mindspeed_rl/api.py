@@ -27,13 +27,13 @@ import cloudpickle
 from mindspeed_rl import registry
 from mindspeed_rl.cli.explain import build_report
 from mindspeed_rl.cli.train import prepare_run
-from mindspeed_rl.config import Run as ResolvedRun
 from mindspeed_rl.config import RunConfig, build_run_config
-from mindspeed_rl.config.explain.plan_page import Report, render
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
+from mindspeed_rl.run import Run as ResolvedRun
+from mindspeed_rl.run.explain.plan_page import Report, render
 
 #: of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -161,7 +161,7 @@ def train(
             registry.load(f"mindspeed_rl.{target}", "train")
             for target in (
                 "trainers.launch:launch",
-                "trainers.resume:Recovery",
+                "run.resume:Recovery",
                 "trainers.termination:Terminated",
                 "planner.prediction:predict",
             )

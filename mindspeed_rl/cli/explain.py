@@ -12,15 +12,15 @@ from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser
 from mindspeed_rl.cli.train import prepare_environment, resolve_run
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain.effects import describe_learning_rate
-from mindspeed_rl.config.explain.key_reference import find_entries
-from mindspeed_rl.config.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.data.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.run.explain.effects import describe_learning_rate
+from mindspeed_rl.run.explain.key_reference import find_entries
+from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 
 
 def main(argv: list[str]) -> int:

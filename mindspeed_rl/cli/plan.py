@@ -13,7 +13,6 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
@@ -28,6 +27,7 @@ from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
 from mindspeed_rl.planner.text import FitReport, MemoryReport, TimeReport
+from mindspeed_rl.run.rules.validation import validate
 
 #: of an iteration in the simulation of modes; larger numbers give the same ratios
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8

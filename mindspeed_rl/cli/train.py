@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mindspeed_rl import registry
-from mindspeed_rl.cli.import_run import write_import
 from mindspeed_rl.cli.main import keep_without_reader
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
-from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
+from mindspeed_rl.importers.command import write_import
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
 
 
@@ -48,8 +50,8 @@ def main(argv: list[str]) -> int:
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         with prepare_run(cfg, arguments.nodes) as run:
             # these also import Ray
+            from mindspeed_rl.run.resume import Recovery
             from mindspeed_rl.trainers.launch import launch
-            from mindspeed_rl.trainers.resume import Recovery
             from mindspeed_rl.trainers.termination import Terminated
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
@@ -99,7 +101,7 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
         ValueError: the run file is wrong; all violations are named.
     """
     # these import torch and transformers, which read the environment
-    from mindspeed_rl.trainers.model_plans import fetch_models, with_model_configs
+    from mindspeed_rl.run.models import fetch_models, with_model_configs
 
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
     return resolve(cfg, num_nodes, platform=registry.load("mindspeed_rl.platform:resolve_name", "train")(cfg.platform))
@@ -109,7 +111,7 @@ def _print_resume(run: Run | None, launched_s: float) -> None:
     """Print how to resume a run that has ended early, if it was launched."""
     if run is not None:
         # by name, as in main: it imports torch
-        describe_resume = registry.load("mindspeed_rl.trainers.resume:describe_resume", "train")
+        describe_resume = registry.load("mindspeed_rl.run.resume:describe_resume", "train")
         print(describe_resume(run, launched_s), file=sys.stderr)
 
 

@@ -15,7 +15,8 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from mindspeed_rl import platform, registry
-from mindspeed_rl.config import MegatronConfig, Objective, RLConfig, RunConfig
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import MegatronConfig, RLConfig, RunConfig
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.shapes import plan_role
 from mindspeed_rl.planner.step_costs import LowerBound, compute_lower_bounds, encode_costs, format_costs

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run, RunConfig, resolve
-from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.config import RunConfig
 from mindspeed_rl.dumps.causes import (
     ActivationGap,
     Cause,
@@ -24,9 +23,12 @@ from mindspeed_rl.dumps.causes import (
     TrainerOutputs,
     WeightFinding,
 )
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.models import plan_models, with_model_configs
+from mindspeed_rl.run.phases import Phase, Phases
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
-from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 from mindspeed_rl.trainers.prompt_loader import load_prompts
 from mindspeed_rl.trainers.run_folder import make_paths_absolute
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group

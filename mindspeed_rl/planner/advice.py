@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 _MAX_SHOWN = 5
 _MAX_ROUNDS = 6

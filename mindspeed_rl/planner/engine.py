@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.config.device_limits import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import (
     TowerCosts,

@@ -16,13 +16,13 @@ from typing import Any
 
 from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 #: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")

@@ -1,6 +1,6 @@
 """Bytes of a device by owner and phase.
 
-The phases are those of `config/phases.py`, with the owners that are on the device in each: training state that the run file
+The phases are those of `run/phases.py`, with the owners that are on the device in each: training state that the run file
 offloads leaves before a weight sync and returns model by model; reference and critic are offloaded after their pass or update.
 
 Bytes of activations are a model, not a count. For each token of a layer backward needs (arXiv:2205.05198, without dropout and
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
-from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.costs import TowerCosts, cpu_cache_bytes, read_kv_bytes, read_weight_bytes
 from mindspeed_rl.models.model_config import ModelConfig
@@ -30,6 +29,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
+from mindspeed_rl.run.phases import Phases
 
 _MIB = 1 << 20
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config import RunConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
@@ -22,6 +22,7 @@ from mindspeed_rl.planner.devices import GIB, Device, find_device
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run import Run
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}

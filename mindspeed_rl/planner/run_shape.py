@@ -7,12 +7,12 @@ from fractions import Fraction
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Sizes
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.shapes import Elements, count_stage_elements, find_model_folder, plan_role
+from mindspeed_rl.run.batch_sizes import Sizes
+from mindspeed_rl.run.placement import Layout
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops, TowerCosts, read_kv_bytes
@@ -32,6 +31,7 @@ from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters
+from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config import MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.config import MegatronConfig, RLConfig
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.alerts import LiveAlerts
@@ -26,6 +25,8 @@ from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services

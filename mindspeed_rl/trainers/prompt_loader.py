@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
@@ -22,9 +22,11 @@ from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import BatchPlan
+from mindspeed_rl.run.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
-from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
 from mindspeed_rl.workers.responses import read_image_rules
 

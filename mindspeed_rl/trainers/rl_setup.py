@@ -17,14 +17,9 @@ from mindspeed_rl.checkpoint.model_source import (
     describe_fresh_head,
     lacks_score_head,
 )
-from mindspeed_rl.config import (
-    ConfigError,
-    Run,
-)
+from mindspeed_rl.config import ConfigError
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
-from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.phases import list_worker_columns
 from mindspeed_rl.data.images import describe_images, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
@@ -38,15 +33,18 @@ from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.columns import list_worker_columns
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
-from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
-from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import build_rollout
@@ -252,7 +250,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
 def _find_missing_isolation() -> str:
     """Return what the sandbox of the reward `code` lacks on this machine; empty where it is complete."""
     # in a separate process: the sandbox is only made by a process without threads
-    command = [sys.executable, "-m", "mindspeed_rl.rewards.sandbox"]
+    command = [sys.executable, "-m", "mindspeed_rl.isolation.sandbox"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     return ", ".join(result.stdout.split()) if result.returncode == 0 else f"unknown: {result.stderr.strip()[-200:]}"
 

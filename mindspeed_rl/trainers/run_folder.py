@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config import RunConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
 from mindspeed_rl.models.plan import RoleModel
@@ -23,6 +23,7 @@ from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.algorithms.kl import build_kl_controller
-from mindspeed_rl.config import Run
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.workers.update_plan import UpdatePlan
 

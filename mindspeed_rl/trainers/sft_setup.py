@@ -15,10 +15,9 @@ from mindspeed_rl.checkpoint.model_source import (
     lacks_score_head,
     load_tokenizer_of,
 )
-from mindspeed_rl.config import MegatronConfig, Run, RunConfig
+from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.indexed import (
@@ -34,10 +33,12 @@ from mindspeed_rl.data.indexed import (
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.runtime.reports import DataSummary
-from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.prompt_loader import resolve_length
-from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination

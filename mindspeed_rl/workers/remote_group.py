@@ -15,12 +15,13 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import (
     build_runtime_env,
     build_worker_environment,

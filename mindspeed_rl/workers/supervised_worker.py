@@ -18,13 +18,14 @@ from torch import Tensor
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.responses import read_image_rules

@@ -15,8 +15,10 @@ import yaml
 from megatron_release import GROUPED_EXPERTS
 from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP
 
-from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.resolve import resolve
 
 Keys = dict[str, Any]
 

@@ -15,9 +15,10 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.config import build_run_config, resolve  # noqa: E402
+from mindspeed_rl.config import build_run_config  # noqa: E402
 from mindspeed_rl.observability.metrics import Metrics  # noqa: E402
-from mindspeed_rl.trainers.model_plans import plan_models  # noqa: E402
+from mindspeed_rl.run.models import plan_models  # noqa: E402
+from mindspeed_rl.run.resolve import resolve  # noqa: E402
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker  # noqa: E402
 
 

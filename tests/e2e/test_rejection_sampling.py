@@ -11,7 +11,8 @@ from grpo_command import ONE_PROCESS, finished
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.run.resolve import resolve
 
 # the dataset imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -22,7 +23,7 @@ from mindspeed_rl.data.datasets import InstructionDataset  # noqa: E402  (Megatr
 
 @pytest.mark.slow
 def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None, task: Path, tmp_path: Path) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     keys = ["rl_config.save_rollouts_interval=1", "megatron_training.train_iters=2"]

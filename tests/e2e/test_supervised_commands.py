@@ -20,7 +20,8 @@ from shared_forks import shared
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
-from mindspeed_rl.config import RunConfig, load_run_config, resolve
+from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.cluster import _set_environment
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.fork_server import TRAINING, fork_server
@@ -73,7 +74,7 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
@@ -85,7 +86,7 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
 
 
 def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_process_world: None, work: Path) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")

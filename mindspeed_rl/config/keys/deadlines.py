@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.schema import Range, key
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
 
 #: a deadline that the run file does not set is at least this many times the longest wait so far
 _GROWTH = 5.0
@@ -106,14 +102,3 @@ class Deadlines:
             max_s: the longest time that it has taken so far.
         """
         return self.seconds[name] if name in self.fixed else max(self.seconds[name], _GROWTH * max_s)
-
-
-def resolve_deadlines(cfg: RunConfig) -> Deadlines:
-    """Return the deadlines of the run file, over the defaults and over the two older keys with the same meaning."""
-    rl, generate = cfg.rl_config, cfg.generate_config
-    keys = DeadlineKeys() if rl is None else rl.deadlines
-    set_s = {item.name: value for item in fields(keys) if (value := getattr(keys, item.name)) is not None}
-    older = {} if rl is None else {"rows": rl.wait_timeout_s}
-    if generate is not None:
-        older["server"] = generate.vllm_server_timeout
-    return Deadlines({**DEFAULTS, **older, **set_s}, frozenset(older) | frozenset(set_s))

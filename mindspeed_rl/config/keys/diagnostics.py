@@ -7,9 +7,18 @@ from typing import Literal
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.schema import Range, key
-from mindspeed_rl.config.phases import PROFILED_STAGES
 
-PROFILER_STAGES = ("all", *PROFILED_STAGES, "actor_image_embeds")
+#: values of `stage`: those between the first and the last are the `profiler_stage` of a phase
+PROFILER_STAGES = (
+    "all",
+    "actor_generate",
+    "actor_compute_log_prob",
+    "actor_update",
+    "reference_compute_log_prob",
+    "critic_compute_values",
+    "critic_update",
+    "actor_image_embeds",
+)
 
 # fmt: off
 

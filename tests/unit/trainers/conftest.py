@@ -12,8 +12,9 @@ from supervised_samples import EOS, NETWORK, PAD, text
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mindspeed_rl.config import build_run_config, resolve
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models, with_model_configs
+from mindspeed_rl.run.models import list_source_checks, plan_models, with_model_configs
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.validation import unavailable
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
