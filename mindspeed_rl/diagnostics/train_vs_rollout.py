@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,8 +61,7 @@ def compare_run(
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
     cfg = with_model_configs(cfg)
-    run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform))
-    run = replace(run, folder=folder)
+    run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform), folder=folder)
     if run.placement.disaggregated:
         raise ValueError(
             "diff builds the rollout engine beside the trainer, as run files without servers do: add the overrides "
