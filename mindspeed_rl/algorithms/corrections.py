@@ -93,9 +93,9 @@ def measure_mismatch(difference: Tensor) -> dict[str, TokenValues]:
 def find_on_policy_sequences(inputs: PolicyInputs, delta: float) -> Tensor:
     """Return True for sequences that keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
 
-    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The sampler is
-    the inference engine, or the old policy where the engine's log-probs are missing. The advantage of a sequence is its mean
-    over the tokens that train. Denominators keep the dropped tokens.
+    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The sampler
+    is the inference engine, or the old policy where the engine's log-probs are missing. The advantage of a sequence is its
+    mean over the tokens that train. Denominators keep the dropped tokens.
     """
     sampler = inputs.old_log_probs if inputs.rollout_log_probs is None else inputs.rollout_log_probs
     drift = row_mean(sampler - inputs.log_probs.detach(), inputs.mask)
