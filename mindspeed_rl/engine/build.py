@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,6 +18,7 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.lora import adapt_spec, adapt_tower, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -32,23 +32,6 @@ from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recom
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
 from mindspeed_rl.models.plan import ModelPlan
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """Model chunks of this rank (one, or one for each virtual stage), their plan and their config.
-
-    Attributes:
-        chunks: modules as the schedule runs them (Float16Module and DDP wrapped around).
-        ddp_chunks: the same modules where they train; empty where they do not.
-        models: the unwrapped models inside, in the same order.
-    """
-
-    plan: ModelPlan
-    transformer_config: TransformerConfig
-    chunks: list[MegatronModule]
-    ddp_chunks: list[DistributedDataParallel]
-    models: list[GPTModel]
 
 
 def batch_shape(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,8 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
+from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.sequence_layout import PredictionTargets
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.batching import MicroBatch
-
 
 #: name of the decoder layer inside: `transformer_layer` in megatron-core 0.16, `mtp_model_layer` in later releases
 _INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules) if field.name.endswith("_layer"))

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.dumps.record import Cut, Sink
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 

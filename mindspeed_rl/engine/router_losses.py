@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,8 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.models.plan import RouterBalancing
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.build import BuiltModel
 
 _T = TypeVar("_T")
 

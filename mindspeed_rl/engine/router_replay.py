@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch, Rows
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.sequence_layout import expand_ranges
 
 

@@ -25,7 +25,7 @@ import contextlib
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,13 +44,11 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
 from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.router_losses import ArmedPasses
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 from mindspeed_rl.models.builder import LatestIndex
 from mindspeed_rl.models.model_config import SparseAttention
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.build import BuiltModel
 
 #: elements of a matrix of scores, of all heads, that exists at a time
 _SCORES = 1 << 25

@@ -34,7 +34,7 @@ from mindspeed_rl.engine.batching import (
     round_up,
     split_rows,
 )
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, compute_squared_norms, step_with_norm

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import Tensor, nn
 
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora_layers import AdaptedModule
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.weights import TensorSource, WeightOp

@@ -29,7 +29,8 @@ from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.config import RLConfig, Run
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
-from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
+from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import (
     CheckpointSaver,
     choose_checkpoint,
