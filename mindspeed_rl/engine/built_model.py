@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,3 +28,7 @@ class BuiltModel:
     chunks: list[MegatronModule]
     ddp_chunks: list[DistributedDataParallel]
     models: list[GPTModel]
+
+    def gradient_buffers(self) -> list[_ParamAndGradBuffer]:
+        """Return Megatron's flat gradient buffers; none of a model that does not train."""
+        return [buffer for chunk in self.ddp_chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]

@@ -365,8 +365,7 @@ def _build_sharded_state(
         copies = getattr(model, "mtp_process", False) and not model.pre_process
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
-        if engine.float32_weights is not None:
-            engine.float32_weights.substitute(model, weights)
+        engine.stored_weights.substitute(model, weights)
         if subset != "all":
             # a score head is trained in a LoRA run, and belongs to a base model too
             weights = {
@@ -568,8 +567,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
             _add_zero_head(model, state[f"model{index}"])
         model.load_state_dict(state[f"model{index}"], strict=subset == "all")
-        if engine.float32_weights is not None:
-            engine.float32_weights.load_state(model, state[f"model{index}"])
+        engine.stored_weights.load_state(model, state[f"model{index}"])
     if with_optimizer:
         assert optimizer is not None
         engine.num_updates = record.get("num_updates", record["scheduler"]["num_steps"])

@@ -57,11 +57,11 @@ class ModelProbe:
     def recording(self) -> Iterator[ModelProbe]:
         """Record passes of the engine in the block."""
         handles = list(self._hooks()) if self._modules else []
-        self._engine.on_gradients = self._end_update
+        self._engine.on_gradients.append(self._end_update)
         try:
             yield self
         finally:
-            self._engine.on_gradients = None
+            self._engine.on_gradients.remove(self._end_update)
             for handle in handles:
                 handle.remove()
 
@@ -185,7 +185,7 @@ def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | No
 
 def _gather_gradients(engine: TrainEngine) -> None:
     """Gather full gradients on every rank; a distributed optimizer sums each shard only on the rank that steps it."""
-    for buffer in engine.gradient_buffers():
+    for buffer in engine.model.gradient_buffers():
         if not buffer.ddp_config.use_distributed_optimizer:
             continue
         group = buffer.data_parallel_group
