@@ -13,7 +13,6 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -21,10 +20,8 @@ from torch import Tensor
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.part import EnginePart
-from mindspeed_rl.engine.sequence_layout import PaddedLayout
-from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
+from mindspeed_rl.engine.vision import DecoderInputs
 from mindspeed_rl.engine.vocab import VocabHead
-from mindspeed_rl.models.model_config import VisionConfig
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
@@ -83,13 +80,11 @@ class _ResponseAligned(GPTModel):
     """Megatron's model with images among its tokens, and per-token results where the loss expects them.
 
     Attributes:
-        vision: of a model that sees images; None for others.
-        encoder: its tower, on the first stage.
+        inputs: what the decoder reads; `build.build_model` gives a model that sees images another one.
     """
 
     config: TransformerConfig
-    vision: VisionConfig | None = None
-    encoder: VisionEncoder | None = None
+    inputs: DecoderInputs = DecoderInputs()
 
     def forward(
         self,
@@ -103,37 +98,16 @@ class _ResponseAligned(GPTModel):
         **named: Any,
     ) -> Any:
         """Run GPTModel, with the features of images in place of their tokens' embeddings."""
-        if self.vision is not None and position_ids.dim() == 2:
-            position_ids = position_ids.expand(3, *position_ids.shape)
-        if self.encoder is not None:
-            images = labels.micro_batch.images if isinstance(labels, HeadRequest) else None
-            embeddings = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            decoder_input, added = self.encoder.embed(embeddings, images)
-            if self.config.sequence_parallel:
-                group = self.pg_collection.tp
-                decoder_input = scatter_to_sequence_parallel_region(decoder_input, group=group)
-                if added is not None:
-                    length = decoder_input.size(0) * decoder_input.size(1)
-                    # a rank adds its slice, and the tower of each needs the gradients of all
-                    added.levels = [copy_to_tensor_model_parallel_region(level, group=group) for level in added.levels]
-                    added.select_slice(group.rank() * length, length)
-            if added is not None:
-                packed_seq_params = PaddedLayout() if packed_seq_params is None else packed_seq_params
-                decoder_input = AttachFeatures.apply(added, decoder_input, *added.levels)
-            if packed_seq_params is not None:
-                packed_seq_params.added = added
-        output = super().forward(
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input,
-            labels,
-            *args,
-            packed_seq_params=packed_seq_params,
-            **named,
+        images = labels.micro_batch.images if isinstance(labels, HeadRequest) else None
+        # Megatron declares the second and the third as if they were never None
+        prepared: tuple[Tensor, Any, Any] = self.inputs.prepare(
+            self, input_ids, position_ids, decoder_input, packed_seq_params, images
         )
-        if self.encoder is not None and packed_seq_params is not None and not torch.is_grad_enabled():
-            packed_seq_params.added = None  # no layer is computed again
+        position_ids, decoder_input, layout = prepared
+        output = super().forward(
+            input_ids, position_ids, attention_mask, decoder_input, labels, *args, packed_seq_params=layout, **named
+        )
+        self.inputs.release(layout)
         return output
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
