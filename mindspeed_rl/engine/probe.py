@@ -20,7 +20,7 @@ from mindspeed_rl.dumps.record import Cut, Sink
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
+from mindspeed_rl.engine.weights import LocalWeight, list_model_ops
 
 _Result = TypeVar("_Result")
 _Batch = TypeVar("_Batch")
@@ -176,7 +176,7 @@ def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | No
     parts of the same tensors. Gradients are those of the full batch, before clipping. Collective over the training world.
     """
     _gather_gradients(engine)
-    for weight in list_local_weights(engine.model):
+    for weight in engine.weights():
         gradient = getattr(weight.parameter, "main_grad", None)
         if gradient is not None:
             yield from _to_hf(weight, gradient)

@@ -6,14 +6,15 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -36,12 +37,20 @@ from mindspeed_rl.engine.batching import (
 )
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.lora import is_trained
 from mindspeed_rl.engine.offload import Offloader
-from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, compute_squared_norms, step_with_norm
+from mindspeed_rl.engine.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    compute_squared_norms,
+    load_optimizer_state,
+    shard_optimizer_state,
+    step_with_norm,
+)
 from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.parts import build_parts
 from mindspeed_rl.engine.policy_model import HeadRequest
-from mindspeed_rl.engine.weights import StoredWeights
+from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights
 from mindspeed_rl.observability.metrics import Metrics, merge
 
 _log = logging.getLogger(__name__)
@@ -82,6 +91,9 @@ class StepResult:
 
 class TrainEngine:
     """A model and, when it trains, its optimizer and schedule.
+
+    Another engine has the same interface: `forward`, `measure` and `train_step` compute rows; `weights` are what is exported;
+    `state`, `load_weights` and `load_optimizer` are what a checkpoint has; `offloader` moves all of it off the device.
 
     All methods are collective over the training world unless their docstring excludes it.
 
@@ -405,6 +417,61 @@ class TrainEngine:
         raise NonFiniteError(  # squares overflow before their roots do
             f"the norm of the gradient is not finite ({norm}) though loss and gradient are; no weight was changed"
         )
+
+    # ------------------------------------------------------------------ weights and state
+
+    def weights(self) -> list[LocalWeight]:
+        """Return the weights of this rank under their HF names, in forward order. Not collective."""
+        return list_local_weights(self.model)
+
+    def state(
+        self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
+    ) -> ShardedStateDict:
+        """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
+        state: ShardedStateDict = {}
+        for index, model in enumerate(self.model.models):
+            # a stage with prediction layers and a copy of the embedding reads the group from it
+            copies = model.mtp_process and not model.pre_process
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
+            self.stored_weights.substitute(model, weights)
+            if subset != "all":
+                # a score head is trained in a LoRA run, and belongs to a base model too
+                weights = {
+                    name: value
+                    for name, value in weights.items()
+                    if (is_trained(name) if subset == "adapters" else ".lora_" not in name)
+                }
+            state[f"model{index}"] = weights
+        if with_optimizer and self.optimizer is not None:
+            weights = state if len(self.model.models) > 1 else {"model": state["model0"]}
+            state["optimizer"] = shard_optimizer_state(self.optimizer, weights, is_loading=is_loading)
+        return state
+
+    def load_weights(self, state: ShardedStateDict, *, strict: bool) -> None:
+        """Take the weights of a loaded `state`.
+
+        Args:
+            strict: the state has every weight.
+        """
+        for index, model in enumerate(self.model.models):
+            model.load_state_dict(state[f"model{index}"], strict=strict)
+            self.stored_weights.load_state(model, state[f"model{index}"])
+
+    def load_optimizer(self, state: ShardedStateDict, record: Mapping[str, Any]) -> None:
+        """Take the optimizer's state of a loaded `state`, and move the schedule, whose shape stays that of this run.
+
+        Args:
+            record: of the checkpoint; its schedule is counted in iterations, of which each may have other steps now.
+        """
+        optimizer, scheduler, saved = self.optimizer, self.scheduler, record["scheduler"]["num_steps"]
+        assert optimizer is not None and scheduler is not None  # start_training came first
+        self.num_updates = record.get("num_updates", saved)
+        load_optimizer_state(optimizer, state["optimizer"], num_steps=self.num_updates)
+        per_iteration = record.get("steps_per_iteration", self.steps_per_iteration)
+        scheduler.num_steps = round(saved * self.steps_per_iteration / per_iteration)
+        # sets the learning rate of the restored position
+        scheduler.step(increment=0)
 
     # ------------------------------------------------------------------ shared
 

@@ -65,9 +65,8 @@ class _ModelWorker(DeviceWorker):
         """Compute the phase's columns for this replica's rows; waits for rows that are not ready.
 
         Args:
-            outputs: the columns; None for log-probs and entropies, or values.
+            outputs: the columns; None for those that a loss gets.
         """
-        outputs = outputs or HeadOutputs()
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows)
@@ -76,7 +75,7 @@ class _ModelWorker(DeviceWorker):
                 if routing is None:
                     output = role.engine.forward(fetched, batching, outputs)
                 else:
-                    output = routing.forward(role.engine, fetched, batching, outputs, rows)
+                    output = routing.forward(role.engine, fetched, batching, rows, outputs)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
         if not role.trains:
             self._release(role)

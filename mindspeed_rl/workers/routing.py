@@ -40,7 +40,12 @@ class RolloutRouting:
         self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
     def forward(
-        self, engine: TrainEngine, rows: Rows, batching: MicroBatching, outputs: HeadOutputs, indexes: Sequence[int]
+        self,
+        engine: TrainEngine,
+        rows: Rows,
+        batching: MicroBatching,
+        indexes: Sequence[int],
+        outputs: HeadOutputs | None = None,
     ) -> _Output:
         """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
         return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching, outputs)
@@ -73,7 +78,12 @@ class _RecordedRouting(RolloutRouting):
     """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
 
     def forward(
-        self, engine: TrainEngine, rows: Rows, batching: MicroBatching, outputs: HeadOutputs, indexes: Sequence[int]
+        self,
+        engine: TrainEngine,
+        rows: Rows,
+        batching: MicroBatching,
+        indexes: Sequence[int],
+        outputs: HeadOutputs | None = None,
     ) -> _Output:
         with self._layers.recording() as recording:
             output = engine.forward(rows, batching, outputs)

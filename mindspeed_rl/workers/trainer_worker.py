@@ -22,7 +22,7 @@ from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
-from mindspeed_rl.engine.head_outputs import HeadOutputs, SquaredProbs, TeacherDivergence
+from mindspeed_rl.engine.head_outputs import SquaredProbs, TeacherDivergence
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
@@ -138,7 +138,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
         objective = self.run.objective
         has_squares = objective is not None and "squared_probs" in objective.needs
-        outputs = SquaredProbs() if has_squares else HeadOutputs()
+        outputs = SquaredProbs() if has_squares else None
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
             self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, outputs, self.routing)
         if self.routing is not None:

@@ -12,7 +12,6 @@ from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, p
 from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.workers.replica import Replica
@@ -135,7 +134,7 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
         rows, numbers = all_rows(), list(range(8))
         plane = LocalPlane(8, [ROUTED_LENGTHS, name_routed_column(0)])
         routing = _RecordedRouting(engine, Replica(plane, 10.0, by_stage=True))  # pyrefly: ignore[bad-argument-type]
-        routing.forward(engine, rows, setting.batching, HeadOutputs(), numbers)
+        routing.forward(engine, rows, setting.batching, numbers)
         order = [5, 2, 7, 0, 1, 3, 6, 4]
         chosen = rows.select(order)
         told = routing.for_update(replace(chosen, columns={"row": [torch.tensor(number) for number in order]}))
