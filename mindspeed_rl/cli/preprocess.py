@@ -20,7 +20,8 @@ from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
-from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
+from mindspeed_rl.data.preprocess import run, show
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize
 from mindspeed_rl.observability.logging import clean_text
 

@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.build import BuiltModel, build_model
+from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights

@@ -16,8 +16,6 @@ from mindspeed_rl.models.vision import PROJECTORS, TOWER
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
 _MAX_DERIVED_BYTES = 8 << 30
-#: tokens of a chunk of linear attention (engine/sequence_layout.py)
-_LINEAR_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,11 @@ class ModelFlops:
         weights += model_config.mtp_num_layers * model_config.hidden_size * model_config.vocab_size
         if (linear := model_config.linear_attention) is not None:
             attended -= len(linear.layers)
-            # products with the state: what is read, written and put out; then those inside a chunk
-            state = 3 * linear.key_head_dim * linear.value_head_dim
-            inside = _LINEAR_CHUNK * (linear.key_head_dim + linear.value_head_dim)
-            weights += len(linear.layers) * linear.num_value_heads * (state + inside)
+            weights += len(linear.layers) * linear.products_per_token
         attention = attended * model_config.num_attention_heads * head
         if (sparse := model_config.sparse_attention) is not None:
-            # full attention, of which a mask leaves some tokens; and one product of the indexer instead of two
-            attention += attended * sparse.n_heads * sparse.head_dim / 2
+            # full attention, of which a mask leaves some tokens, and the indexer
+            attention += attended * sparse.products_per_pair
         return cls(2.0 * weights, 2.0 * attention)
 
     def training(self, lengths: Iterable[int]) -> float:
@@ -144,7 +139,7 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
         assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
         values = model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim)
         if (sparse := model_config.sparse_attention) is not None:
-            values += (model_config.num_layers - len(sparse.shared_layers)) * sparse.head_dim
+            values += sparse.count_cached(model_config.num_layers)
         return values * itemsize
     heads, layers = -(-model_config.num_query_groups // tensor), model_config.num_layers
     if model_config.linear_attention is not None:
@@ -153,15 +148,8 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
 
 
 def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tensor: int = 1) -> int:
-    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets.
-
-    A state is in float32; next to it are the last tokens that the convolution sees.
-    """
-    if linear is None:
-        return 0
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4
-    window = linear.num_key_heads * sum(linear.convolved) * (linear.conv_kernel_dim - 1) * itemsize
-    return len(linear.layers) * (state + window) // tensor
+    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets."""
+    return 0 if linear is None else linear.count_state_bytes(itemsize, tensor)
 
 
 def read_kv_bytes(folder: str | Path, itemsize: int) -> int:

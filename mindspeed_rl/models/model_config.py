@@ -33,6 +33,10 @@ class RopeScaling:
     truncate: bool = True
 
 
+#: tokens that a gated delta net computes together (engine/gated_delta.py)
+LINEAR_CHUNK = 64
+
+
 @dataclass(frozen=True)
 class LinearAttention:
     """Gated delta nets of a hybrid model; the names are Megatron's, after `linear_`.
@@ -64,6 +68,32 @@ class LinearAttention:
         ratio = self.num_value_heads // self.num_key_heads
         return *self.convolved, ratio * self.value_head_dim, ratio, ratio
 
+    @property
+    def products_per_token(self) -> int:
+        """Multiplications of a token in a layer: its state is read, written and put out, then those inside a chunk."""
+        state = 3 * self.key_head_dim * self.value_head_dim
+        inside = LINEAR_CHUNK * (self.key_head_dim + self.value_head_dim)
+        return self.num_value_heads * (state + inside)
+
+    def count_saved(self, itemsize: int) -> float:
+        """Count the numbers of `itemsize` bytes that backward needs of a token in a layer.
+
+        Input of the convolution, output, gate and gated output; in float32 query and key before and after their norms, values,
+        output and its norm, and the inverse of each chunk (engine/gated_delta.py).
+        """
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+        wide = 4 * keys + 3 * values + LINEAR_CHUNK * self.num_value_heads
+        return self.num_key_heads * sum(self.convolved) + 3 * values + 4 / itemsize * wide
+
+    def count_state_bytes(self, itemsize: int, tensor: int = 1) -> int:
+        """Count the bytes of the states of a sequence of any length on one of `tensor` ranks.
+
+        A state is in float32; next to it are the last tokens that the convolution sees.
+        """
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim * 4
+        window = self.num_key_heads * sum(self.convolved) * (self.conv_kernel_dim - 1) * itemsize
+        return len(self.layers) * (state + window) // tensor
+
 
 @dataclass(frozen=True)
 class SparseAttention:
@@ -81,6 +111,19 @@ class SparseAttention:
     topk: int
     interleaved: bool = False
     shared_layers: tuple[int, ...] = ()
+
+    @property
+    def products_per_pair(self) -> float:
+        """Multiplications for two tokens in a layer; one product, where attention has the two that `ModelFlops` counts."""
+        return self.n_heads * self.head_dim / 2
+
+    def count_saved(self, itemsize: int) -> float:
+        """Count the numbers of `itemsize` bytes that backward needs of a token: queries, keys, and float32 weights."""
+        return (self.n_heads + 1) * self.head_dim + 4 / itemsize * self.n_heads
+
+    def count_cached(self, num_layers: int) -> int:
+        """Count the cached numbers of a token, the key of each indexer."""
+        return (num_layers - len(self.shared_layers)) * self.head_dim
 
 
 @dataclass(frozen=True)

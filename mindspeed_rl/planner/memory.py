@@ -453,8 +453,8 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     heads, width = model_config.num_attention_heads, model_config.kv_channels
     index = 0.0
     if (sparse := model_config.sparse_attention) is not None:
-        # queries and keys, and float32 weights of the heads; each context-parallel rank has those of all tokens
-        index = config.context_parallel_size * ((sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads)
+        # each context-parallel rank has those of all tokens
+        index = config.context_parallel_size * sparse.count_saved(itemsize)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
@@ -462,11 +462,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
         if layer not in model_config.layers_without_indexer:
             attention += index
     elif linear is not None and layer in linear.layers:
-        keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
-        # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,
-        # values, output and its norm, and the inverse of each chunk (engine/gated_delta.py)
-        wide = 4 * keys + 3 * values + 64 * linear.num_value_heads
-        attention = (linear.num_key_heads * sum(linear.convolved) + 3 * values + 4 / itemsize * wide) / tp
+        attention = linear.count_saved(itemsize) / tp
     else:
         attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
         if model_config.attention_output_gate:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mindspeed_rl.checkpoint.jobs import same_bits
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import Adapter, LoraSettings
 from mindspeed_rl.models.weights import MemorySource, WeightOp

@@ -21,8 +21,9 @@ from mindspeed_rl import platform
 from mindspeed_rl.platform.rendezvous import meet, open_store, reach
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer_plan import RanksBySlice
 
 #: parts of the time limit for the way to the trainers, and for the wait for all members: the driver's limit is the whole

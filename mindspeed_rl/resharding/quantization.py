@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,7 @@ from torch import Tensor
 
 from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
 from mindspeed_rl.resharding.layouts import Slice, relative_index
-
-if TYPE_CHECKING:  # it imports this module
-    from mindspeed_rl.resharding.push import TrainedWeights
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 #: largest quantized element; -128 is unused, so that the range is symmetric
 _MAX = 127

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
@@ -25,7 +25,7 @@ from mindspeed_rl.resharding.layouts import (
     shard_slices,
     training_slices,
 )
-from mindspeed_rl.resharding.push import TrainedWeights
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer_plan import Plan, TensorInfo, plan_transfer
 
 

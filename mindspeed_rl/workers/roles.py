@@ -29,7 +29,8 @@ from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
-from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
+from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import (
     CheckpointSaver,
     choose_checkpoint,
@@ -175,8 +176,8 @@ class Role:
             # before the checkpoint: its optimizer state needs an optimizer that takes it
             self.engine.start_training(steps_per_iteration)
         if source.kind == "training":
-            if self._moves_slowly and self.engine.float32_weights is None:
-                self.engine.float32_weights = Float32Weights(self.model)
+            if self._moves_slowly:
+                self.engine.stored_weights = Float32Weights(self.model)
             loaded = load_checkpoint(self.engine, source.weights, iteration)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
@@ -221,7 +222,7 @@ class Role:
         if adapter is not None and settings is not None:
             load_peft(self.model, settings, adapter)
         if self._moves_slowly:
-            self.engine.float32_weights = Float32Weights(self.model)
+            self.engine.stored_weights = Float32Weights(self.model)
 
     def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest).
@@ -391,5 +392,5 @@ def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: Pas
     scoring = ProcessScoring(config, tokenizer, run.rl.process_reward_aggregation) if config.reward_tokens else OutcomeScoring()
     # its outputs were not sampled with the actor's temperature
     role = build_role(run, "reward", replace(shared, temperature=1.0))
-    role.engine.choices = scoring.choices
+    role.engine.outputs = scoring.outputs
     return role, scoring

@@ -88,7 +88,7 @@ class SupervisedWorker(DeviceWorker):
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
         self.role = Role("megatron_training", self.run.models["actor"], passes, steps_per_iteration=1)
-        self.role.engine.choices, self.role.engine.divergence = self.stage.choices, self.stage.divergence
+        self.role.engine.outputs = self.stage.outputs
         self.reference: Role | None = None
         if "ref" in self.run.models:
             self.reference = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
