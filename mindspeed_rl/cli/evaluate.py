@@ -30,6 +30,7 @@ from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.files import write_file
 from mindspeed_rl.inference.batch_generation import write_jsonl
+from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     PreparedTask,
@@ -45,7 +46,6 @@ from mindspeed_rl.rewards.static_check import check_reward_functions
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.agent_engine import AgentEngine
-    from mindspeed_rl.inference.engine_interface import Engine
     from mindspeed_rl.inference.session import Session
 
 _DESCRIPTION = (

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.models.layout import Layout
-
-if TYPE_CHECKING:  # plans are made without torch
-    from mindspeed_rl.models.weights import Split, WeightOp
-
+from mindspeed_rl.models.weights import Split, WeightOp
 
 #: (first, past the last) along each dimension of a tensor
 Slice = tuple[tuple[int, int], ...]

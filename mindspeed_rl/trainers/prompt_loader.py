@@ -23,6 +23,7 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings,
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
@@ -31,7 +32,6 @@ from mindspeed_rl.workers.responses import read_image_rules
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.trainers.advantages import TrainBatch
 
 
 class PromptLoader:

@@ -23,6 +23,7 @@ from mindspeed_rl.config import Run
 from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
@@ -39,7 +40,6 @@ from mindspeed_rl.workers.update_plan import UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.models.plan import ModelSource
 
 _Result = TypeVar("_Result")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.images import IMAGES, make_data_url, read_references
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
@@ -17,10 +16,8 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import AgentProgram
 from mindspeed_rl.tools.endpoint import RecordingEndpoint
 from mindspeed_rl.tools.environments import EnvironmentSpec
+from mindspeed_rl.tools.toolbox import Tools
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
 
 _EPISODE_LIMIT_S = 1800.0
 

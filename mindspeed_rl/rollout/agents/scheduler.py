@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.data.turns import ChatMessage
@@ -21,9 +21,7 @@ from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
+from mindspeed_rl.tools.toolbox import Tools
 
 _T = TypeVar("_T")
 

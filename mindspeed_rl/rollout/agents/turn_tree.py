@@ -17,12 +17,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.images import check_images
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.agents.conversation import strip_end
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
@@ -30,9 +30,6 @@ from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
 from mindspeed_rl.tools.request_forms import ChatReply, TurnRequest, write_message
-
-if TYPE_CHECKING:
-    from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 
 
 @dataclass(frozen=True)
