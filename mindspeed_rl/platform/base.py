@@ -191,7 +191,7 @@ class Platform(ABC):
         return SideStream(None if self.name == "cpu" else self.name)
 
     def empty_cache(self) -> None:
-        """Return cached device memory to the system."""
+        """Release cached device memory to the system."""
         self.device_module.empty_cache()
 
     def memory_stats(self) -> MemoryStats:
