@@ -79,8 +79,8 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sums over the last dimension of [..., n]; zeros appended to it change none of them.
 
     Args:
-        group: of ranks that have equal parts of the dimension, multiples of 16; its first rank returns the sums over all
-            parts, the others return 0.
+        group: process group of the ranks that have equal parts of the dimension, multiples of 16; its first rank returns the
+            sums over all parts, the others return 0.
     """
     sums = functional.pad(x, (0, -x.size(-1) % _GROUP)).unflatten(-1, (-1, _GROUP)).sum(-1)
     ranks = 1 if group is None else group.size()

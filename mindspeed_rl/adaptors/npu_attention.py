@@ -226,7 +226,7 @@ def _merge(whole: Sequence[Tensor], block: Sequence[Tensor], ends: Sequence[int]
 
     Args:
         whole, block: float32 [t, n, d] outputs with [t, n] log-sums, or with the kernel's maxima and sums, each [t, n, 8].
-        ends: of the sequences in t.
+        ends: positions in t at which the sequences end.
     """
     if _fuses_update:
         import torch_npu

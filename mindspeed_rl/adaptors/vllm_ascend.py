@@ -172,7 +172,7 @@ class VllmAscendHooks(EngineHooks):
         """Create the hooks of one engine.
 
         Args:
-            release: of vllm-ascend; None is the installed one.
+            release: release of vllm-ascend; None is the installed one.
         """
         self._release = release
         self._in_checkpoint_layout = False

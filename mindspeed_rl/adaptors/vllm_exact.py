@@ -96,7 +96,7 @@ def apply(slices: int) -> None:
     """Patch vLLM in this process, after its other adaptors and before an engine is built. Imports vLLM; idempotent.
 
     Args:
-        slices: of a sum over tensor-parallel ranks; the larger number of ranks of both sides.
+        slices: number of slices of a sum over tensor-parallel ranks: the larger number of ranks of both sides.
 
     Raises:
         RuntimeError: products of this processor depend on the number of rows, or on the layout of the matrix.
