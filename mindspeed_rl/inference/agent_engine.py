@@ -35,7 +35,7 @@ class AgentSettings:
         agent_loop: a name or module:Class; None: by the other flags.
         tool_parser: see `tools.parsers`.
         multi_turn_scheduler, environment: module:Class, of the loops of these names.
-        max_turns: of the model; None: as many as fit.
+        max_turns: largest number of turns of the model; None: as many as fit.
     """
 
     tools: str | None
@@ -68,9 +68,9 @@ class AgentEngine:
         """Start the tools and add them to prompts.
 
         Args:
-            settings: of loop and tools.
+            settings: settings of loop and tools.
             prompt_format: gets the schemas of the tools.
-            max_model_len: of prompt and all turns.
+            max_model_len: largest length of prompt and all turns together.
 
         Raises:
             ValueError: the loop, a tool or the parser is wrong, or there is no chat template.

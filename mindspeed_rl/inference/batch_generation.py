@@ -91,7 +91,7 @@ class GeneratedAnswer:
     Attributes:
         prompt, sample: indexes of the prompt and of its answer.
         num_tokens: with the end token.
-        log_prob: of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
+        log_prob: log-prob of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
             sampling under the distribution with cut-offs).
     """
 
@@ -116,7 +116,7 @@ def generate(
         engine: that answers.
         prompt_format: decodes the answers.
         prompts: token ids.
-        settings: of the answers.
+        settings: settings of the answers.
         images: references of the images of each prompt; empty where no prompt has any.
 
     Raises:
@@ -187,7 +187,7 @@ def read_jsonl(
         lines: one row each.
         where: they are from, for messages.
         prompt_key: column of the prompt.
-        image_folder: of relative paths; None: the working directory.
+        image_folder: folder of relative paths; None: the working directory.
 
     Raises:
         ValueError: a line is not such a row; the message has its number.

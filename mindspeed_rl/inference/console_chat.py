@@ -141,12 +141,12 @@ def run_chat(
 
     Args:
         engine: that answers.
-        history: of the conversation.
-        sampling: of the answers.
+        history: past turns of the conversation.
+        sampling: sampling parameters of the answers.
         read: reads a line after a prompt; raises EOFError at the end of the input.
         write: shows text without adding anything.
         show_thinking: thoughts are shown.
-        seed: of the run.
+        seed: seed of the run.
     """
     index = 0
     while True:

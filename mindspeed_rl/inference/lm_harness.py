@@ -55,9 +55,9 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
 
     Args:
         engine: that generates.
-        tokenizer: of the model.
-        name: of the task.
-        keys: of `_HarnessSettings`.
+        tokenizer: tokenizer of the model.
+        name: name of the task.
+        keys: keys of `_HarnessSettings`.
 
     Raises:
         ValueError: there is no such task, or it requires running programs, which is never allowed here.

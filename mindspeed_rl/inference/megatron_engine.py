@@ -35,7 +35,7 @@ class _Answer:
     """An answer in progress.
 
     Attributes:
-        index: of its request.
+        index: index of its request.
         max_tokens: limit of its tokens.
         token_ids: generated so far.
     """
@@ -59,7 +59,7 @@ class MegatronEngine:
         """Join the process group (of one process where there is no other), build the model and load its weights.
 
         Args:
-            settings: of the engine.
+            settings: settings of the engine.
             model: from `open_model(settings.model)`.
             tokenizer: decodes the end of an answer for stop strings.
 
@@ -212,10 +212,10 @@ def _sample_token(
 
     Args:
         logits: [vocabulary] float32, on the host.
-        sampling: of the answer.
-        generator: of this answer alone.
+        sampling: sampling parameters of the answer.
+        generator: random generator of this answer.
         request: its prompt, and the tokens to choose from.
-        token_ids: of the answer so far.
+        token_ids: token ids of the answer so far.
     """
     log_probs = logits.log_softmax(-1)
     logits = _penalize(logits, sampling, request.prompt_ids, token_ids)

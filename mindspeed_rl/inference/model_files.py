@@ -111,7 +111,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
     """Open a model and check it; no weights are read yet, but for the checksums of their files.
 
     Args:
-        settings: of the model.
+        settings: settings of the model.
         verified: another process has checked the files against their checksums.
 
     Raises:

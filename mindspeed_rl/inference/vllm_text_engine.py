@@ -35,7 +35,7 @@ class VllmTextEngine(VllmEngine):
         """Build the engine and load the weights.
 
         Args:
-            settings: of the engine.
+            settings: settings of the engine.
             model: from `open_model(settings.model)`.
             tokenizer: decodes the end of an answer for stop strings.
             run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
