@@ -32,7 +32,7 @@ class AdapterFolder:
     Attributes:
         path: the folder, once it was written.
         tensors: by their names in the file.
-        num_bytes: of the folder, which every rank but the first gets from the first.
+        num_bytes: size in bytes of the folder, which every rank but the first gets from the first.
         scale: factor of B A.
     """
 
@@ -144,11 +144,11 @@ def find_differing_adapters(
     there are more ranks than slices. So vLLM splits adapters, of repeated heads too. The rest of a slot is 0.
 
     Args:
-        model: of the engine.
-        tensors: of the adapter, in full.
+        model: model of the engine.
+        tensors: tensors of the adapter, in full.
         scale: factor of B A; the engine has it in B.
-        dtype: of the engine's adapters.
-        rank: of this process among those of the engine.
+        dtype: dtype of the engine's adapters.
+        rank: rank of this process among those of the engine.
         num_ranks: tensor-parallel ranks of the engine.
 
     Returns:

@@ -42,7 +42,8 @@ class _Entry:
     Attributes:
         parameter: its name in the engine.
         plane: index of the matrix where the parameter stacks several.
-        index: of the slice in the parameter, or in the matrix: a range, or (first, past the last) of each line's position.
+        index: index of the slice in the parameter, or in the matrix: a range, or (first, past the last) of each line's
+            position.
         transposed: True where the parameter has it transposed.
     """
 
@@ -101,7 +102,7 @@ class Destinations:
         """Yield (parameter, tensor, slice, its elements); tensor "" for elements that must be 0, which no slice fills.
 
         Args:
-            parameters: of the engine.
+            parameters: parameters of the engine.
             unpack: parameters whose layout is another one now -> returns a matrix of it in the layout of `load_weights`.
         """
         by_plane: dict[tuple[str, int | None], list[_Entry]] = {}
@@ -154,8 +155,8 @@ def read_destinations(
     Args:
         model: the engine's model, in the layout that `load` expects.
         load: its `load_weights`.
-        shapes: of every HF tensor, in the order of a checkpoint.
-        dtype: of the tensors that the engine is given.
+        shapes: shapes of all HF tensors, in the order of a checkpoint.
+        dtype: dtype of the tensors that the engine is given.
         skip: suffixes of names of parameters that are computed from others.
         quantized: tensors that the engine is given, and stores, in int8.
 
@@ -212,7 +213,7 @@ class _Run:
 
     Attributes:
         start, stop: their range along the edge.
-        row, column: of the first one.
+        row, column: row and column of the first element.
         along: dimension of the tensor that they follow; None for a single element.
     """
 
@@ -305,8 +306,8 @@ class _Reader:
         """Load tensors whose elements are codes of their indexes.
 
         Args:
-            kind: of the indexes.
-            factor: of the digit that is written.
+            kind: kind of the indexes.
+            factor: factor of the digit that is written.
             salt: write a digit of what `_mix_indexes` returns for it.
         """
 

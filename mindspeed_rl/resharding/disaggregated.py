@@ -35,7 +35,7 @@ class ServedModel:
 
     Attributes:
         holders: see `TrainedWeights`.
-        shapes: of every HF tensor, in forward order.
+        shapes: shapes of all HF tensors, in forward order.
         quantized: matrices that are sent in int8.
         predicted: see `TrainedWeights`.
     """
@@ -104,7 +104,7 @@ class WeightSyncGroup:
             read: returns the engine's destinations, and the parameters that it lays out again after each load.
             replica: index of the engine.
             derived: suffixes of names of parameters that the engine computes from others.
-            device: of the engine's weights.
+            device: device of the engine's weights.
 
         Raises:
             WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until it leaves.

@@ -86,11 +86,11 @@ def compute_chunk_sums(
     """Return the share of each chunk in its tensor's fingerprint, from the training shards; collective over the group.
 
     Args:
-        plan: of the sync.
+        plan: plan of the sync.
         sources: this rank's shards; None on a rank that trains nothing.
         dtypes: the type in which the engine stores each tensor: its bits are those of the cast.
-        exchange: of the group.
-        device: of the group's messages.
+        exchange: exchange of the group.
+        device: device of the group's messages.
     """
 
     def views(chunk: Chunk) -> Iterator[tuple[Slice, Tensor]]:
@@ -122,11 +122,11 @@ def compare(
 
     Args:
         engine_model: None on a rank without an engine.
-        plan: of the sync.
+        plan: plan of the sync.
         trained: from `compute_chunk_sums`.
-        destinations: of the engine; None on a rank without one.
-        exchange: of the group.
-        device: of the group's messages.
+        destinations: destinations in the engine; None on a rank without one.
+        exchange: exchange of the group.
+        device: device of the group's messages.
         replica: index of the engine that this rank is a part of.
         derived: suffixes of names of parameters that are computed from others.
         unpack: see `Destinations.list_shares`.

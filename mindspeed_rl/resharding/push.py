@@ -28,9 +28,9 @@ class TrainedWeights:
 
     Attributes:
         holders: the members that have each slice of each HF tensor (`layouts.training_slices`).
-        shapes: of every HF tensor, in forward order.
+        shapes: shapes of all HF tensors, in forward order.
         sources: this member's shards; None on a member that trains nothing.
-        device: of the buckets: that of this member's weights.
+        device: device of the buckets, the same as of this member's weights.
         bucket_bytes: limit of the bytes in flight on a member in one exchange.
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
@@ -73,8 +73,8 @@ class WeightPush:
 
         Args:
             trained: the training side.
-            destinations: of this member's engine; None where it has none.
-            exchange: of the group.
+            destinations: destinations in this member's engine; None where it has none.
+            exchange: exchange of the group.
             replica: index of the engine that this member is a part of.
             derived: suffixes of names of parameters that the engine computes from others.
             repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.

@@ -47,7 +47,7 @@ class Sources:
         """Index the rank's weights.
 
         Args:
-            weights: of this rank.
+            weights: weights of this rank.
             copies: HF tensors that repeat another one: copy -> owner.
         """
         self._weights: dict[str, tuple[LocalWeight, int]] = {}

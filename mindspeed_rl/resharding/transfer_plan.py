@@ -45,7 +45,7 @@ class TensorInfo:
     """An HF tensor as it is transferred.
 
     Attributes:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         itemsize: bytes of an element on the wire, in the type that the engine stores.
     """
 
@@ -118,7 +118,7 @@ class _Moves:
         """Return the messages that this rank sends or receives.
 
         Args:
-            rank: of the member.
+            rank: rank of the member.
             chunks: whose messages count; None for all.
         """
         chosen = ((self._source == rank) | (self._target == rank)) & self._select(chunks)
@@ -280,7 +280,7 @@ class _MessageList:
     """Messages without sender and exchange yet, in the order of their transfer.
 
     Attributes:
-        chunk, tensor_slice, target, group, size: of each message: indexes of its chunk and its slice, the rank that receives,
+        chunk, tensor_slice, target, group, size: columns of the messages: indexes of chunk and slice, the rank that receives,
             index of the ranks that may send, bytes.
         groups: ranks that may send; equal ones have one index.
     """
@@ -310,7 +310,7 @@ class _MessageList:
 
         Args:
             source: the sender of each message.
-            can_relay: of each chunk.
+            can_relay: [chunks] True where ranks may pass the chunk on.
             nodes: machine of each rank.
 
         Returns:
@@ -336,7 +336,7 @@ class _MessageList:
         Args:
             source: the sender of each message.
             after: for each message, the one that brings it to its sender, or -1.
-            order: of the search for room.
+            order: order of the search for room.
             bucket_bytes: room on a rank, for what it sends and receives together.
             max_bytes: limit of a message, but for those of one element.
         """
