@@ -49,10 +49,10 @@ def build_engine_arguments(
 
     Args:
         hf_folder: folder with config.json (no weights are read).
-        layout: of the engines; a platform's hooks may replace its executor.
-        kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
+        layout: layout of the engines; a platform's hooks may replace its executor.
+        kv_bytes_per_token: bytes per token of the full model's KV cache, whose size follows where the run file sets none.
         changes: arguments that replace those made here.
-        image_rules: of a model of images.
+        image_rules: image rules of a model of images.
     """
     arguments: EngineArguments = {
         "model": str(hf_folder),

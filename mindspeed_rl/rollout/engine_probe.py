@@ -29,7 +29,7 @@ class EngineProbe:
     run eagerly: a captured graph calls no hooks.
 
     Attributes:
-        model: of this rank.
+        model: model of this rank.
         first, last: indexes of the first and last forward step to record, from 0; None for no end.
     """
 

@@ -93,7 +93,7 @@ class _Next:
     """The messages after a turn.
 
     Attributes:
-        token_ids: of the turn, where the plug-in returns them.
+        token_ids: token ids of the turn, where the plug-in returns them.
         trains: True for those that train; None: those that were sampled.
     """
 

@@ -39,7 +39,7 @@ class _Context:
     Attributes:
         parent: the turn whose tokens it continues; None for none.
         added: tokens after the parent's.
-        images: of all these tokens, in their order.
+        images: images of all these tokens, in their order.
         text: a completion's prompt; "" for a chat.
     """
 
@@ -64,7 +64,7 @@ class _Node:
         text: a completion's prompt and the text that the client received; "" for a chat.
         num_answers: turns of the model in the conversation so far, those of the client included.
         has_thought: some turn since the last rendering has a thought.
-        start_s, end_s: of sampling, since the epoch.
+        start_s, end_s: start and end of sampling, since the epoch.
         is_continued: another turn follows it.
     """
 
@@ -151,8 +151,8 @@ class TurnTree:
         Args:
             final_reward: in addition to that of the client.
             failure: the reason why it failed.
-            metrics: of the program.
-            output: of the program, for reward functions.
+            metrics: metrics of the program.
+            output: output of the program, for reward functions.
         """
         sequences: list[TokenSequence] = []
         rewards: list[float | None] = []
