@@ -78,7 +78,7 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     Args:
         rl: the group of the run file.
         tokenizer: counts the tokens of responses.
-        turns: of the chat template, whose format of calls is read where no parser is named; None where no call is read.
+        turns: turns of the chat template, whose format of calls is read where no parser is named; None where no call is read.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
@@ -113,8 +113,8 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
 
     Args:
         run: the resolved run.
-        tokenizer: of the actor.
-        prompt_ids: of a prompt of the data set.
+        tokenizer: tokenizer of the actor.
+        prompt_ids: token ids of a prompt of the data set.
 
     Raises:
         ValueError: one of them is wrong; it is named.
@@ -204,7 +204,7 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker
 
     Args:
         run: the resolved run.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         image_marker: see `ChatTurns`.
 
     Raises:
@@ -231,8 +231,8 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
         run: the resolved run.
         batch: has TASK_COLUMNS, or the first of them.
         rows: indexes at the data plane.
-        rollout_index: of the rollout in the run, a part of the seeds.
-        sampling: of the responses.
+        rollout_index: index of the rollout in the run, a part of the seeds.
+        sampling: sampling parameters of the responses.
     """
     group, seed = run.plan.n_samples_per_prompt, get_sampling_seed(run)
     labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)

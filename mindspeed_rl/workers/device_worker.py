@@ -125,7 +125,7 @@ class _PhaseProfiler:
         Args:
             config: the group of the run file.
             run_dir: takes the traces, below `profile/`, when `profile_save_path` is empty.
-            rank: of this process.
+            rank: rank of this process.
         """
         self._config, self._rank = config, rank
         self._folder = Path(config.profile_save_path) if config.profile_save_path else run_dir / "profile"

@@ -193,7 +193,7 @@ class Fleet:
 
         Args:
             requests: token ids.
-            sampling: of the replies.
+            sampling: sampling parameters of the replies.
             in_rollout: the rollout engines have their memory, and need it afterwards.
         """
         assert self.judge is not None

@@ -48,7 +48,7 @@ class RemoteGroup:
 
     Attributes:
         processes: the Ray actors, by rank.
-        names: of the workers, in messages.
+        names: names of the workers, in messages.
         plane: aborted when a worker fails; None without one.
         monitor: deadlines of the waits for the workers.
         env: environment of the processes.
@@ -68,7 +68,7 @@ class RemoteGroup:
         """Place the processes and start them; `prepare_workers` may, `start_workers` must come before any phase.
 
         Args:
-            settings: of the processes.
+            settings: settings of the processes.
             env: environment of the processes.
             num_cpus: Ray CPUs for each device; where devices are CPUs themselves, 1.
             plane: see the class.
@@ -131,7 +131,7 @@ class RemoteGroup:
         """Join the workers in their world and build their models from these arguments.
 
         Args:
-            arguments: of the worker class, without `rank`.
+            arguments: arguments of the worker class, without `rank`.
             steps: shows the steps of the start.
         """
         if self._address is None:
@@ -150,7 +150,7 @@ class RemoteGroup:
 
         Args:
             phase: names the method of the workers.
-            arguments: of the method.
+            arguments: arguments of the method.
         """
         futures = [process.call.remote(phase.name, *arguments) for process in self.processes]
         return Pending(futures, self.names, phase.name, self.plane, self.monitor)
@@ -218,9 +218,9 @@ def start_group(
     """Place and start the processes of one kind of workers of a run.
 
     Args:
-        kind: of the workers.
+        kind: kind of the workers.
         run: the resolved run.
-        keys: of the model by which adaptors are configured.
+        keys: keys of the model by which adaptors are configured.
         num_devices: workers of the group.
         plane: the data plane of the run.
     """

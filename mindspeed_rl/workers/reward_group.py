@@ -49,7 +49,7 @@ class SampleReader:
     """Makes samples for reward functions and judges of token ids.
 
     Attributes:
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         reads: `rl_config.verifier_reads`.
         max_tokens: longest response.
     """

@@ -129,7 +129,7 @@ class Role:
         """Build the model, load its weights and, where it trains, its optimizer.
 
         Args:
-            name: of the role, for messages.
+            name: name of the role, for messages.
             model: its keys, plan and weights.
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
@@ -198,7 +198,7 @@ class Role:
         """Load weights from a source without training state.
 
         Args:
-            source: of kind "hf" or "megatron".
+            source: source of the model, of kind "hf" or "megatron".
             iteration: which of its checkpoints; None for the newest.
         """
         plan, loosely = self.model.plan, self.config.load_checkpoint_loosely

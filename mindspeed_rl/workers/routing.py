@@ -85,8 +85,8 @@ def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -
     """Return the columns of R3: the experts of all tokens up to the last sampled one, by pipeline stage.
 
     Args:
-        plan: of the actor.
-        trajectories: of the rows.
+        plan: plan of the actor.
+        trajectories: trajectories of the rows.
 
     Raises:
         RuntimeError: the engine reported no experts.

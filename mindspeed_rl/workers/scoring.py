@@ -66,7 +66,7 @@ class ProcessScoring(OutcomeScoring):
         """Look up the tokens.
 
         Args:
-            config: of the reward model.
+            config: configuration of the reward model.
             tokenizer: the actor's, whose ids the model reads.
             aggregation: name of the function that makes one score of those of the steps.
 

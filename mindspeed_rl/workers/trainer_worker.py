@@ -49,7 +49,7 @@ def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
 
     Args:
         run: with its models.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
     """
     shared = build_pass_settings(run, tokenizer)
     # the actor is the first of the run's models
@@ -68,8 +68,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
 
     Attributes:
         actor: the role.
-        source: of its weights.
-        tokenizer: of the actor.
+        source: source of its weights.
+        tokenizer: tokenizer of the actor.
     """
 
     actor: Role

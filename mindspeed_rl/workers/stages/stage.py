@@ -39,8 +39,8 @@ class Stage(ABC, Generic[_Item]):
         packed: True when samples must be in one micro-batch without padding.
         choices: token ids the head's distribution is restricted to; None for the full vocabulary.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
-        image_rules: of a model with images; set before the data are opened.
-        divergence: of the head, from the columns of a teacher; None without.
+        image_rules: image rules of a model with images; set before the data are opened.
+        divergence: divergence of the head, from the columns of a teacher; None without.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
@@ -142,10 +142,11 @@ def split_batches(
 
     Args:
         batches: indexes of the items.
-        dataset: of the items.
+        dataset: dataset of the items.
         num_ranks: data-parallel ranks.
         rank: index of this one.
-        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read all of the batch for it.
+        num_tokens: number of tokens of an item; ranks then get equally many items with about the same tokens, and read all of
+            the batch for it.
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:
