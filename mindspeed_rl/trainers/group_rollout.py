@@ -49,7 +49,7 @@ def _write_record(path: Path, iteration: int, version: int, groups: Sequence[Pro
 
     Args:
         iteration: the first is 1, as in the metrics.
-        version: of the weights that train.
+        version: version of the weights that train.
     """
     line = {
         "iteration": iteration,

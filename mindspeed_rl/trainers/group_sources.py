@@ -40,7 +40,7 @@ class Requests:
         seed: (index of the prompt, index of the sample) -> of the response.
         group_size: samples of a prompt that train.
         num_spare: samples of a prompt that are generated in addition, until enough others have ended.
-        keeps_spare: those that have not ended by then continue in a second group of their prompt.
+        keeps_spare: True where samples that have not ended by then continue in a second group of their prompt.
     """
 
     item: Callable[[int], PromptItem]

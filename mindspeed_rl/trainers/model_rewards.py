@@ -56,7 +56,7 @@ def _add_judgements(
 
     Args:
         part: name of the score in the results.
-        weight: of the score in the total.
+        weight: weight of the score in the total.
         failed_total: total of a sample that fails here.
 
     Raises:
@@ -93,8 +93,8 @@ class ServedJudge:
         """Read the judge's files.
 
         Args:
-            settings: of the run's rewards.
-            tokenizer: of the actor.
+            settings: settings of the run's rewards.
+            tokenizer: tokenizer of the actor.
 
         Raises:
             ValueError: a file is missing or wrong; names its key.
@@ -186,7 +186,7 @@ class ModelRewards:
     Attributes:
         fleet: workers and engines with the models; None where functions alone score: nothing is added.
         plane: with the rows.
-        weight: of the reward model's score in the total; None without one.
+        weight: weight of the reward model's score in the total; None without one.
         timeout_s: longest wait for rows.
         part_weights: weight of each part of a reward, those of functions first.
         judge: None without one.

@@ -27,11 +27,11 @@ class PromptGroup:
     """A prompt and its samples.
 
     Attributes:
-        index: of the prompt, counted from the start of the run.
+        index: index of the prompt, counted from the start of the run.
         item: the prompt.
-        version: of the weights when it was started.
+        version: version of the weights when it was started.
         samples: a trajectory each; None where there is none yet, or where it starts again if it is interrupted.
-        results: of the reward functions; None before.
+        results: results of the reward functions; None before.
         needed: samples that train, the first ones that end; None: all of them.
         part: 1 for the second group of a prompt (`split`), 0 for any other.
         ids: index of each sample among those of its prompt, which its seed follows from.

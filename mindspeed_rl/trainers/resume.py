@@ -42,7 +42,7 @@ class ResumePoint:
     Attributes:
         weights: the folder that the weights are read from.
         iteration: after which the run resumes; 0 for one that starts from weights alone.
-        state: of the trainer; empty for a run that starts from weights alone.
+        state: state of the trainer; empty for a run that starts from weights without a state.
         changes: keys that have another value than in the run that wrote the checkpoint.
         notes: sentences on what they do to the run.
     """
@@ -66,7 +66,7 @@ class ResumePoint:
         """Return a sentence where the data, or their order, are not those of the checkpoint; empty where they are.
 
         Args:
-            order: of this run; see `prompt_loader.describe_order`.
+            order: prompt order of this run; see `prompt_loader.describe_order`.
         """
         if self.state.get("rollout", self.state).get("order", order) == order:
             return ""
@@ -78,7 +78,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     """Return the point that a run with these weights starts from.
 
     Args:
-        source: of the actor, or of the model that a supervised stage trains.
+        source: source of the actor, or of the model that a supervised stage trains.
 
     Raises:
         ValueError: this run cannot resume from the checkpoint, or nothing is left to do.

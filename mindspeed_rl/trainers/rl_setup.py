@@ -79,7 +79,7 @@ class RLInputs:
     Attributes:
         run: with its length.
         held_out: None without evaluation.
-        num_devices: of all roles.
+        num_devices: number of devices of all roles.
         summary: lines for the console.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.

@@ -56,7 +56,7 @@ class SupervisedInputs:
     """The inputs of a run, checked before anything is started.
 
     Attributes:
-        num_devices: of the workers.
+        num_devices: number of devices of the workers.
         summary: lines for the console.
         images: a line with the tokens of images; empty for a model of text.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
@@ -201,8 +201,9 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
     """Check the files that the workers will read.
 
     Args:
-        config: of the trained model.
-        vocab_size: of the model, with which token ids are compared; None checks that the files exist and no more.
+        config: configuration of the trained model.
+        vocab_size: vocabulary size of the model, with which token ids are compared; None checks that the files exist and no
+            more.
 
     Raises:
         ValueError: data_path is not set, or a file or column that the stage needs does not exist, or is damaged.
