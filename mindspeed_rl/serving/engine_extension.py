@@ -79,7 +79,7 @@ class EngineExtension:
 
         Args:
             rendezvous: a `Rendezvous` as JSON.
-            first_rank: of this engine's workers in the group.
+            first_rank: first rank of this engine's workers in the group.
         """
         self.weights_leave()
         self._weights_group: WeightSyncGroup | None = WeightSyncGroup(Rendezvous.from_json(rendezvous), first_rank + self.rank)

@@ -79,7 +79,7 @@ class ServerPool:
     """A `RolloutEngine` of several servers. All methods belong to one event loop.
 
     Attributes:
-        version: of the weights of the last sync; -1 before the first.
+        version: version of the weights of the last sync; -1 before the first.
         lost: (name, reason) of every server that was lost.
         waiting: requests without a server.
     """
@@ -203,7 +203,7 @@ class ServerPool:
 
         Args:
             call: name of the call.
-            arguments: of it, by the name of the server.
+            arguments: arguments of the call, by the name of the server.
             on_failure: called with each failure at once, while other calls may still wait for this server.
         """
 
