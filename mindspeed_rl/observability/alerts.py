@@ -45,7 +45,7 @@ def find_alerts(history: History, completions: Sequence[CompletionRecord] = ()) 
 
     Args:
         history: metrics of the iterations.
-        completions: of completions.jsonl.
+        completions: rows of completions.jsonl.
     """
     alerts = [alert for check in _CHECKS for alert in check(history)]
     explained = {kind for alert in alerts for kind in _EXPLAINS.get(alert.kind, ())}

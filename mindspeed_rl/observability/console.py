@@ -99,7 +99,7 @@ def format_summary(
     Args:
         history: metrics of the iterations; empty for a run that ended before its first.
         outcome: as in the report.
-        seconds: of this part of the run.
+        seconds: duration of this part of the run.
         planned: iterations of a complete run.
         report: its path.
     """

@@ -49,8 +49,8 @@ class _Heartbeat:
         """Write the first record and start the thread.
 
         Args:
-            folder: of the run.
-            name: of the process in messages, for example worker 0.
+            folder: run folder.
+            name: name of the process in messages, for example worker 0.
             interval_s: between two beats.
             recorder: reads the flight recorder of the collectives.
         """

@@ -61,7 +61,7 @@ class StalledCollective:
 
     Attributes:
         group: name of the group of ranks.
-        number: of the collective in its group, from 1; a field of `doctor --hang --json`.
+        number: number of the collective in its group, from 1; a field of `doctor --hang --json`.
         kind: "all_reduce" and so on.
         waiting: ranks that are in it.
         late: ranks of the group that have not entered it, as far as their recorders were read.
@@ -92,7 +92,7 @@ class ProcessStatus:
         doing, since: its phase, and the start of it (seconds since the epoch).
         place: the line of ours that it runs, and the innermost one; empty without stacks.
         last_collective: described; empty without one.
-        record: of its collectives.
+        record: record of its collectives.
     """
 
     name: str
@@ -128,8 +128,8 @@ def read_statuses(folder: Path, *, names: Iterable[str] | None = None) -> list[P
     """Read the status of all processes with a heartbeat, in the order of their names; the processes are not contacted.
 
     Args:
-        folder: of the run.
-        names: of these processes alone.
+        folder: run folder.
+        names: names of the only processes to read.
     """
     paths = [heartbeat_file(folder, name, ".json") for name in names] if names is not None else (folder / FOLDER).glob("*.json")
     statuses = [status for path in paths if (status := _read_status(path)) is not None]
@@ -147,7 +147,7 @@ def collect_statuses(folder: Path, *, patience_s: float = 5.0) -> list[ProcessSt
     A process of this machine that does not answer gets a signal, at which the interpreter itself writes its stacks.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         patience_s: time that the processes have to answer.
     """
     before = {item.name: item for item in read_statuses(folder)}

@@ -49,11 +49,11 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        folder: of the run.
-        history: of metrics.jsonl.
-        completions: of completions.jsonl, in order; the last `_MAX_COMPLETIONS`.
-        examples: of examples.jsonl, in order.
-        events: of timeline.json; of the last `_TIMELINE_ITERATIONS`.
+        folder: run folder.
+        history: history from metrics.jsonl.
+        completions: rows of completions.jsonl, in order; the last `_MAX_COMPLETIONS`.
+        examples: rows of examples.jsonl, in order.
+        events: events of timeline.json, from the last `_TIMELINE_ITERATIONS`.
         report: report.json; incomplete while the run goes.
     """
 
@@ -75,7 +75,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     """Read a run folder, also of a run that goes or died.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         may_be_empty: also of a run that has not begun.
 
     Raises:
