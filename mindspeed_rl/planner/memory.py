@@ -434,7 +434,7 @@ class _LayerBytes:
     Attributes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
-        index: of its indexer, which the layers after it keep until backward.
+        index: bytes of the tokens that its indexer chooses, which the layers after it keep until backward.
     """
 
     saved: float
@@ -498,9 +498,10 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
 
     Args:
         config: keys of the role.
-        plan: of the model.
-        tokens: of a micro-batch of one replica.
-        micro_batches: of an optimizer step on one replica; the schedule limits how many of them a stage has in flight.
+        plan: plan of the model.
+        tokens: number of tokens of a micro-batch of one replica.
+        micro_batches: number of micro-batches of an optimizer step on one replica; the schedule limits how many of them a
+            stage has in flight.
         stage: index of the pipeline stage.
     """
     layout, model_config = plan.layout, plan.model_config

@@ -47,8 +47,8 @@ class _Prediction:
         device: kind of device that it is made for.
         summary: verdict, peak and seconds of an iteration in a line, or why nothing is predicted.
         seconds: by phase.
-        gib: of the fullest device, by phase and owner.
-        totals: of the fullest device by phase, as far as the run measures it.
+        gib: memory of the fullest device in GiB, by phase and owner.
+        totals: total memory of the fullest device by phase, as far as the run measures it.
         assumed: sentences about the numbers that are taken as given.
         missing: why nothing is predicted; empty where something is.
     """
@@ -184,7 +184,7 @@ class _Measured:
     """The measurements of a run folder.
 
     Attributes:
-        medians: of every metric over the later half of the iterations.
+        medians: medians of every metric over the later half of the iterations.
         cfg: its run file.
     """
 
@@ -223,7 +223,7 @@ def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> di
     """Build a run file's groups and model blocks.
 
     Args:
-        values: of all keys of all groups.
+        values: values of all keys of all groups.
         written: values that the run file sets, by group.
     """
     tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}

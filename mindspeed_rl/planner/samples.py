@@ -24,7 +24,7 @@ class Lengths:
     """Response lengths in tokens.
 
     Attributes:
-        mean: of the truncated lengths.
+        mean: mean of the truncated lengths.
         limit: no response is longer.
         SIGMA: standard deviation of the logarithm of lengths.
     """
@@ -83,7 +83,7 @@ class SampleMeans:
 
     Attributes:
         response, prompt: tokens; those of the response over all turns. In supervised stages `response` is a whole sequence.
-        turns: of the model.
+        turns: number of turns of the model.
         tool_seconds: that a sample waits for its tools or its environment, over all turns.
     """
 
@@ -98,7 +98,7 @@ class Samples:
     """The samples that a plan assumes.
 
     Attributes:
-        lengths: of responses.
+        lengths: lengths of responses.
         prompt: mean tokens.
         notes: sentences about the assumed values.
     """

@@ -89,7 +89,7 @@ class ModeTime:
     """An iteration in one trainer_mode.
 
     Attributes:
-        rollout_fraction: of the devices that generate; 1.0 where all do both in turn.
+        rollout_fraction: fraction of the devices that generate; 1.0 where all do both in turn.
         trainer_idle, engine_idle: fraction of the time in which they wait for the other side.
     """
 
