@@ -23,7 +23,7 @@ class StoredLogProbs:
     For each row all predicted tokens, each with k ids (int32) and then k log-probs (float32), in falling order.
 
     Attributes:
-        metadata: of the teacher and the data, as written.
+        metadata: metadata about the teacher and the data, as written.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -76,7 +76,7 @@ class InstructionSample(_WithImages, _WithTeacher):
 
     input_ids, labels: [tokens] int64, padding cut off; labels are unshifted, IGNORE_INDEX where nothing is learnt.
     sample_lengths: [samples] int64, the lengths of the samples in a pack; they add up to `tokens`. One entry for a plain row.
-    images: of all samples, in the order of their tokens; for a model of images.
+    images: images of all samples, in the order of their tokens; for a model of images.
     teacher: ids and log-probs of `StoredLogProbs`, where the loss reads them.
     """
 
@@ -96,7 +96,7 @@ class InstructionDataset:
         seq_length: rows longer than this are cut at the end when read; None reads full rows.
         splits_packs: keep the samples of a plain pack separate; `check_sample_lengths` has passed.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
-        image_rules: of a model with images.
+        image_rules: image rules of the model; None for a model of text.
         teacher: log-probs that rows get.
 
     Raises:
@@ -130,7 +130,7 @@ class InstructionDataset:
         """Count the rows that seq_length cuts, and those of them without any label left.
 
         Args:
-            indexes: of the rows.
+            indexes: indexes of the rows.
         """
         num_cut = num_without_label = 0
         limit = np.iinfo(np.int64).max if self._seq_length is None else self._seq_length
@@ -238,7 +238,7 @@ class UnpairedDataset:
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: longer answers (of pairs: pairs with one) are left out; `num_too_long` counts them. None keeps all.
-        seed: of the order in which answers are lent to other prompts.
+        seed: seed for the order in which answers are lent to other prompts.
     """
 
     def __init__(self, prefix: str | Path, *, seq_length: int | None = None, seed: int = 1234) -> None:

@@ -69,9 +69,9 @@ def fetch(
     """Return the folder with what is named, in the cache of its hub; what is not there yet is downloaded.
 
     Args:
-        name: of a model or data set.
+        name: name of a model or data set.
         key: where the user wrote it, for messages.
-        kind: of a model only the tokenizer, or all files that are used here; all files of a data set.
+        kind: selection of files: of a model only the tokenizer, or all files that are used here; all files of a data set.
         downloads: False takes only what is in the cache.
 
     Raises:

@@ -73,9 +73,10 @@ class ImageRules:
 
     Attributes:
         folder: Hugging Face folder with the processor's files.
-        patch_size, temporal_patch_size, merge_size: of the processor; merge_size^2 patches are a token.
+        patch_size, temporal_patch_size, merge_size: patch sizes and merge size of the processor; merge_size^2 patches are a
+            token.
         min_pixels, max_pixels: an image is resized to an area between them.
-        token_id: of the tokens of an image.
+        token_id: id of an image's tokens.
         frame: ids of the tokens before and after them.
         own_limits: the two limits are the processor's own, not the run file's.
     """
@@ -349,7 +350,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
     """Return the reference of an image in any of its forms.
 
     Args:
-        folder: of relative paths; None: the working directory.
+        folder: folder of relative paths; None: the working directory.
 
     Raises:
         ImageError: the form is not supported.
@@ -403,9 +404,9 @@ class ImageReader:
     """Reads the images of raw rows.
 
     Attributes:
-        rules: of the model; None reads rows before the model is known.
+        rules: image rules of the model; None reads rows before the model is known.
         marker: text of an image whose tokens are not counted yet: start, one token, end; or IMAGE_MARK.
-        folder: of relative paths; None: the working directory.
+        folder: folder of relative paths; None: the working directory.
     """
 
     rules: ImageRules | None
@@ -572,8 +573,8 @@ class StoredImages:
     """The images of a preprocessed dataset, by reference.
 
     Attributes:
-        rules: of the model.
-        path: of the file with the bytes.
+        rules: image rules of the model.
+        path: path of the file with the bytes.
         offsets: [rows] of the first byte of each row.
         rows: all columns of the dataset.
     """
@@ -620,7 +621,7 @@ def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
     """Return a line with the tokens of the images of some rows, and the limits.
 
     Args:
-        rules: of the model.
+        rules: image rules of the model.
         rows: the grids of each row's images.
     """
     counts = ["+".join(str(rules.count_tokens(grid)) for grid in row) or "none" for row in rows]

@@ -636,7 +636,7 @@ def _replace_contents(message: Message, content: str, *, arguments: JsonObject |
     """Return an artificial message like this one, without its thought.
 
     Args:
-        arguments: of each of its calls, if it has some.
+        arguments: arguments of each of its calls, if it has some.
     """
     calls = tuple(ToolCall(call.name, arguments or {}) for call in message.calls)
     entries = []
