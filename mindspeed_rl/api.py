@@ -57,8 +57,8 @@ class Result:
     """The files and metrics of a run.
 
     Attributes:
-        folder: of the run: report.html, metrics.jsonl, logs.
-        metrics: of each iteration, in order, as in metrics.jsonl; those of a resumed run from its first iteration on.
+        folder: run folder: report.html, metrics.jsonl, logs.
+        metrics: metrics of each iteration, in order, as in metrics.jsonl; from the first iteration on, also in a resumed run.
         checkpoint: folder that holds the checkpoints; None if the run saves none.
         model: Hugging Face folder of the newest checkpoint; None without `save_hf`.
         ended_early: `on_iteration` returned False.

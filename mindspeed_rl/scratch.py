@@ -43,7 +43,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Make a folder for the block; before, remove those that killed processes have left.
 
     Args:
-        prefix: of its name.
+        prefix: prefix of its name.
         parent: the system's folder for temporary files when None.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent

@@ -162,8 +162,8 @@ class PolicyLoss(Algorithm):
 
     Attributes:
         normalizer: divisor of the summed loss: a key of `catalogue.NORMALIZERS`.
-        level: of the importance ratio when importance_sampling_level is unset.
-        levels: those it supports.
+        level: level of the importance ratio when importance_sampling_level is unset.
+        levels: supported levels.
         marks: "module:function" that chooses tokens of the whole batch at the start of the update, `PolicyInputs.marked`:
             (advantages [B, R], log pi_old [B, R], mask [B, R], objective, torch.Generator) -> [B, R] bool. None: it needs none.
         compares_group: it compares the responses of a prompt, which therefore share a micro-batch.

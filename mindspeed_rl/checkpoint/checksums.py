@@ -45,7 +45,7 @@ def combine(first: int, second: int, num_bytes: int) -> int:
     A CRC is a remainder of polynomials over GF(2), so what follows the first part multiplies its remainder by x^8 a byte.
 
     Args:
-        num_bytes: of the second part.
+        num_bytes: size in bytes of the second part.
     """
     power, factor, exponent = _ONE, _BYTE, num_bytes
     while exponent:

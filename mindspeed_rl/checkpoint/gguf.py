@@ -58,7 +58,7 @@ class GgufModel:
 
     Attributes:
         config: config.json of the model, without its dtype.
-        dtype: of the weights: that of the file's matrices, bfloat16 where they are quantized.
+        dtype: dtype of the weights: as the file's matrices, bfloat16 where they are quantized.
         names: tensor of the file -> name in Hugging Face.
     """
 
@@ -210,7 +210,7 @@ def _export_hf(model: GgufModel, folder: Path, dtype: torch.dtype, shard_bytes: 
     """Write the model as a Hugging Face folder with its tokenizer, in place of what is there; one file's tensors are in memory.
 
     Args:
-        dtype: of the weights.
+        dtype: dtype of the weights.
         shard_bytes: size at which a new weight file starts.
 
     Raises:

@@ -179,7 +179,7 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     """Check that actor and critic both resume or both start anew.
 
     Args:
-        config, source: of the critic.
+        config, source: configuration and model source of the critic.
         resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
 
     Raises:

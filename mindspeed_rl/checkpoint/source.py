@@ -260,7 +260,7 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
     """Check that the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
 
     Args:
-        model_config: of the model that will be built; a reward head need not be among the weights.
+        model_config: model config of the model that will be built; a reward head need not be among the weights.
         loosely: tensors that the model does not have are skipped.
 
     Returns:
@@ -292,8 +292,8 @@ class _Surplus:
 
     Args:
         unknown: the architecture has none of these names.
-        predictions: of whole multi-token-prediction layers.
-        truncated: of decoder layers beyond --num-layers.
+        predictions: names of the weights of whole multi-token-prediction layers.
+        truncated: names of the weights of decoder layers beyond --num-layers.
         replaced: the vocabulary head of what becomes a reward model.
     """
 

@@ -30,7 +30,7 @@ class _RunServer(ThreadingHTTPServer):
     """Serves the page of some run folders on the loopback interface.
 
     Args:
-        folders: of the runs.
+        folders: run folders.
         port: 0 takes a free one.
     """
 

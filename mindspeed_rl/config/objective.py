@@ -46,8 +46,8 @@ class Distillation:
 
     Attributes:
         coef: weight of the divergence; 1 without task rewards.
-        weights: of the divergences to the teachers that judge a row; one where a column chooses the teacher.
-        estimator: of a mode over sampled tokens; None over the teacher's most probable ones.
+        weights: weights of the divergences to the teachers that judge a row; one where a column chooses the teacher.
+        estimator: estimator of a mode over sampled tokens; None over the teacher's most probable ones.
         teachers: folders of weights, addresses of servers, or roles of the run.
     """
 

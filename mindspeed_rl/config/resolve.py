@@ -47,7 +47,7 @@ class Run:
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
-        threads: of each worker; None where the libraries choose.
+        threads: number of threads of each worker; None where the libraries choose.
         models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from
             `trainers.model_plans.plan_models`; empty before.
     """

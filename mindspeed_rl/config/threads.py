@@ -33,7 +33,7 @@ def decide_threads(key: int | None, num_workers: int, environment: Mapping[str, 
     Args:
         key: megatron_training.threads_per_worker.
         num_workers: workers that compute on this machine at a time.
-        environment: of the process that starts them.
+        environment: environment variables of the process that starts them.
     """
     if key is not None:
         return Threads(key, "megatron_training.threads_per_worker")

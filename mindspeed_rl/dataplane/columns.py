@@ -88,7 +88,7 @@ class Ragged(Sequence[torch.Tensor]):
         """Return the rows as one [rows, length] tensor, right padded with `value`.
 
         Args:
-            value: of the padding.
+            value: value of the padding.
             length: width; that of the longest row when None.
 
         Raises:

@@ -280,9 +280,9 @@ def check_put(name: str, kind: str, column_kind: str, written: Sequence[int]) ->
     """Raise ValueError unless rows of a kind can be put into a column.
 
     Args:
-        name: of the column.
-        kind: of the rows, from `describe_kind`.
-        column_kind: of the rows that were put before.
+        name: name of the column.
+        kind: kind of the rows, from `describe_kind`.
+        column_kind: kind of the rows that were put before.
         written: rows that would be put again.
     """
     if kind != column_kind:

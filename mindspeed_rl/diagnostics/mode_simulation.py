@@ -32,7 +32,7 @@ class PhaseTimes:
     Attributes:
         generate_s, train_s, push_s: generation; everything between it and the weight sync; resharding and offload.
         prompts, samples: prompts of an iteration, responses of each.
-        max_length: of a response, in mean lengths.
+        max_length: largest length of a response, in mean lengths.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Mode:
     Attributes:
         admission: decides which prompts are started and taken.
         interrupts: a weight sync does not wait for responses.
-        device_fraction: of the devices that generate; 1.0 where all devices generate and train in turn.
+        device_fraction: fraction of the devices that generate; 1.0 where all devices generate and train in turn.
         num_spare: samples of a prompt beyond those that train; when enough have ended, the others are aborted.
         places: fraction of an iteration's responses that the engines work on at once.
         longest_first: prompts whose earlier responses were longest start first.
@@ -190,9 +190,9 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
     """Return the outcome of a mode.
 
     Args:
-        times: of a synchronous run.
+        times: phase times of a synchronous run.
         mode: the mode.
-        seed: of the lengths.
+        seed: seed of the lengths.
         by_prompt: the responses to a prompt have similar lengths.
     """
     batch, admission = times.prompts * times.samples, mode.admission

@@ -28,7 +28,7 @@ class _Entry:
 
     Attributes:
         folder: has the tensors' file.
-        axis_ranks: of the rank that wrote it.
+        axis_ranks: rank on each axis of the process that wrote it.
     """
 
     folder: Path

@@ -109,12 +109,12 @@ class Record:
 
     Attributes:
         FORMAT: written into every index; a reader refuses another one.
-        folder: of the dump.
+        folder: folder of the dump.
         step, role, phase: iteration (from 0), model and phase.
         axis_ranks: this rank's index on each axis: {"rank": 3, "tp": 1, "dp": 0 ...}.
         sizes: number of ranks of each axis.
         with_tensors: tensors are stored next to their statistics.
-        max_bytes: of the stored tensors; those that would exceed it have statistics alone.
+        max_bytes: largest size in bytes of the stored tensors; for tensors beyond it only statistics are stored.
     """
 
     INDEX: ClassVar[str] = "index.json"

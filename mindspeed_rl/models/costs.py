@@ -200,8 +200,8 @@ def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes
     Without a size in the run file they are at most 8 GiB.
 
     Args:
-        kv_bytes_per_token: of the full model.
-        state_bytes: of the states of a sequence, in the full model.
+        kv_bytes_per_token: bytes per token of the full model's KV cache.
+        state_bytes: size in bytes of the states of a sequence, in the full model.
     """
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * (1 << 30))

@@ -221,8 +221,8 @@ class HeadsNorm(RMSNorm):
     """RMSNorm of queries or keys over all their heads together, those of other tensor parallel ranks included.
 
     Args:
-        hidden_size: of one head.
-        num_heads: of the model.
+        hidden_size: width of one head.
+        num_heads: number of heads of the model.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class HeadsNormAttention(SelfAttention):
     without it releases from 0.19 refuse norms among the submodules.
 
     Args:
-        num_heads: of queries and of keys; None: no such norms.
+        num_heads: numbers of heads of queries and of keys; None: no such norms.
     """
 
     def __init__(

@@ -88,11 +88,11 @@ class VisionConfig:
     """Vision tower of a model with its projector, and the way in which the language model sees images.
 
     Attributes:
-        image_token_id, video_token_id: of the tokens in whose place the features of an image or a video are put.
+        image_token_id, video_token_id: ids of the tokens in whose place the features of an image or a video are put.
         patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
         merge_size: patches of this many rows and columns become one token.
-        depth, hidden_size, ffn_hidden_size, num_heads: of the tower; its blocks see `window_size` pixels of height and width
-            but for those in `full_layers`, which see the image; a window size of 0 means that all do.
+        depth, hidden_size, ffn_hidden_size, num_heads: shape of the tower; its blocks see `window_size` pixels of height and
+            width but for those in `full_layers`, which see the image; a window size of 0 means that all do.
         num_positions: learned positions, 0 where there are none.
         deepstack_layers: layers of the tower whose features are added after the first layers of the language model, too.
         rotary_sections: rotary frequencies that follow the time, the height and the width of a token.
@@ -436,7 +436,7 @@ def read_common(
     ``partial_rotary_factor`` at the top level (earlier releases).
 
     Args:
-        activations: those that the architecture is defined with.
+        activations: activations that the architecture is defined with.
 
     Raises:
         ValueError: a key is missing or has a value that is not supported.

@@ -175,10 +175,10 @@ def add_vision(
     """Return the family of models with a language model of another family and a vision tower.
 
     Args:
-        name, hf_class, upstream_names, read_model_config: of the new family.
+        name, hf_class, upstream_names, read_model_config: names of the new family and the reader of its config.json.
         list_tower_shapes: name -> shape of each weight of the tower and its projectors.
         add_published_tower: as of `Architecture`.
-        text_prefix, tower_prefix: of the weights in an HF checkpoint.
+        text_prefix, tower_prefix: prefixes of the weights of language model and tower in an HF checkpoint.
     """
     return replace(
         text,

@@ -76,7 +76,7 @@ class Libraries:
 
     Attributes:
         adapted: scopes of `adaptors.apply`.
-        modules: of ours, which import the rest; none that needs Ray.
+        modules: modules of the package, which import the rest; none that needs Ray.
     """
 
     adapted: tuple[str, ...]

@@ -36,7 +36,7 @@ class Finding:
 
     Attributes:
         area: versions, torch, environment, devices, tools or host.
-        name: of the checked item.
+        name: name of the checked item.
         status: ok; warn: works but should be changed; fail: will not work; absent: not on this machine, which is fine
             unless it is meant to be an NPU machine.
         text: the observed value.

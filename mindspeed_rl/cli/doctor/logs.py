@@ -228,7 +228,7 @@ class LogFinding:
     """A known failure in a log, or an exception that a program ended with.
 
     Attributes:
-        key, cause, fix: of the message.
+        key, cause, fix: key of the message, its cause and the fix.
         file, line_number, line: its first occurrence.
         time: time stamp on or before that line, sortable, or "".
         count: lines that show it in that file.

@@ -19,7 +19,7 @@ class KeyChange:
     Attributes:
         name: dotted.
         on_resume: its class; see `Key.on_resume`.
-        saved, value: of the checkpoint and of this run, as JSON.
+        saved, value: values in the checkpoint and in this run, as JSON.
     """
 
     name: str
