@@ -27,7 +27,7 @@ from mindspeed_rl.algorithms.interfaces import Terms, masked_extreme, masked_mea
 from mindspeed_rl.algorithms.kl import k3
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.interfaces import LossOutput, PendingMetrics, PolicyBatch, Terms
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 _CLIP, _K3, _K2 = (f"mindspeed_rl.algorithms.{name}" for name in ("policy_losses:clip", "kl:k3", "kl:k2"))
 # rows of the buffer; the first six are inputs, and each difference is one of neighbours

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from mindspeed_rl.catalogue.objective import Distillation, Objective
     from mindspeed_rl.catalogue.records import KlEstimator
-    from mindspeed_rl.config import Objective
-    from mindspeed_rl.config.objective import Distillation
 
 
 #: log-probs count as at least this, so that a difference of two infinities is 0 and not NaN; e^LOG_ZERO is exactly 0

@@ -17,7 +17,7 @@ from mindspeed_rl.algorithms.interfaces import PolicyInputs
 from mindspeed_rl.algorithms.policy_losses import LOG_RATIO_LIMIT, clip
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 #: log of the smallest weight of a sequence that VESPO tells apart from 0
 _LEAST_LOG_WEIGHT = math.log(1e-8)

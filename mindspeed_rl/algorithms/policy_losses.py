@@ -31,9 +31,8 @@ from mindspeed_rl.algorithms.interfaces import (
 from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
 
 if TYPE_CHECKING:
+    from mindspeed_rl.catalogue.objective import Distillation, Objective
     from mindspeed_rl.catalogue.records import Level
-    from mindspeed_rl.config import Objective
-    from mindspeed_rl.config.objective import Distillation
 
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them:
 #: e^99 is infinite in float32, and infinity times 0 is not a gradient

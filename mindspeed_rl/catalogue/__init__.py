@@ -1,7 +1,7 @@
 """Every policy loss, advantage estimator, KL estimator and rollout correction: the only module with their names.
 
 No torch here: a record has the function's module and name, its needs, the keys of rl_config that it reads with their bounds,
-and its formula. `config.objective` selects the records of a run, which the rest of the package reads. A new algorithm is a
+and its formula. `run.objective` selects the records of a run, which the rest of the package reads. A new algorithm is a
 function and an entry below; docs/adding_an_algorithm.md has an example, and one of a plug-in.
 """
 

@@ -19,8 +19,8 @@ from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.rules.engine_limits import engine_limits
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.run.rules.engine_limits import engine_limits
 from mindspeed_rl.scratch import make_process_folder
 
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.config.device_limits import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import (
     TowerCosts,
@@ -68,7 +68,7 @@ class Engine:
 
 def plan_engine(run: RunShape) -> Engine | None:
     """Compute the bytes of a rank of the run's engines; None without rollouts."""
-    generate, engines = run.generate, run.cfg.placement.engines
+    generate, engines = run.generate, run.placement.engines
     if generate is None or engines is None:
         return None
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture

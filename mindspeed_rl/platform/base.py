@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from mindspeed_rl.config.placement import HEAD_ROWS
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
 
 GIB = float(1 << 30)

@@ -17,8 +17,8 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from mindspeed_rl.rewards import spawner
-from mindspeed_rl.rewards.channel import Channel, ChannelError, Message, pack
+from mindspeed_rl.isolation import spawner
+from mindspeed_rl.isolation.channel import Channel, ChannelError, Message, pack
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.worker import Kind

@@ -20,8 +20,8 @@ import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from mindspeed_rl.isolation.channel import Channel, Message
 from mindspeed_rl.rewards import REWARDS, swift_plugins
-from mindspeed_rl.rewards.channel import Channel, Message
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
 

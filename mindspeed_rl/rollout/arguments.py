@@ -20,11 +20,11 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 #: prefix of the names of folders with sockets

@@ -26,7 +26,6 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
 from mindspeed_rl.adaptors.vllm_drafts import join_drafts
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
@@ -38,6 +37,7 @@ from mindspeed_rl.rollout.arguments import (
 )
 from mindspeed_rl.rollout.protocol import LoadsWeights
 from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import scratch_folder
 
 

@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from mindspeed_rl.config import Deadlines, FaultTolerance
-from mindspeed_rl.config.phases import PHASE_DEADLINES
 from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import format_duration
@@ -24,6 +23,7 @@ from mindspeed_rl.observability.process_status import (
     find_straggler,
     read_statuses,
 )
+from mindspeed_rl.run.phases import PHASE_DEADLINES
 from mindspeed_rl.runtime.cluster import find_dead_service, find_lasting_stop, find_stopped_services
 from mindspeed_rl.runtime.reports import WorkerReport
 

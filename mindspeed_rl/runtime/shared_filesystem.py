@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.run import Run
 
 #: files that are read completely; of larger ones only the size is compared
 _SMALL_BYTES = 1 << 20

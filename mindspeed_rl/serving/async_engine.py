@@ -18,7 +18,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.models.costs import read_kv_bytes
 from mindspeed_rl.rollout.arguments import (
@@ -30,6 +29,7 @@ from mindspeed_rl.rollout.arguments import (
 )
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
 from mindspeed_rl.serving.rollout_service import RolloutService

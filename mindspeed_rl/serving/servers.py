@@ -18,8 +18,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.config import GenerateConfig, Run
-from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
@@ -27,6 +26,8 @@ from mindspeed_rl.platform import platform_class
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool

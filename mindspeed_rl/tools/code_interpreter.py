@@ -14,7 +14,7 @@ import logging
 import re
 from collections.abc import Sequence
 
-from mindspeed_rl.rewards.sandbox import SandboxLimits, available_isolation, run_python
+from mindspeed_rl.isolation.sandbox import SandboxLimits, available_isolation, run_python
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.processes import ProcessPool

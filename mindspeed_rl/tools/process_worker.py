@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards.channel import Channel, Message
+from mindspeed_rl.isolation.channel import Channel, Message
 from mindspeed_rl.rewards.worker import describe, limit_memory
 from mindspeed_rl.tools.tool import ToolError, ToolResult, to_tool_result
 

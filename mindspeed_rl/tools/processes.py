@@ -16,8 +16,8 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 
-from mindspeed_rl.rewards import spawner
-from mindspeed_rl.rewards.channel import Channel, Message, pack
+from mindspeed_rl.isolation import spawner
+from mindspeed_rl.isolation.channel import Channel, Message, pack
 from mindspeed_rl.tools.tool import ToolError
 
 _WORKER = "mindspeed_rl.tools.process_worker:run_worker"

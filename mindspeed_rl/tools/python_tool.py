@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mindspeed_rl import registry
-from mindspeed_rl.rewards.channel import Message
+from mindspeed_rl.isolation.channel import Message
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, RunIn

@@ -15,13 +15,13 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
-from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components, read_part_weights
 from mindspeed_rl.rollout.trajectory import NO_VERSION
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions

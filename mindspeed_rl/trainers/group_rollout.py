@@ -11,18 +11,18 @@ from typing import Any
 
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING
-from mindspeed_rl.config import Run
 from mindspeed_rl.data.images import has_references
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.run_files import CONSUMED
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resume import ResumePoint
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.group_sources import PartialSource, StreamingSource
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
-from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
 from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 from mindspeed_rl.workers.reward_group import RewardGroup

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import SamplingConfig
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -23,8 +22,9 @@ from mindspeed_rl.rewards.judge import JudgeError, JudgeForm, Score
 from mindspeed_rl.rewards.pool import RewardFailureError
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings
 from mindspeed_rl.rewards.totals import JUDGE_PART, MODEL_PART
+from mindspeed_rl.run.models import check_judge_folder
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.model_plans import check_judge_folder
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import build_sampling
 from mindspeed_rl.workers.reward_group import SAMPLE_COLUMNS, SampleReader

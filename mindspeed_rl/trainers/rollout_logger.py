@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
-from mindspeed_rl.config import Run
 from mindspeed_rl.data.images import IMAGES, make_thumbnail
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -24,6 +23,7 @@ from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
 from mindspeed_rl.observability.run_files import EXAMPLES
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 

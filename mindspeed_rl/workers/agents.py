@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl import registry
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.images import ImageReader, read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
@@ -22,6 +22,7 @@ from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.run import Run
 from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from mindspeed_rl import platform, registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
-from mindspeed_rl.config import ProfilerConfig, Run
-from mindspeed_rl.config.phases import Phase
+from mindspeed_rl.config import ProfilerConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.platform import ProfileSettings
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
 

@@ -10,14 +10,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.futures import Pending
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.serving.servers import JudgeServers

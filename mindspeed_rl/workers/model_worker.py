@@ -14,13 +14,13 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.policy_losses import value_loss
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.replica import Replica

@@ -15,12 +15,13 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import (
     build_runtime_env,
     build_worker_environment,
@@ -237,9 +238,10 @@ def start_group(
         heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
         collective_timeout_s=run.deadlines.seconds["collective"],
     )
+    threads = None if run.threads is None else run.threads.count
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads),
+        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_rl.config import Run, SamplingConfig
+from mindspeed_rl.config import SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -26,7 +26,7 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
 from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
@@ -48,6 +48,7 @@ from mindspeed_rl.engine.weights import Float32Weights, load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.run import Run
 from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
 if TYPE_CHECKING:

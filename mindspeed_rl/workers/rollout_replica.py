@@ -18,9 +18,7 @@ from vllm import EngineArgs
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.config.placement import engine_adapter_rank
+from mindspeed_rl.config.device_limits import engine_adapter_rank
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
@@ -43,6 +41,8 @@ from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import add_sync_bytes
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules

@@ -14,7 +14,6 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, Phases, name_routed_column
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -22,6 +21,8 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.workers.replica import Replica
 
 _Output = tuple[list[Tensor], ...] | None

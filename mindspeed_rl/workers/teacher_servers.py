@@ -18,13 +18,14 @@ import aiohttp
 import torch
 from torch import Tensor
 
+from mindspeed_rl.catalogue.objective import Distillation
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import Distillation, build_distillation
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.timers import Timers
+from mindspeed_rl.run.objective import build_distillation
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:

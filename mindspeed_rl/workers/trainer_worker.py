@@ -19,8 +19,6 @@ from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import ModelSource
@@ -29,6 +27,8 @@ from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases, add_step
 from mindspeed_rl.workers.replica import Replica

@@ -15,7 +15,7 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.run.objective import build_objective
 
 K = 6
 #: two teachers, the same model at other temperatures

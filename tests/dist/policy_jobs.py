@@ -12,10 +12,11 @@ from training_jobs import Setting, all_rows, engine_of, full_weights, summary
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import POLICY_LOSSES
-from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.objective import build_objective
 
 _COMMON = {
     "clip_higher_enable": True,

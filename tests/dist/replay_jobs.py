@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.routing import _RecordedRouting
 

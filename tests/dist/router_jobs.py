@@ -15,9 +15,9 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PolicyBat
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.preference_losses import PreferenceBatch, SimPOSettings, simpo_loss
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.objective import build_objective
 
 ROWS: dict[str, Callable[[], Rows]] = {"different": all_rows, "grouped": grouped_rows}
 

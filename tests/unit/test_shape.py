@@ -18,11 +18,11 @@ DECIDED_IN = {
     "read_sizes": ("config/run.py",),
     # parity compares losses of given batches, without a run
     # the page shows the formula of every algorithm
-    "build_objective": ("config/run.py", "config/objective.py", "cli/parity.py", "config/explain/algorithm_page.py"),
+    "build_objective": ("config/run.py", "run/objective.py", "cli/parity.py", "run/explain/algorithm_page.py"),
     # nor has the command that stores log-probs of a teacher
-    "find_model": ("trainers/model_plans.py", "checkpoint/model_source.py", "workers/stages/teacher_store.py"),
+    "find_model": ("run/models.py", "checkpoint/model_source.py", "workers/stages/teacher_store.py"),
     # inference has no run
-    "plan_model": ("trainers/model_plans.py", "inference/megatron_engine.py"),
+    "plan_model": ("run/models.py", "inference/megatron_engine.py"),
 }
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils import data
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean
-from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.run.batch_sizes import BatchPlan
 from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:

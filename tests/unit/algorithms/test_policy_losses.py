@@ -12,8 +12,8 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import CORRECTIONS, POLICY_LOSSES
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
-from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.observability.metrics import merge
+from mindspeed_rl.run.objective import build_objective
 
 ROWS, LENGTH = 6, 5
 COLUMNS = {"old": "old_log_probs", "ref": "ref_log_probs", "rollout": "rollout_log_probs"}

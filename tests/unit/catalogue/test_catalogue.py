@@ -18,9 +18,10 @@ import torch
 import mindspeed_rl
 from mindspeed_rl import catalogue
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyInputs
+from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.catalogue.records import NEEDS, Algorithm, _check_parameters
-from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.run.objective import build_objective
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 FAMILIES = (catalogue.POLICY_LOSSES, catalogue.ADVANTAGES, catalogue.KL_ESTIMATORS, catalogue.CORRECTIONS)

@@ -12,7 +12,7 @@ import yaml
 
 from mindspeed_rl.cli import explain as explain_command
 from mindspeed_rl.cli import train
-from mindspeed_rl.cli.import_run import main
+from mindspeed_rl.importers.command import main
 
 #: every option that the guides' commands have; numbers are ours
 FULL = """\\

@@ -12,8 +12,8 @@ from scripts import load_script
 from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new import _KINDS
 from mindspeed_rl.config import load_run_config
-from mindspeed_rl.config.explain.plan_page import explain
 from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.run.explain.plan_page import explain
 
 SUPERVISED = ("preference", "sft")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.cli import upstream
+from mindspeed_rl.importers import upstream
 
 ROOT = Path(__file__).parents[3]
 

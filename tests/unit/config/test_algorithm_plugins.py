@@ -18,9 +18,12 @@ from sample_runs import prompt_level
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.config import ConfigError, RunConfig, formula, resolve, validate
-from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.explain.plan_page import explain
+from mindspeed_rl.config import ConfigError, RunConfig
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.explain.plan_page import explain
+from mindspeed_rl.run.formula import formula
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.validation import validate
 from mindspeed_rl.trainers.schedule import Schedule
 
 DOCS = Path(__file__).parents[3] / "docs"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from sample_runs import completion_level, prompt_level
 
-from mindspeed_rl.config import ConfigError, build_batch_plan, build_run_config, validate
-from mindspeed_rl.config.sizes import batch_table
+from mindspeed_rl.config import ConfigError, build_run_config
+from mindspeed_rl.run.batch_sizes import batch_table
+from mindspeed_rl.run.resolve import build_batch_plan
+from mindspeed_rl.run.rules.validation import validate
 
 # (world, tp, micro, batch, steps, generations) -> dp, generation batch, rollout prompts, train prompts, both for each dp group
 GUIDE = [

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, RLConfig, build_run_config, load_run_config
-from mindspeed_rl.config.explain.effects import find_changed_keys, find_keys_without_effect
 from mindspeed_rl.config.run_files import compose
+from mindspeed_rl.run.explain.effects import find_changed_keys, find_keys_without_effect
 
 RUN = """\
 defaults:

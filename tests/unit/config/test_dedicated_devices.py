@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import unavailable, validate
-from mindspeed_rl.config.explain.plan_page import explain
+from mindspeed_rl.run.explain.plan_page import explain
+from mindspeed_rl.run.rules.validation import unavailable, validate
 
 R, G = "rl_config", "generate_config"
 SEPARATE = {"use_integrated_worker": False}

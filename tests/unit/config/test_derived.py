@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.cli.explain import main
-from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import describe_learning_rate, find_warnings
-from mindspeed_rl.config.explain.plan_page import explain, render
+from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.run.explain.effects import describe_learning_rate, find_warnings
+from mindspeed_rl.run.explain.plan_page import explain, render
+from mindspeed_rl.run.rules.validation import unavailable, validate
 
 
 def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> RunConfig:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import validate
-from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.objective import formula
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.formula import formula
+from mindspeed_rl.run.rules.validation import validate
 
 ON: dict[str, Any] = {"enabled": True, "teacher_models": ["./teacher"]}
 

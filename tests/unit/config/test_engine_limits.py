@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import RunConfig, build_run_config, validate
+from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
-from mindspeed_rl.config.resolve import resolve
-from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
+from mindspeed_rl.run.rules.validation import validate
 
 
 def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu") -> RunConfig:

@@ -13,9 +13,9 @@ from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.cli.explain import main
 from mindspeed_rl.config import build_run_config, load_run_config
-from mindspeed_rl.config.explain.effects import find_changed_keys, find_keys_without_effect
-from mindspeed_rl.config.explain.plan_page import _list_parallel_groups, explain, render
-from mindspeed_rl.config.sizes import Layout
+from mindspeed_rl.run.batch_sizes import Layout
+from mindspeed_rl.run.explain.effects import find_changed_keys, find_keys_without_effect
+from mindspeed_rl.run.explain.plan_page import _list_parallel_groups, explain, render
 
 
 def explained(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict]:

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mindspeed_rl.cli.import_run import PROJECTS
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.config.compat.importer import ASSUMED_ROWS, ImportSettings, import_command
-from mindspeed_rl.config.compat.source_plan import find_differences
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.importers.source_plan import find_differences
 from mindspeed_rl.rewards import REWARDS
 
 ROOT = Path(__file__).parents[3]

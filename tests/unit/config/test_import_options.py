@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.cli.import_run import PROJECTS
-from mindspeed_rl.config.compat.options import UNSET, Option
-from mindspeed_rl.config.explain.key_reference import _TOP, _list_entries
 from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.options import UNSET, Option
+from mindspeed_rl.run.explain.key_reference import _TOP, _list_entries
 
 LISTS = Path(__file__).parents[2] / "data" / "options"
 TABLES = [(project, program) for project in PROJECTS.values() for program in project.tables]

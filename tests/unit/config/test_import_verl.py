@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.config.compat.importer import Import, ImportSettings, import_command
-from mindspeed_rl.config.compat.verl import PROJECT
-from mindspeed_rl.config.compat.verl_options import TABLES
+from mindspeed_rl.importers.importer import Import, ImportSettings, import_command
+from mindspeed_rl.importers.verl import PROJECT
+from mindspeed_rl.importers.verl_options import TABLES
 from mindspeed_rl.rewards import REWARDS
 
 A, R, M = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"

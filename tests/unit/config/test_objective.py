@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_run_config, formula
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.run.formula import formula
 
 
 @pytest.mark.parametrize(

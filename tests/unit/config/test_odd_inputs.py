@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.cli.explain import main as explain
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, validate
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 from mindspeed_rl.config.keys import PATH_KEYS, collect_keys
 from mindspeed_rl.config.run_files import find_project_configs
+from mindspeed_rl.run.rules.validation import validate
 
 NAMES = [
     "数据/运行",

@@ -10,10 +10,10 @@ import pytest
 
 from mindspeed_rl.cli import explain
 from mindspeed_rl.config.errors import link_reference
-from mindspeed_rl.config.explain import key_reference as reference
 from mindspeed_rl.config.keys import GROUPS, collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.loader import TOP_LEVEL
+from mindspeed_rl.run.explain import key_reference as reference
 
 ROOT = Path(__file__).resolve().parents[3]
 CHINESE = re.compile(r"[\u4e00-\u9fff]")
@@ -23,7 +23,7 @@ PAGES = {"en": ROOT / "docs/keys.md", "zh": ROOT / "docs/zh/keys.md"}
 @pytest.mark.parametrize("language", PAGES)
 def test_the_committed_page_is_what_the_generator_makes(language: reference._Language) -> None:
     made = PAGES[language].read_text(encoding="utf-8") == reference._render_page(language)
-    assert made, "run python -m mindspeed_rl.config.explain.key_reference"
+    assert made, "run python -m mindspeed_rl.run.explain.key_reference"
 
 
 def test_every_field_of_every_group_has_an_entry() -> None:

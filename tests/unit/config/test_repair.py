@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from mindspeed_rl.config.rules.batch_rules import find_size_violations, suggest_values
-from mindspeed_rl.config.sizes import Layout, Sizes
+from mindspeed_rl.run.batch_sizes import Layout, Sizes
+from mindspeed_rl.run.rules.batch_rules import find_size_violations, suggest_values
 
 
 def guide_is_sound(sizes: Sizes) -> bool:

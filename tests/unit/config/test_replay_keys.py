@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import validate
+from mindspeed_rl.run.rules.validation import validate
 
 
 @pytest.mark.parametrize(

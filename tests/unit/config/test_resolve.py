@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.run.resolve import resolve
 
 
 def test_a_run_has_plan_objective_platform_and_an_absolute_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from sample_runs import completion_level, prompt_level
 
-from mindspeed_rl.config import RunConfig, Violation, build_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.run.explain.effects import find_warnings
+from mindspeed_rl.run.rules.validation import unavailable, validate
+from mindspeed_rl.run.rules.violation import Violation
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:

@@ -8,9 +8,11 @@ import pytest
 import yaml
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_batch_plan, build_run_config, load_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import find_keys_without_effect
+from mindspeed_rl.config import build_run_config, load_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.resolve import build_batch_plan
+from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
 CONFIGS = find_project_configs()

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from published import ALL, DATA, name_of
 
-from mindspeed_rl.config import ConfigError, load_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import find_keys_without_effect, find_warnings
+from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run.explain.effects import find_keys_without_effect, find_warnings
+from mindspeed_rl.run.rules.validation import unavailable, validate
 
 RUN_FILES = DATA / "run_files"
 README = Path(__file__).parents[3] / "README.md"

@@ -9,8 +9,8 @@ import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_batch_plan
-from mindspeed_rl.config.compat.source_plan import Schedule, SourcePlan, find_differences, plan_run, render_plans
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan, find_differences, plan_run, render_plans
+from mindspeed_rl.run.resolve import build_batch_plan
 
 PLAN = SourcePlan(
     stage="sft",

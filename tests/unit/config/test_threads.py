@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import resolve
 from mindspeed_rl.config.threads import count_cores, decide_threads
+from mindspeed_rl.run.resolve import resolve
 
 
 def machine(folder: Path, siblings: list[str], files: dict[str, str]) -> tuple[Path, Path]:

@@ -16,8 +16,9 @@ import contract
 
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
 from mindspeed_rl.cli.doctor import variables as doctor_variables
-from mindspeed_rl.config import MegatronConfig, load_run_config, validate
-from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.run.placement import RolloutLayout
+from mindspeed_rl.run.rules.validation import validate
 
 #: set by configs/envs/runtime_env.yaml or named there, and read by torch_npu itself
 OF_TORCH_NPU = """

@@ -12,8 +12,8 @@ import pytest
 
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import MegatronConfig, load_run_config
-from mindspeed_rl.config.explain.effects import find_warnings
 from mindspeed_rl.config.keys.megatron import _PROCESS_GROUPS, LEFT_OFF_FEATURES, parse_group_buffers
+from mindspeed_rl.run.explain.effects import find_warnings
 
 
 def test_fused_kernels_are_always_on_and_complete() -> None:

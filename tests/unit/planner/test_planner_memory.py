@@ -15,7 +15,6 @@ import yaml
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import is_valid, validate
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs, locate
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import kv_bytes_per_token, read_draft_bytes
@@ -28,6 +27,7 @@ from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops
+from mindspeed_rl.run.rules.validation import is_valid, validate
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
 PARAMETERS = {

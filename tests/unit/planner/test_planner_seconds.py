@@ -13,7 +13,6 @@ import pytest
 
 from mindspeed_rl.cli import explain
 from mindspeed_rl.cli import plan as command
-from mindspeed_rl.config import resolve
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.observability.history import History
@@ -24,6 +23,7 @@ from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
+from mindspeed_rl.run.resolve import resolve
 
 
 def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.rewards.isolation import list_refused_calls
-from mindspeed_rl.rewards.sandbox import SandboxLimits, _run, available_isolation, run_python
+from mindspeed_rl.isolation.kernel import list_refused_calls
+from mindspeed_rl.isolation.sandbox import SandboxLimits, _run, available_isolation, run_python
 
 needs = {
     name: pytest.mark.skipif(name not in available_isolation(), reason=f"this machine gives no isolation of {name}")
@@ -387,5 +387,5 @@ def test_roots_files_cannot_be_read(tmp_path) -> None:
 
 
 def test_what_is_missing_can_be_asked_for_before_anything_is_scored() -> None:
-    said = subprocess.run([sys.executable, "-m", "mindspeed_rl.rewards.sandbox"], capture_output=True, text=True, check=True)
+    said = subprocess.run([sys.executable, "-m", "mindspeed_rl.isolation.sandbox"], capture_output=True, text=True, check=True)
     assert said.stdout.split() == list(run_python("").missing)

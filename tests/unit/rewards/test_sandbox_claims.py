@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from mindspeed_rl.isolation.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.rewards.code import code
 from mindspeed_rl.rewards.samples import RewardSettings
-from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.tools.code_interpreter import run_blocks
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"

@@ -12,8 +12,9 @@ from supervised_samples import EOS, NETWORK, PAD, text
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mindspeed_rl.config import build_run_config, resolve
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
@@ -56,6 +57,6 @@ def start(one_process_world: None, tiny_model: Path) -> Callable[..., Supervised
         }
         tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": dict(rl_config)} if rl_config else {})
         cfg = build_run_config(tree, config_name="test")
-        return SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+        return SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
 
     return make

@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.adaptors import mindspeed
-from mindspeed_rl.config import RunConfig, build_run_config, unavailable, validate
-from mindspeed_rl.config.explain.effects import describe_learning_rate
+from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.keys.schema import list_keys
-from mindspeed_rl.config.resolve import build_batch_plan
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
+from mindspeed_rl.run.explain.effects import describe_learning_rate
+from mindspeed_rl.run.resolve import build_batch_plan
+from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.runtime.cluster import build_worker_environment
 from mindspeed_rl.trainers.prompt_loader import _prompt_settings
 from mindspeed_rl.workers.roles import build_micro_batching

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 from published import ALL, FITTING, MODELS, SHIPPED, name_of
 
-from mindspeed_rl.config import ConfigError, RunConfig, load_run_config, resolve, unavailable
+from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.trainers.model_plans import list_source_checks, plan_models, with_model_configs
+from mindspeed_rl.run.models import list_source_checks, plan_models, with_model_configs
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.validation import unavailable
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 
@@ -61,7 +63,7 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
     assert cfg is not None
     cfg = with_model_configs(with_model(cfg, tmp_path, MODELS[model]))
     run = resolve(cfg, platform="npu")
-    models = plan_models(run)[0].models
+    models = plan_models(run).models
     assert "actor" in models
     for planned in models.values():
         plan = planned.plan
@@ -99,7 +101,7 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         with pytest.raises(ValueError, match=re.escape(said)):
             plan_models(run)
     else:
-        assert plan_models(run)[0].models["actor"].plan.model_config.linear_attention is not None
+        assert plan_models(run).models["actor"].plan.model_config.linear_attention is not None
 
 
 def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:

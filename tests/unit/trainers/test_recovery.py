@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import Run, load_run_config, resolve
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.resume import Recovery, _resume_from_save
 from mindspeed_rl.runtime.futures import WorkerError
-from mindspeed_rl.trainers.resume import Recovery, _resume_from_save
 
 
 def run_with(folder: Path, *changes: str) -> Run:

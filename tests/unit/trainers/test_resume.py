@@ -22,10 +22,11 @@ from mindspeed_rl.checkpoint.model_source import (
     rl_reference,
 )
 from mindspeed_rl.checkpoint.newest import list_old
-from mindspeed_rl.config import MegatronConfig, Run, build_run_config, resolve
-from mindspeed_rl.config.explain.effects import find_warnings
-from mindspeed_rl.config.resolve import derive
-from mindspeed_rl.trainers.resume import describe_resume, find_resume_point, select_sound_checkpoint
+from mindspeed_rl.config import MegatronConfig, build_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.explain.effects import find_warnings
+from mindspeed_rl.run.resolve import derive, resolve
+from mindspeed_rl.run.resume import describe_resume, find_resume_point, select_sound_checkpoint
 
 
 def run(

@@ -14,10 +14,10 @@ import test_resume as points
 from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config.keys import collect_keys
-from mindspeed_rl.config.rules.resume_rules import KeyChange
+from mindspeed_rl.run.resume import ResumePoint, find_resume_point
+from mindspeed_rl.run.rules.resume_rules import KeyChange
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
-from mindspeed_rl.trainers.resume import ResumePoint, find_resume_point
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, SynchronousRollout
 from mindspeed_rl.trainers.schedule import Schedule
 

@@ -9,7 +9,8 @@ import pytest
 
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.cli.explain import main as explain
-from mindspeed_rl.config import ConfigError, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.prompt_loader import resolve_length
 
 

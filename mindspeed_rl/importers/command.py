@@ -1,0 +1,121 @@
+"""`mindspeed-rl import`: convert a command or script of another project into a run file."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from mindspeed_rl.cli.options import report_failure
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.files import write_file
+from mindspeed_rl.importers.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
+from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
+from mindspeed_rl.importers.options import SourceProject
+from mindspeed_rl.importers.slime import PROJECT as SLIME
+from mindspeed_rl.importers.swift import PROJECT as SWIFT
+from mindspeed_rl.importers.trl import PROJECT as TRL
+from mindspeed_rl.importers.verl import PROJECT as VERL
+from mindspeed_rl.rewards import REWARDS
+
+#: projects whose commands can be imported, by their names on the command line
+PROJECTS: dict[str, SourceProject] = {
+    "mindspeed-llm": MINDSPEED_LLM,
+    "openrlhf": OPENRLHF,
+    "slime": SLIME,
+    "swift": SWIFT,
+    "trl": TRL,
+    "verl": VERL,
+}
+
+#: longer texts are commands, not names of files
+_MAX_PATH = 1024
+
+
+def main(argv: list[str]) -> int:
+    """Write the run file and print the result of every option; return 2 for a command that cannot be imported."""
+    names = sorted(PROJECTS)
+    parser = argparse.ArgumentParser(
+        prog="mindspeed-rl import",
+        description="Write a run file from a command or script of another project. Nothing of it is executed. Options that "
+        "change what is trained and are not available, and numbers of the plan that would differ, are errors.",
+    )
+    parser.add_argument("-o", "--output", default=None, help="run file to write; default: from_<project>.yaml")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
+    parser.add_argument("--devices", type=int, default=None, help="devices, where the command does not say them")
+    parser.add_argument(
+        "--set", dest="variables", metavar="NAME=VALUE", action="append", default=[], help="value of a variable of the script"
+    )
+    parser.add_argument("--allow-unknown", action="store_true", help="leave out options that no release table has")
+    parser.add_argument(
+        "--accept", metavar="NAME", action="append", default=[], help="number of the plan that may differ, by its name"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=ASSUMED_ROWS, help="rows of the data, over which a length in epochs is compared"
+    )
+    parser.add_argument("project", choices=names, help="project of the command")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is, or a script; "-" reads it from stdin'
+    )
+    arguments = parser.parse_args(argv)
+    words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+    if words[1:] and words[1].startswith("-") and Path(words[0]).is_file():
+        parser.error(f"{words[1]} stands after the script {words[0]}; options of import stand before {arguments.project}")
+    if not words:
+        parser.error("there is no command")
+    variables = dict(item.partition("=")[::2] for item in arguments.variables)
+    if wrong := [item for item in arguments.variables if "=" not in item]:
+        parser.error(f"--set {wrong[0]}: write NAME=VALUE")
+    try:
+        path, imported = write_import(
+            arguments.project, _read_command(words), Path(arguments.output or f"from_{arguments.project}.yaml"),
+            may_replace=arguments.force,
+            settings=ImportSettings(
+                devices=arguments.devices, variables=variables, allow_unknown=arguments.allow_unknown,
+                accepted=frozenset(arguments.accept), rows=arguments.rows,
+                folder=Path(words[0]).parent if len(words) == 1 and len(words[0]) < _MAX_PATH else None,
+            ),
+        )  # fmt: skip
+    except (ConfigError, OSError) as error:
+        return report_failure(error)
+    print(f"\nwritten: {path}\nshow its plan: {imported} {path}")
+    return 0
+
+
+def _read_command(words: list[str]) -> str:
+    """Return the text of a command, of a script that it names, or of standard input; a file of options stays a name."""
+    if words == ["-"]:
+        return sys.stdin.read()
+    if len(words) == 1 and len(words[0]) < _MAX_PATH and "\n" not in words[0] and Path(words[0]).is_file():
+        path = Path(words[0])
+        return shlex.quote(words[0]) if path.suffix in (".yaml", ".yml", ".json") else path.read_text(encoding="utf-8")
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def write_import(
+    project: str, command: str, path: Path, *, may_replace: bool = False, settings: ImportSettings | None = None
+) -> tuple[Path, str]:
+    """Write the run file of the command to `path`, and print the result of every option.
+
+    Returns:
+        The path, and the command that takes the file.
+
+    Raises:
+        ConfigError: the command cannot be imported, or another file is at `path`.
+    """
+    settings = settings or ImportSettings()
+    here: Mapping[str, str] = {name: value for name in ("HOME", "PWD") if (value := os.environ.get(name))}
+    complete = replace(settings, variables={**here, **settings.variables}, rewards=REWARDS)
+    imported = import_command(PROJECTS[project], command, complete)
+    text = imported.render(command)
+    path = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
+    if path.exists() and not may_replace and path.read_text(encoding="utf-8") != text:
+        raise ConfigError([f"{path} already exists with other content; choose another file, or --force"])
+    write_file(path, text, makes_folder=True)
+    print(imported.summarize())
+    return path, imported.next_command

@@ -1,0 +1,1066 @@
+"""Commands and option files of TRL: `trl grpo`, `rloo`, `sft`, `dpo`, `kto`, `reward`, and their scripts under accelerate."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+
+from mindspeed_rl.catalogue.records import Level
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.importer import (
+    RECOMPUTE_LAYERS,
+    Import,
+    build_rollout_batch,
+    find_lora_targets,
+    read_count,
+    read_scalar,
+)
+from mindspeed_rl.importers.options import (
+    Option,
+    SourceCommand,
+    SourceProject,
+    by,
+    no_effect,
+    refused,
+    same,
+    to,
+    with_others,
+)
+from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
+
+_ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
+_SAMPLING = f"{_ENGINE}.sampling_config"
+#: program -> stage here
+_STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
+#: trainers of TRL without a counterpart, and commands that start no training
+_OTHER_PROGRAMS = {
+    "gkd": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
+    "distillation": "its commands are not imported; rl_config.distillation has its losses (docs/distillation.md)",
+    "online_dpo": "its commands are not imported; rl_config.loss_type online_dpo has its loss (docs/which_algorithm.md)",
+    "vllm-serve": "a rollout server is started by mindspeed-rl rollout with the run file of the training",
+    "env": "it trains nothing",
+    "skills": "it trains nothing",
+}
+#: configuration of accelerate by the name that TRL has for it -> processes
+_ACCELERATE = dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8) | {"single_gpu": 1}
+#: flags of accelerate and torchrun without a value
+_LAUNCHER_FLAGS = frozenset(
+    "multi_gpu cpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet module no_python standalone m "
+    "main_training_function_only use_xpu use_tp".split()
+)
+#: reward function of TRL -> ours, and keys that its numbers become
+_REWARDS: dict[str, tuple[str, dict[str, object]]] = {
+    "accuracy_reward": ("accuracy", {}),
+    "think_format_reward": ("think_format", {}),
+    "get_soft_overlong_punishment": ("soft_overlong", {"soft_max_length": 1280, "soft_cache_length": 256}),
+}
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def _read(commands: list[Command], devices: int | None) -> SourceCommand:
+    """Return the training command among those of a script: a call of `trl`, of one of its scripts, or a configuration file."""
+    for command in commands:
+        words = list(command.words)
+        place, program = _find_program(words)
+        if program is None:
+            continue
+        if program in _OTHER_PROGRAMS:
+            raise ConfigError([f"trl {program}: {_OTHER_PROGRAMS[program]}"])
+        launcher, options = _split_options(words[:place]), _split_options(words[place + 1 :])
+        files = [options.pop("config")] if "config" in options else []
+        if Path(words[place]).suffix in (".yaml", ".yml", ".json"):
+            files.append(words[place])
+        values: dict[str, object] = {}
+        for file in files:
+            values |= _read_file(Path(str(file)))
+        # the parser has --no_x for a flag x that is on
+        for name in [name for name in options if name.startswith("no_")]:
+            options[name[3:]] = not options.pop(name)
+        launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
+        launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
+        world = devices or _count_processes(launch, command.environment)
+        if not program:
+            program = _guess_program(values | options)
+        return SourceCommand(program, values | options, command.environment, world, _TABLES[program])
+    raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
+
+
+def _find_program(words: list[str]) -> tuple[int, str | None]:
+    """Return the place of the trainer's name and the trainer; "" for a file of options, None for other commands."""
+    for place, word in enumerate(words):
+        name = Path(word).name
+        if place and words[place - 1] == "trl" and (name in _STAGES or name in _OTHER_PROGRAMS):
+            return place, name
+        if name.endswith(".py"):
+            stem = name.removesuffix(".py")
+            known = stem if stem in _STAGES or stem in _OTHER_PROGRAMS else None
+            return place, known or next(
+                (key for key in ("grpo", "rloo", "dpo", "kto", "sft", "reward") if key in stem.split("_")), None
+            )
+        if word.startswith("trl.scripts."):
+            return place, word.rpartition(".")[2]
+    is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml", ".json")
+    return (0, "") if is_file else (0, None)
+
+
+def _split_options(words: list[str]) -> dict[str, object]:
+    """Return options by name without dashes; one without a value is true, one with several words a list."""
+    options: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--") or (word.startswith("-") and word[1:].isidentifier()):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            options[name] = [value] if equals else []
+            # the next word of a flag is the script
+            name = "" if name in _LAUNCHER_FLAGS else name
+        elif name:
+            options[name].append(word)
+    values = {name: [read_scalar(word) for word in words] for name, words in options.items()}
+    return {name: True if not items else items[0] if len(items) == 1 else items for name, items in values.items()}
+
+
+def _read_file(path: Path) -> dict[str, object]:
+    """Return the options of a YAML or JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no options.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"the file of options {path} must hold names and values"])
+    content.pop("env", None)
+    # YAML reads 1e-6 as a text
+    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
+
+
+def _count_processes(launch: Mapping[str, object], environment: Mapping[str, str]) -> int:
+    """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
+    if (config := launch.get("accelerate_config", launch.get("config_file"))) is not None:
+        name = Path(str(config)).stem
+        content = _read_file(Path(str(config))) if Path(str(config)).is_file() else {}
+        found = launch.get("num_processes", content.get("num_processes", _ACCELERATE.get(name)))
+        if found is None:
+            raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
+        return read_count("num_processes", found)
+    if "num_processes" in launch:
+        return read_count("num_processes", launch["num_processes"])
+    per_node = launch.get("nproc_per_node")
+    if per_node is not None:
+        return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
+    visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
+    return len([item for item in visible.split(",") if item.strip()]) or 1
+
+
+def _guess_program(options: Mapping[str, object]) -> str:
+    """Return the trainer of a file of options by the options that only one of them has.
+
+    Raises:
+        ConfigError: none of them tells.
+    """
+    own = {name: set(table) - set().union(*(_TABLES[key] for key in _TABLES if key != name)) for name, table in _TABLES.items()}
+    found = [name for name, names in own.items() if names & set(options)]
+    if "num_generations" in options and not found:
+        found = ["grpo"]
+    if len(found) != 1:
+        raise ConfigError(
+            ["the file of options fits several trainers of TRL; write trl grpo --config FILE (or sft, dpo, kto, reward)"]
+        )
+    return found[0]
+
+
+# --- single options ---------------------------------------------------------------------------------------------------
+
+
+def _model(run: Import, option: str, value: object) -> None:
+    path = str(value)
+    note = "" if Path(path).expanduser().exists() else f"a folder: hf download {path} --local-dir {path}"
+    values = {f"{_ACTOR}.load": path, f"{_ACTOR}.tokenizer_name_or_path": path, f"{_ACTOR}.finetune": True}
+    run.translate(option, values, note)
+
+
+def _output(run: Import, option: str, value: object) -> None:
+    run.translate(option, {"run_dir": str(value), f"{_ACTOR}.save": str(Path(str(value), "checkpoints"))})
+
+
+def _trackers(run: Import, option: str, value: object) -> None:
+    names = [str(item) for item in (value if isinstance(value, list) else [value])]
+    known = ["tensorboard", "wandb", "swanlab", "mlflow"] if names == ["all"] else names
+    taken = [name for name in known if name in ("tensorboard", "wandb", "swanlab", "mlflow")]
+    others = ", ".join(name for name in known if name not in taken and name != "none")
+    note = f"{others}: the console and metrics.jsonl are always there" if others else ""
+    run.translate(option, {f"{_RL}.report_to": taken}, note)
+
+
+def _recompute(run: Import, option: str, value: object) -> None:
+    if value:
+        run.translate(option, RECOMPUTE_LAYERS, "each layer")
+    else:
+        run.note(option, "false: nothing is computed again")
+
+
+def _not(key: str) -> Option:
+    """Return an option whose opposite is a key."""
+    return by(lambda run, option, value: run.translate(option, {key: not value}), f"{key} = not value")
+
+
+def _server(run: Import, option: str, value: object) -> None:
+    parts = urlsplit(str(value) if "//" in str(value) else f"//{value}")
+    values = {f"{_ENGINE}.vllm_server_host": parts.hostname, f"{_ENGINE}.vllm_server_port": parts.port or 8000}
+    run.translate(option, values, "a server that mindspeed-rl rollout has started")
+
+
+def _regex(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{_SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
+
+
+def _template_arguments(run: Import, option: str, value: object) -> None:
+    values = _as_mapping(option, value)
+    if set(values) - {"enable_thinking"}:
+        run.refuse(option, f"arguments of the chat template other than enable_thinking: {', '.join(sorted(values))}")
+    else:
+        run.translate(option, {f"{_ACTOR}.{name}": item for name, item in values.items()})
+
+
+def _as_mapping(option: str, value: object) -> dict[str, object]:
+    """Return an option that is a mapping, or its text in JSON; nothing for None."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+def _optimizer(run: Import, option: str, value: object) -> None:
+    if str(value).startswith("adamw_") and not any(
+        part in str(value) for part in ("bit", "bnb", "anyprecision", "torchao", "paged")
+    ):
+        run.translate(option, {f"{_ACTOR}.optimizer": "adam"}, "AdamW")
+    else:
+        run.refuse(option, f"the optimizer {value}; AdamW is available")
+
+
+#: spread of the rewards there -> here
+_SCALES: dict[object, str] = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none", None: "none"}
+_BALANCE = to("megatron_training.moe_aux_loss_coeff")
+_NO_DROPOUT = no_effect("models have no dropout")
+_READ_BY_OTHERS = with_others("with the other sizes, see the plan")
+
+#: transformers' TrainingArguments and TRL's ModelConfig, ScriptArguments and DatasetMixtureConfig
+_SHARED: dict[str, Option] = {
+    "output_dir": by(_output, "run_dir = value, save = value/checkpoints"),
+    "model_name_or_path": by(_model, "load = tokenizer_name_or_path = value"),
+    "dataset_name": with_others(
+        "a folder or file, or hf://value for a dataset of the hub; supervised: the prefix of its tokens"
+    ),
+    "datasets": with_others("the path of the only entry"),
+    "trust_remote_code": to(f"{_ENGINE}.trust_remote_code"),
+    "weight_decay": to(f"{_ACTOR}.weight_decay", default=0.0),
+    "adam_beta1": to(f"{_ACTOR}.adam_beta1", default=0.9),
+    "adam_beta2": to(f"{_ACTOR}.adam_beta2", default=0.999),
+    "adam_epsilon": to(f"{_ACTOR}.adam_eps", default=1e-8),
+    "max_grad_norm": to(f"{_ACTOR}.clip_grad", default=1.0),
+    "seed": to(f"{_ACTOR}.seed", default=42),
+    "save_total_limit": to(f"{_ACTOR}.keep_last"),
+    "run_name": to(f"{_RL}.wandb_exp_name"),
+    "optim": by(_optimizer, "AdamW in any of its implementations"),
+    "report_to": by(_trackers, "trackers by name"),
+    "gradient_checkpointing": by(_recompute, "recomputation of each layer, the default"),
+    "bf16": to(f"{_ACTOR}.bf16", default=True),
+    **dict.fromkeys(
+        "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio".split(),
+        with_others("lr, lr_decay_style, warm-up in optimizer steps, min_lr"),
+    ),
+    **dict.fromkeys(
+        "per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs save_steps save_strategy".split(),
+        _READ_BY_OTHERS,
+    ),
+    **dict.fromkeys(
+        "use_peft lora_r lora_alpha lora_dropout lora_target_modules".split(),
+        with_others("lora_target_modules as Megatron's layers, lora_r, lora_alpha, lora_dropout"),
+    ),
+    # the objective, the data or the weights would change
+    "fp16": refused("training in fp16"),
+    "neftune_noise_alpha": refused("NEFTune noise"),
+    "label_smoothing_factor": refused("label smoothing of the cross entropy"),
+    "average_tokens_across_devices": same("the mean is over the tokens of all devices", True),
+    "auto_find_batch_size": refused("a batch size that is found by running out of memory"),
+    "load_best_model_at_end": refused("the best checkpoint as the result of a run"),
+    "resume_from_checkpoint": refused("resuming from a checkpoint of transformers' Trainer"),
+    "optim_args": refused("further arguments of the optimizer"),
+    "optim_target_modules": refused("an optimizer for some modules only"),
+    "model_init_kwargs": refused("arguments of from_pretrained"),
+    "model_revision": refused("a revision of the hub", unless=("main",)),
+    "accelerator_config": refused("settings of accelerate's loader"),
+    "parallelism_config": refused("parallelism of accelerate; write the sizes of megatron_training"),
+    "lora_target_parameters": refused("adapters of single parameters"),
+    "lora_modules_to_save": refused("fully trained modules next to adapters"),
+    "use_rslora": refused("rank-stabilized LoRA"),
+    "use_dora": refused("DoRA"),
+    "load_in_8bit": refused("8-bit base weights"),
+    "load_in_4bit": refused("4-bit base weights"),
+    "dataset_config": refused("a subset of a hub dataset: download it, and give its folder"),
+    "dataset_train_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
+    "test_split_size": refused("rows of the training data that are held back"),
+    "ignore_bias_buffers": no_effect("Megatron's data parallelism has no buffers to ignore"),
+    "train_sampling_strategy": refused("batches of equal lengths", unless=("random",)),
+    "group_by_length": refused("batches of equal lengths"),
+    "adafactor": refused("the optimizer Adafactor"),
+    "push_to_hub": no_effect("nothing is uploaded; save_hf writes a folder for hf upload"),
+    **dict.fromkeys(
+        "hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision push_to_hub_model_id "
+        "push_to_hub_organization push_to_hub_token".split(),
+        no_effect("nothing is uploaded"),
+    ),
+    "dtype": no_effect("weights have fp32 main copies, whatever format the file has", "float32", "auto", "bfloat16", None),
+    **dict.fromkeys(
+        "attn_implementation use_liger_kernel liger_kernel_config torch_compile torch_compile_backend torch_compile_mode tf32 "
+        "torchdynamo jit_mode_eval".split(),
+        no_effect("the platform has one set of kernels"),
+    ),
+    **dict.fromkeys(
+        "fsdp fsdp_config fsdp_min_num_params fsdp_transformer_layer_cls_to_wrap deepspeed".split(),
+        no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state"),
+    ),
+    **dict.fromkeys(
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout "
+        "local_rank use_cpu no_cuda use_mps_device tpu_num_cores tpu_metrics_debug mp_parameters ray_scope".split(),
+        no_effect("platform, processes and their groups follow from the run file"),
+    ),
+    **dict.fromkeys(
+        "logging_strategy logging_first_step log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen log_level "
+        "log_level_replica disable_tqdm logging_dir project trackio_space_id trackio_bucket_id trackio_static_space_id "
+        "skip_memory_metrics include_tokens_per_second".split(),
+        no_effect("metrics of every iteration go to the console, metrics.jsonl and the trackers"),
+    ),
+    **dict.fromkeys(
+        "eval_strategy eval_steps eval_delay per_device_eval_batch_size per_gpu_eval_batch_size prediction_loss_only "
+        "eval_on_start eval_do_concat_batches eval_use_gather_object eval_accumulation_steps include_for_metrics "
+        "batch_eval_metrics bf16_full_eval fp16_full_eval metric_for_best_model greater_is_better dataset_test_split "
+        "include_inputs_for_metrics use_legacy_prediction_loop do_train do_eval do_predict".split(),
+        no_effect("a run evaluates on megatron_training.eval_data_path, every eval_interval iterations"),
+    ),
+    **dict.fromkeys(
+        "save_on_each_node save_only_model save_safetensors enable_jit_checkpoint overwrite_output_dir".split(),
+        no_effect("checkpoints are complete, and can be resumed from"),
+    ),
+    **dict.fromkeys(
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers "
+        "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names "
+        "length_column_name dataset_streaming streaming".split(),
+        no_effect("rows are read from mapped memory, without loader processes"),
+    ),
+    "data_seed": no_effect("megatron_training.seed draws the order of the rows"),
+    "ignore_data_skip": no_effect("a resumed run continues with the next row"),
+    "restore_callback_states_from_checkpoint": no_effect("there are no callbacks"),
+    "full_determinism": no_effect("write npu_deterministic or deterministic: the seeds are the same, kernels may not be"),
+    **dict.fromkeys("use_cache past_index".split(), no_effect("the rollout engine has its own cache")),
+    **dict.fromkeys(
+        "torch_empty_cache_steps gradient_checkpointing_kwargs half_precision_backend fp16_backend fp16_opt_level debug "
+        "lora_task_type bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage pad_to_multiple_of".split(),
+        no_effect("it changes memory or speed, or belongs to a feature that is off"),
+    ),
+    "per_gpu_train_batch_size": refused("the name of old releases; write per_device_train_batch_size"),
+}
+
+#: options of both trainers with rollouts
+_ROLLOUT: dict[str, Option] = {
+    "max_completion_length": to(f"{_SAMPLING}.max_tokens", default=512),
+    "temperature": to(f"{_SAMPLING}.temperature", default=1.0),
+    "top_p": to(f"{_SAMPLING}.top_p", default=1.0),
+    "top_k": with_others("top_k, where 0 is -1"),
+    "min_p": to(f"{_SAMPLING}.min_p"),
+    "repetition_penalty": to(f"{_SAMPLING}.repetition_penalty"),
+    "generation_kwargs": refused("further arguments of generation"),
+    "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
+    "shuffle_dataset": _not(f"{_ACTOR}.no_shuffle"),
+    "chat_template_kwargs": by(_template_arguments, "enable_thinking"),
+    "mask_truncated_completions": to(f"{_RL}.overlong_filter"),
+    "log_completions": to(f"{_RL}.log_completions"),
+    "num_completions_to_print": to(f"{_RL}.log_completions_keep"),
+    "vllm_server_base_url": by(_server, "host and port of the URL"),
+    "vllm_server_timeout": to(f"{_ENGINE}.vllm_server_timeout"),
+    "vllm_max_model_length": to(f"{_ENGINE}.max_model_len"),
+    "vllm_gpu_memory_utilization": to(f"{_ENGINE}.gpu_memory_utilization", default=0.3),
+    "vllm_tensor_parallel_size": to(f"{_ENGINE}.infer_tensor_parallel_size", default=1),
+    "sync_ref_model": to(f"{_RL}.sync_ref_model"),
+    "ref_model_mixup_alpha": to(f"{_RL}.ref_model_mixup_alpha"),
+    **dict.fromkeys(
+        "num_generations generation_batch_size steps_per_generation num_iterations ref_model_sync_steps".split(),
+        _READ_BY_OTHERS,
+    ),
+    **dict.fromkeys("epsilon epsilon_high".split(), with_others("clip range 1 - epsilon .. 1 + epsilon_high")),
+    "beta": with_others("init_kl_coef; the KL is k3 without clamps, in the loss"),
+    **dict.fromkeys(
+        "reward_model_name_or_path reward_funcs reward_weights".split(), with_others("reward functions and weights")
+    ),
+    **dict.fromkeys(
+        "vllm_mode vllm_server_host vllm_server_port".split(), with_others("vllm_server_host and port in server mode")
+    ),
+    "use_vllm": same("the rollout engine is always vLLM"),
+    **dict.fromkeys(
+        "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged".split(),
+        no_effect("the rollout engine is always vLLM"),
+    ),
+    **dict.fromkeys(
+        "ds3_gather_for_generation vllm_model_impl vllm_enable_sleep_mode vllm_group_port disable_dropout".split(),
+        no_effect("engine and trainer share devices and weights as the run file has it; models have no dropout"),
+    ),
+    "num_generations_eval": no_effect("held-out prompts get one response"),
+    **dict.fromkeys("log_multimodal log_unique_prompts logging_steps".split(), no_effect("every iteration is logged")),
+    "cache_implementation": no_effect("the rollout engine has its own cache"),
+    "router_aux_loss_coef": _BALANCE,
+}
+
+_GRPO: dict[str, Option] = {
+    **_ROLLOUT,
+    "delta": to(f"{_RL}.delta"),
+    "loss_type": with_others("loss_type; cispo is cispo_cap"),
+    "importance_sampling_level": to(f"{_RL}.importance_sampling_level", default="token"),
+    "scale_rewards": to(f"{_RL}.scale_rewards", values=_SCALES, default="group"),
+    "multi_objective_aggregation": with_others("sum_then_normalize is group_norm, normalize_then_sum is gdpo"),
+    "sapo_temperature_pos": to(f"{_RL}.tau_pos"),
+    "sapo_temperature_neg": to(f"{_RL}.tau_neg"),
+    "top_entropy_quantile": to(f"{_RL}.top_entropy_quantile"),
+    "entropy_coef": to(f"{_RL}.entropy_coeff", formula="averaged as loss_type averages, there over tokens"),
+    "use_adaptive_entropy": refused("an adaptive entropy bonus"),
+    "off_policy_mask_threshold": to(f"{_RL}.off_policy_sequence_mask_delta"),
+    "use_bias_correction_kl": with_others("use_bias_correction_kl where beta is not 0"),
+    "log_completions_hub_repo": no_effect("nothing is uploaded"),
+    "cast_lm_head_to_fp32": to(f"{_ACTOR}.fp32_lm_head"),
+    "max_tool_calling_iterations": refused("tools that are Python functions of a trainer"),
+    **dict.fromkeys(
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap".split(),
+        with_others("rollout_importance_sampling_mode and its thresholds, where vLLM generates"),
+    ),
+    **{name: to(f"{_RL}.{name}") for name in "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split()},
+    **dict.fromkeys(
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target".split(),
+        no_effect("only use_adaptive_entropy reads it"),
+    ),
+}
+
+_RLOO: dict[str, Option] = {
+    **_ROLLOUT,
+    "normalize_advantages": refused("RLOO advantages that are normalized over the batch"),
+    "reward_clip_range": refused("rewards that are clipped"),
+}
+
+#: options of the trainers that learn from a dataset alone
+_SUPERVISED: dict[str, Option] = {
+    "max_length": to(f"{_ACTOR}.seq_length", default=1024),
+    "logging_steps": to(f"{_ACTOR}.log_interval", default=10),
+    "pad_token": no_effect("rows are packed, or padded by a mask"),
+    "activation_offloading": no_effect("it changes memory, not numbers"),
+    "dataset_num_proc": no_effect("rows are read from mapped memory, without loader processes"),
+}
+#: options of those two whose rows are chats
+_CHATS: dict[str, Option] = {
+    "eos_token": refused("another end token"),
+    "chat_template_path": refused("another chat template; write it into megatron_training.prompt_type_path"),
+}
+
+_SFT: dict[str, Option] = {
+    **_SUPERVISED,
+    **_CHATS,
+    "router_aux_loss_coef": _BALANCE,
+    "loss_type": to(f"{_ACTOR}.sft_loss_type", values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"}),
+    "dataset_text_field": no_effect("rows are read by their columns", "text"),
+    "dataset_kwargs": refused("arguments of the preparation of a dataset"),
+    "truncation_mode": refused("rows that are cut at their start", unless=("keep_start",)),
+    "shuffle_dataset": no_effect("the order is drawn anew for each epoch"),
+    "packing": with_others("rows are not cut and joined; use_remove_padding packs them without padding"),
+    "packing_strategy": no_effect("only packing reads it"),
+    "padding_free": to(f"{_RL}.use_remove_padding"),
+    "eval_packing": no_effect("held-out rows are read one by one"),
+    "completion_only_loss": with_others("the stage trains the answers"),
+    "assistant_only_loss": with_others("the stage trains the answers"),
+}
+
+_DPO: dict[str, Option] = {
+    **_SUPERVISED,
+    "disable_dropout": _NO_DROPOUT,
+    "router_aux_loss_coef": _BALANCE,
+    "truncation_mode": refused("rows that are cut at their start", unless=("keep_start",)),
+    "padding_free": to(f"{_RL}.use_remove_padding"),
+    "precompute_ref_log_probs": no_effect("log-probs of the reference are computed in the step that reads them"),
+    "precompute_ref_batch_size": no_effect("log-probs of the reference are computed in the step that reads them"),
+    "loss_type": with_others("dpo_loss_type"),
+    "loss_weights": refused("a sum of several preference losses"),
+    "ld_alpha": refused("length-desensitized DPO"),
+    "f_divergence_type": refused("another divergence", unless=("reverse_kl",)),
+    "f_alpha_divergence_coef": no_effect("only f_divergence_type reads it"),
+    "label_smoothing": to(f"{_ACTOR}.dpo_label_smoothing"),
+    "beta": to(f"{_ACTOR}.dpo_beta", default=0.1),
+    "use_weighting": refused("weighted preference optimization"),
+    "discopop_tau": no_effect("only loss_type discopop reads it"),
+    "sync_ref_model": refused("a reference that follows the policy in DPO"),
+    "ref_model_mixup_alpha": no_effect("only sync_ref_model reads it"),
+    "ref_model_sync_steps": no_effect("only sync_ref_model reads it"),
+}
+
+_KTO: dict[str, Option] = {
+    **{name: record for name, record in _SUPERVISED.items() if name != "pad_token"},
+    **{
+        name: _DPO[name]
+        for name in "disable_dropout router_aux_loss_coef precompute_ref_log_probs precompute_ref_batch_size "
+        "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps".split()
+    },
+    "train_sampling_strategy": with_others("no_shuffle"),
+    "pad_to_multiple_of": no_effect("rows are packed, or padded by a mask"),
+    "loss_type": to(f"{_ACTOR}.kto_loss_type"),
+    "beta": to(f"{_ACTOR}.kto_beta", default=0.1, formula="the KL is of the batch of an optimizer step, there of a pass"),
+    "desirable_weight": to(f"{_ACTOR}.kto_desirable_weight"),
+    "undesirable_weight": to(f"{_ACTOR}.kto_undesirable_weight"),
+}
+
+_REWARD: dict[str, Option] = {
+    **_SUPERVISED,
+    **_CHATS,
+    "disable_dropout": _NO_DROPOUT,
+    "center_rewards_coefficient": refused("a penalty that centres the scores"),
+}
+
+_TABLES: dict[str, dict[str, Option]] = {
+    "grpo": _SHARED | _GRPO,
+    "rloo": _SHARED | _RLOO,
+    "sft": _SHARED | _SFT,
+    "dpo": _SHARED | _DPO,
+    "kto": _SHARED | _KTO,
+    "reward": _SHARED | _REWARD,
+}
+
+
+# --- options that are read together -----------------------------------------------------------------------------------
+
+
+class _Sizes:
+    """The numbers of a batch, as TRL and transformers' Trainer compute them.
+
+    Attributes:
+        micro: rows of one forward pass of a process.
+        accumulated: forward passes of an optimizer step.
+        step: rows of an optimizer step: completions, samples or pairs.
+        group: responses of a prompt; 1 without rollouts.
+        passes: forward passes of a rollout and process, before it is used again.
+        steps: optimizer steps of one rollout, over all its iterations; 1 without rollouts.
+        rollout: completions that are sampled between two optimizer steps; None without rollouts.
+    """
+
+    def __init__(self, command: SourceCommand) -> None:
+        self.micro = command.count("per_device_train_batch_size", 8)
+        self.accumulated = command.count("gradient_accumulation_steps", 1)
+        self.step = self.micro * self.accumulated * command.devices
+        self.group, self.steps, self.iterations = 1, 1, 1
+        self.passes = self.accumulated
+        self.rollout: int | None = None
+        if _STAGES[command.program] != "ray_grpo":
+            return
+        self.group = command.count("num_generations", 2 if command.program == "rloo" else 8)
+        self.iterations = command.count("num_iterations", 1)
+        per_pass = self.micro * command.devices
+        if command.get("generation_batch_size") is not None:
+            self.passes, rest = divmod(command.count("generation_batch_size", 1), per_pass)
+            if rest:
+                raise ConfigError(
+                    [f"--generation_batch_size must be a multiple of {per_pass} ({self.micro} on {command.devices})"]
+                )
+        else:
+            self.passes = command.count("steps_per_generation", self.accumulated)
+        if self.passes * per_pass % self.group:
+            raise ConfigError([f"{self.passes * per_pass} completions of a rollout are no whole groups of {self.group}"])
+        if self.passes % self.accumulated:
+            # one optimizer step over several rollouts of one policy, or steps that begin in the middle of one
+            several, rest = divmod(self.accumulated, self.passes)
+            if rest or self.iterations > 1:
+                raise ConfigError(
+                    [f"--steps_per_generation {self.passes} and --gradient_accumulation_steps {self.accumulated}: "
+                     "an optimizer step must be a whole number of rollouts, or a rollout one of steps"]
+                )  # fmt: skip
+            self.rollout = several * self.passes * per_pass
+        else:
+            self.rollout = self.passes * per_pass
+            self.steps = self.passes // self.accumulated * self.iterations
+
+    def total_steps(self, command: SourceCommand, rows: int) -> int:
+        """Return the optimizer steps of the run, over so many rows of data."""
+        limit = command.number("max_steps", -1)
+        if limit > 0:
+            return int(limit)
+        epochs = command.number("num_train_epochs", 3.0)
+        if self.rollout is None:
+            batches = math.ceil(rows / (self.micro * command.devices))
+            return math.ceil(epochs * max(1, math.ceil(batches / self.accumulated)))
+        prompts = self.passes * self.micro * command.devices // self.group
+        passes = rows // prompts * self.iterations * self.passes
+        return math.ceil(epochs * max(1, math.ceil(passes / self.accumulated)))
+
+    def warmup(self, command: SourceCommand, total: int) -> int:
+        """Return the optimizer steps of the warm-up; a number below 1 is a fraction of the run."""
+        steps = command.number("warmup_steps", 0)
+        ratio = command.number("warmup_ratio", 0.0)
+        if steps >= 1:
+            return int(steps)
+        return math.ceil(total * (steps or ratio))
+
+
+def _read_schedule(command: SourceCommand) -> tuple[str, float]:
+    """Return the style of the learning rate here, and its end as a fraction of the peak.
+
+    Raises:
+        ConfigError: there is no such style.
+    """
+    styles = {
+        "linear": "linear",
+        "cosine": "cosine",
+        "constant": "constant",
+        "constant_with_warmup": "constant",
+        "inverse_sqrt": "inverse-square-root",
+        "cosine_with_min_lr": "cosine",
+    }
+    name = str(command.get("lr_scheduler_type") or "linear")
+    if name not in styles:
+        raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(styles)}"])
+    settings = _as_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
+    if name == "inverse_sqrt" and not command.has("warmup_steps", "warmup_ratio"):
+        raise ConfigError(["--lr_scheduler_type inverse_sqrt: not available here without a warm-up"])
+    floor = 0.0
+    if name == "cosine_with_min_lr":
+        peak = command.number("learning_rate", _LEARNING_RATES[command.program])
+        least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
+        floor = float(str(rate)) if rate is not None else float(str(least or 0.0)) / peak
+    if settings:
+        raise ConfigError([f"--lr_scheduler_kwargs {', '.join(settings)}: not available here"])
+    return styles[name], floor
+
+
+#: program -> learning rate without --learning_rate
+_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
+
+
+def _build(run: Import, command: SourceCommand) -> None:
+    sizes, stage = _Sizes(command), _STAGES[command.program]
+    run.add_default(f"{_ACTOR}.stage", stage, f"the stage of trl {command.program}")
+    _set_data(run, command)
+    _set_batch(run, command, sizes)
+    _set_rate(run, command, sizes)
+    _set_adapters(run, command)
+    if not command.has("gradient_checkpointing"):
+        for key, value in RECOMPUTE_LAYERS.items():
+            run.add_default(key, value, "TRL computes the layers again in the backward pass")
+    if stage == "ray_grpo":
+        _set_objective(run, command)
+        _set_rewards(run, command)
+        _set_engine(run, command)
+    else:
+        run.add_default(f"{_ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch")
+    if command.program == "sft":
+        _set_labels(run, command)
+    elif command.program == "dpo":
+        form = command.get("loss_type", "sigmoid")
+        kinds = form if isinstance(form, list) else [form]
+        if len(kinds) == 1 and kinds[0] in ("sigmoid", "hinge", "ipo"):
+            run.translate("--loss_type", {f"{_ACTOR}.dpo_loss_type": kinds[0]})
+        else:
+            run.refuse("--loss_type", f"the preference loss {', '.join(str(kind) for kind in kinds)}; sigmoid, hinge, ipo are")
+    elif command.program == "kto":
+        order = command.text("train_sampling_strategy", "sequential")
+        if order in ("sequential", "random"):
+            run.translate("--train_sampling_strategy", {f"{_ACTOR}.no_shuffle": order == "sequential"})
+        else:
+            run.refuse("--train_sampling_strategy", "batches of equal lengths")
+    if run.get(f"{_ACTOR}.load") is None:
+        raise ConfigError(["the command names no model: --model_name_or_path is missing"])
+
+
+def _find_data(command: SourceCommand) -> tuple[str, str, str]:
+    """Return the option that names the data, the dataset or file, and data_path here.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    listed = command.get("datasets")
+    if isinstance(listed, list) and listed:
+        extras = {name for item in listed if isinstance(item, Mapping) for name in item} - {"path", "split"}
+        if len(listed) > 1 or extras:
+            raise ConfigError(
+                ["--datasets: not available here: several datasets, or parts of one: put their files into one folder"]
+            )
+        option, name = "--datasets", str(listed[0]["path"] if isinstance(listed[0], Mapping) else listed[0])
+    elif command.get("dataset_name"):
+        option, name = "--dataset_name", str(command.get("dataset_name"))
+    else:
+        raise ConfigError(["the command names no data: --dataset_name is missing"])
+    if _STAGES[command.program] != "ray_grpo":
+        return option, name, f"./dataset/{Path(name).stem}/data"
+    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or Path(name).suffix[1:].isalpha()
+    return option, name, f"hf://{name}" if name.count("/") == 1 and not is_file else name
+
+
+def _set_data(run: Import, command: SourceCommand) -> None:
+    option, name, path = _find_data(command)
+    note = ""
+    if command.program == "sft":
+        messages = command.flag("assistant_only_loss")
+        handler = "OpenAIInstructionHandler" if messages else "AlpacaStyleInstructionHandler"
+        columns = "" if messages else """ --map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
+        note = f"--handler-name {handler} --prompt-type hf{columns}"
+    elif command.program in ("dpo", "reward"):
+        note = "--handler-name AlpacaStylePairwiseHandler --prompt-type hf"
+    elif command.program == "kto":
+        columns = """--map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
+        note = f"--handler-name AlpacaStyleUnpairedHandler --prompt-type hf {columns}"
+    if note:
+        model = command.get("model_name_or_path")
+        head = f"mindspeed-rl preprocess --input {name} --output-prefix {path} --tokenizer-name-or-path {model}"
+        note = f"the prefix that is written by: {head} {note}"
+    run.translate(option, {f"{_ACTOR}.data_path": path}, note)
+    for other in ("dataset_name", "datasets"):
+        if command.has(other) and f"--{other}" not in run.translated:
+            run.note(f"--{other}", "the other option for data is read")
+
+
+def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
+    note = f"{sizes.step} rows of an optimizer step on {command.devices} devices"
+    values: dict[str, object] = {f"{_ACTOR}.micro_batch_size": sizes.micro, f"{_ACTOR}.global_batch_size": sizes.step}
+    if sizes.rollout is None:
+        run.set(f"{_ACTOR}.num_npus", command.devices)
+    else:
+        run.set(f"{_RL}.actor_resource.num_npus", command.devices)
+        values |= build_rollout_batch(sizes.group, sizes.step, sizes.rollout) | {f"{_RL}.epochs": sizes.iterations}
+        note += f", {sizes.steps} steps of a rollout"
+    run.translate("--per_device_train_batch_size", values, note)
+    for name in (
+        "gradient_accumulation_steps",
+        "num_generations",
+        "generation_batch_size",
+        "steps_per_generation",
+        "num_iterations",
+    ):
+        if command.has(name):
+            run.translated[f"--{name}"] = "see --per_device_train_batch_size"
+    limit, epochs = command.number("max_steps", -1), command.number("num_train_epochs", 3.0)
+    if limit > 0:
+        run.translate(
+            "--max_steps", {f"{_ACTOR}.train_iters": math.ceil(limit / sizes.steps)}, f"{sizes.steps} steps an iteration"
+        )
+        if command.has("num_train_epochs"):
+            run.note("--num_train_epochs", "--max_steps is read instead")
+    else:
+        run.translate("--num_train_epochs", {f"{_ACTOR}.train_epochs": epochs})
+        if command.has("max_steps"):
+            run.note("--max_steps", "-1: --num_train_epochs is read")
+    strategy, interval = command.get("save_strategy", "steps"), command.number("save_steps", 500)
+    if strategy == "steps" and interval >= 1:
+        values = {f"{_ACTOR}.save_interval": math.ceil(interval / sizes.steps)}
+        run.translate("--save_steps", values, f"{sizes.steps} steps an iteration")
+    elif command.has("save_steps"):
+        run.note("--save_steps", f"save_strategy {strategy}: the last checkpoint is always written")
+    if command.has("save_strategy"):
+        run.note("--save_strategy", "see save_interval; the last checkpoint is always written")
+    if command.has("ref_model_sync_steps"):
+        count = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
+        run.translate("--ref_model_sync_steps", {f"{_RL}.ref_model_sync_steps": count}, f"{sizes.steps} steps an iteration")
+
+
+def _set_rate(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
+    peak = command.number("learning_rate", _LEARNING_RATES[command.program])
+    style, floor = _read_schedule(command)
+    run.translate("--learning_rate", {f"{_ACTOR}.lr": peak})
+    run.translate("--lr_scheduler_type", {f"{_ACTOR}.lr_decay_style": style, f"{_ACTOR}.min_lr": peak * floor})
+    if command.has("lr_scheduler_kwargs"):
+        run.translated["--lr_scheduler_kwargs"] = f"min_lr: {peak * floor:g}"
+    steps, ratio = command.number("warmup_steps", 0), command.number("warmup_ratio", 0.0)
+    name = "--warmup_steps" if steps or not ratio else "--warmup_ratio"
+    if steps >= 1 and steps % sizes.steps == 0:
+        run.translate(name, {f"{_ACTOR}.lr_warmup_iters": int(steps) // sizes.steps}, f"{sizes.steps} steps an iteration")
+    elif steps >= 1 and (total := command.number("max_steps", -1)) > 0:
+        run.translate(name, {f"{_ACTOR}.lr_warmup_fraction": steps / total}, "as a fraction of the run")
+    elif steps >= 1:
+        run.refuse(name, f"a warm-up that ends inside an iteration of {sizes.steps} optimizer steps")
+    elif steps or ratio:
+        run.translate(name, {f"{_ACTOR}.lr_warmup_fraction": steps or ratio}, "as a fraction of the run")
+    for other in ("warmup_steps", "warmup_ratio"):
+        if command.has(other) and f"--{other}" not in {*run.translated, *run.refused}:
+            run.note(f"--{other}", "no warm-up, or the other of the two is read")
+
+
+def _set_adapters(run: Import, command: SourceCommand) -> None:
+    names = [name for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if command.has(name)]
+    if not command.flag("use_peft"):
+        for name in [*names, *(["use_peft"] if command.has("use_peft") else [])]:
+            run.note(f"--{name}", "all weights train without use_peft")
+        return
+    listed = command.list_texts("lora_target_modules")
+    if not listed:
+        run.refuse("--use_peft", "PEFT's default layers, which depend on the model; name them in --lora_target_modules")
+        for name in names:
+            run.note(f"--{name}", "see --use_peft")
+        return
+    targets = find_lora_targets(listed)
+    run.translate("--use_peft", {f"{_ACTOR}.lora_target_modules": targets}, "q_proj, k_proj and v_proj are one matrix here")
+    for name, default in (("lora_r", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
+        run.translate(f"--{name}", {f"{_ACTOR}.{name}": command.number(name, default)})
+    run.translated["--lora_target_modules"] = ", ".join(targets)
+
+
+def _set_objective(run: Import, command: SourceCommand) -> None:
+    """Set loss, advantages, KL and correction of GRPO and RLOO."""
+    low = command.number("epsilon", 0.2)
+    high = command.number("epsilon_high", low)
+    # RLOO sums the log-probs of a response, which is luspo's average of sums
+    form = command.text("loss_type", "dapo") if command.program == "grpo" else "luspo"
+    forms = {name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo", "luspo")} | {"cispo": "cispo_cap"}
+    if form not in forms:
+        run.refuse("--loss_type", f"the policy loss {form}")
+        return
+    values: dict[str, object] = {f"{_RL}.loss_type": forms[form]}
+    if command.program == "rloo":
+        values[f"{_RL}.importance_sampling_level"] = "token"
+    run.translate("--loss_type", values)
+    clips: dict[str, object] = {f"{_RL}.clip_higher_enable": True, f"{_RL}.clip_ratio_low": low, f"{_RL}.clip_ratio_high": high}
+    run.translate("--epsilon", {} if form in _UNCLIPPED else clips, f"{form} clips nothing" if form in _UNCLIPPED else "")
+    if command.has("epsilon_high"):
+        run.translated["--epsilon_high"] = "see --epsilon"
+    estimator = "rloo" if command.program == "rloo" else "group_norm"
+    parts = command.get("multi_objective_aggregation", "sum_then_normalize")
+    if parts == "normalize_then_sum":
+        estimator = "gdpo"
+    elif parts != "sum_then_normalize":
+        run.refuse("--multi_objective_aggregation", str(parts))
+    run.set(f"{_RL}.adv_estimator", estimator)
+    if command.has("multi_objective_aggregation"):
+        run.translated["--multi_objective_aggregation"] = f"rl_config.adv_estimator: {estimator}"
+    run.add_default(f"{_RL}.adv_epsilon", 1e-4, "TRL adds it to the standard deviation")
+    beta = command.number("beta", 0.05 if command.program == "rloo" else 0.0)
+    run.translate("--beta", {f"{_RL}.init_kl_coef": beta})
+    if beta and command.program == "rloo":
+        run.translate("--beta", {f"{_RL}.init_kl_coef": beta, f"{_RL}.use_kl_in_reward": True, f"{_RL}.kl_penalty": "k1"})
+    elif beta:
+        run.set(f"{_RL}.kl_penalty", "k3")
+        run.set(f"{_RL}.kl_clamp", False)
+        run.set(f"{_RL}.use_bias_correction_kl", command.flag("use_bias_correction_kl", default=True))
+    if command.has("use_bias_correction_kl"):
+        run.note("--use_bias_correction_kl", "read where beta is not 0", changes_nothing=not beta)
+    _set_correction(run, command)
+
+
+def _set_correction(run: Import, command: SourceCommand) -> None:
+    """Set the correction of log-probs between engine and trainer, which TRL applies where vLLM generates."""
+    names = [name for name in command.options if name.startswith("vllm_importance_sampling_")]
+    if command.program != "grpo":
+        return
+    on = command.flag("use_vllm") and command.flag("vllm_importance_sampling_correction", default=True)
+    if not on:
+        for name in names:
+            run.note(f"--{name}", "no correction: it is off, or TRL generates without vLLM")
+        return
+    mode = str(command.get("vllm_importance_sampling_mode", "sequence_mask"))
+    high, low = _read_thresholds(command)
+    values: dict[str, object] = {
+        f"{_RL}.rollout_importance_sampling_mode": mode,
+        f"{_RL}.rollout_importance_sampling_threshold": high,
+    }
+    if low is not None:
+        values[f"{_RL}.rollout_importance_sampling_threshold_min"] = low
+    if mode not in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        run.refuse("--vllm_importance_sampling_mode", mode)
+    elif low is not None and mode.endswith("truncate"):
+        run.refuse("--vllm_importance_sampling_clip_min", "a lower bound of a truncated weight")
+    else:
+        run.translate("--vllm_importance_sampling_correction", values, "the default of TRL where vLLM generates")
+        for name in names:
+            run.translated.setdefault(f"--{name}", "see --vllm_importance_sampling_correction")
+
+
+#: losses without a clip range
+_UNCLIPPED = ("sapo", "vespo")
+#: an upper bound that no weight reaches
+_NO_BOUND = 1e6
+
+
+def _read_thresholds(command: SourceCommand) -> tuple[float, float | None]:
+    """Return the bounds of the correction; an absent upper one is a number that no weight reaches."""
+    name = "vllm_importance_sampling_" + ("cap" if command.has("vllm_importance_sampling_cap") else "clip_max")
+    high = _NO_BOUND if command.has(name) and command.get(name) is None else command.number(name, 3.0)
+    lower = "vllm_importance_sampling_clip_min"
+    return high, None if command.get(lower) is None else command.number(lower, 0.0)
+
+
+def _set_rewards(run: Import, command: SourceCommand) -> None:
+    names, model = command.list_texts("reward_funcs"), command.get("reward_model_name_or_path")
+    weights = command.get("reward_weights")
+    listed = weights if isinstance(weights, list) else [weights] if weights is not None else []
+    if not names and not model:
+        raise ConfigError(["the command names no reward: --reward_funcs and --reward_model_name_or_path are missing"])
+    if listed and len(listed) != len(names) + bool(model):
+        raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
+    taken = []
+    for name in names:
+        if name not in _REWARDS:
+            run.refuse(
+                f"--reward_funcs {name}", "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
+            )
+            continue
+        ours, keys = _REWARDS[name]
+        taken.append(ours)
+        for key, value in keys.items():
+            run.set(f"{_RL}.{key}", value)
+    # TRL puts the model before the functions
+    first, rest = (listed[:1], listed[1:]) if model else ([], listed)
+    if taken:
+        values: dict[str, object] = {f"{_RL}.reward_funcs": taken, f"{_RL}.reward_weights": rest or [1.0] * len(taken)}
+        run.translate("--reward_funcs", values, "accuracy compares by the rules of docs/rewards.md")
+        run.add_default(f"{_ACTOR}.dataset_additional_keys", ["solution"], "the column that TRL's reward functions read")
+        run.add_default(f"{_ACTOR}.map_keys.response", "solution", "the column that TRL's reward functions read")
+    elif model:
+        run.set(f"{_RL}.rule_reward", False)
+        if command.has("reward_funcs"):
+            run.note("--reward_funcs", "none")
+    if model:
+        run.translate("--reward_model_name_or_path", {f"{_RL}.reward_model": model})
+        run.set(f"{_RL}.reward_model_weight", first[0] if first else 1.0)
+    if command.has("reward_weights"):
+        run.translated["--reward_weights"] = "with the rewards"
+    run.add_default(f"{_ACTOR}.map_keys.prompt", "prompt", "the column of TRL's prompts")
+
+
+def _set_engine(run: Import, command: SourceCommand) -> None:
+    mode = command.get("vllm_mode", "colocate")
+    if command.flag("use_vllm") and mode == "server" and not command.has("vllm_server_base_url"):
+        host = command.get("vllm_server_host", "0.0.0.0")
+        values = {f"{_ENGINE}.vllm_server_host": host, f"{_ENGINE}.vllm_server_port": command.get("vllm_server_port", 8000)}
+        run.translate("--vllm_mode", values, "a server that mindspeed-rl rollout has started")
+    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port"):
+        if command.has(name) and f"--{name}" not in run.translated:
+            run.note(f"--{name}", "the engines share the devices of the trainer, or the server is that of another option")
+    top_k = int(command.number("top_k", 0))
+    run.translate("--top_k", {f"{_SAMPLING}.top_k": top_k or -1})
+    limit, response = command.get("vllm_max_model_length"), command.count("max_completion_length", 512)
+    length = read_count("--vllm_max_model_length", limit) - response if limit is not None else _PROMPT_LENGTH
+    reason = (
+        "--vllm_max_model_length without the response" if limit is not None else "TRL has no limit: set your longest prompt"
+    )
+    run.add_default(f"{_RL}.max_prompt_length", length, reason)
+    run.add_default(f"{_RL}.use_remove_padding", True, "sequences are packed without padding")
+
+
+#: longest prompt where TRL has no limit
+_PROMPT_LENGTH = 2048
+
+
+def _set_labels(run: Import, command: SourceCommand) -> None:
+    """Note which tokens train; the stage sft trains the answers alone, TRL by default those of the whole row of a chat."""
+    answers = command.flag("completion_only_loss") or command.flag("assistant_only_loss")
+    for name in ("completion_only_loss", "assistant_only_loss"):
+        if command.has(name):
+            run.note(f"--{name}", "the stage trains the answers", changes_nothing=False)
+    if not answers:
+        run.refuse(
+            "--assistant_only_loss",
+            "TRL trains the questions too where rows are messages or texts; write --completion_only_loss true where they have "
+            "prompt and completion, --assistant_only_loss true for answers of messages, or use stage pretrain for texts",
+        )
+    if command.flag("packing"):
+        run.refuse("--packing", "rows that are joined into blocks, so that an optimizer step has another number of them")
+    elif command.has("packing"):
+        run.note("--packing", "off")
+
+
+# --- the plan of TRL --------------------------------------------------------------------------------------------------
+
+
+def _plan(command: SourceCommand, rows: int) -> SourcePlan:
+    """Return the numbers of the run by TRL's formulas."""
+    sizes, stage = _Sizes(command), _STAGES[command.program]
+    total = sizes.total_steps(command, rows)
+    peak = command.number("learning_rate", _LEARNING_RATES[command.program])
+    style, floor = _read_schedule(command)
+    schedule = Schedule(peak, style, decay=total, warmup=sizes.warmup(command, total), floor=peak * floor)
+    rates = schedule.over(total, sizes.steps)
+    form = (command.list_texts("loss_type") or ["kto" if command.program == "kto" else "sigmoid"])[0]
+    plan = SourcePlan(
+        stage=stage,
+        step_samples=sizes.step,
+        steps_per_rollout=sizes.steps,
+        total_steps=total,
+        lr_first=rates.rates[0],
+        lr_10=rates.rates[1],
+        lr_last=rates.rates[2],
+        lr_warmup_steps=rates.warmup,
+        loss={"sft": "cross_entropy", "reward": "ranking", "dpo": form, "kto": form}.get(command.program, "grpo"),
+        beta=command.number("beta", 0.1) if command.program in ("dpo", "kto") else None,
+        sequence_length=command.count("max_length", 1024) if stage != "ray_grpo" else None,
+        dp=command.devices,
+        lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,
+        weight_decay=command.number("weight_decay", 0.0),
+        clip_grad=command.number("max_grad_norm", 1.0),
+        data=(_find_data(command)[2],),
+        model=command.text("model_name_or_path"),
+    )
+    return _plan_rollout(command, sizes, plan) if stage == "ray_grpo" else plan
+
+
+def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> SourcePlan:
+    """Return the plan with the numbers of GRPO and RLOO."""
+    assert sizes.rollout is not None, "grpo and rloo have rollouts"
+    is_rloo = command.program == "rloo"
+    form = "luspo" if is_rloo else command.text("loss_type", "dapo")
+    # the tokens of the whole rollout divide the losses of each of its steps
+    token = "token" if sizes.steps == sizes.iterations else "token of the rollout"
+    averages = {"dapo": token, "cispo": token, "vespo": token, "bnpo": "token of a micro-batch", "dr_grpo": "constant"}
+    averages |= {"luspo": "summed"}
+    low, beta = command.number("epsilon", 0.2), command.number("beta", 0.05 if is_rloo else 0.0)
+    sums = command.text("multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
+    response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_length")
+    corrects = not is_rloo and command.flag("use_vllm") and command.flag("vllm_importance_sampling_correction", default=True)
+    mode = command.text("vllm_importance_sampling_mode", "sequence_mask")
+    rewards = [_REWARDS[name][0] if name in _REWARDS else name for name in command.list_texts("reward_funcs")]
+    levels: dict[str, Level] = {"token": "token", "sequence": "sequence"}
+    # its ratio is the product over the tokens of a response, which is 1 as those of the tokens are while there is one step
+    level = levels[command.text("importance_sampling_level", "token")]
+    is_product = is_rloo and sizes.steps > 1
+    return dataclasses.replace(
+        plan,
+        rollout_prompts=sizes.rollout // sizes.group,
+        rollout_completions=sizes.rollout,
+        loss={"cispo": "cispo_cap", "sapo": "sapo", "vespo": "vespo"}.get(form, "grpo"),
+        level=None if is_product else level,
+        clip_low=None if form in ("cispo", *_UNCLIPPED) else low,
+        clip_high=None if form in _UNCLIPPED else command.number("epsilon_high", low),
+        delta=None if is_rloo or command.get("delta") is None else command.number("delta", 0.0),
+        aggregation=averages.get(form, "sequence"),
+        kl_coef=beta,
+        kl_estimator=None if not beta else "k1" if is_rloo else "k3",
+        kl_place=None if not beta else "reward" if is_rloo else "loss",
+        advantage="rloo" if is_rloo else "group_norm" if sums else "gdpo",
+        advantage_scale=_SCALES.get(command.get("scale_rewards", "group")) if sums and not is_rloo else None,
+        entropy_coef=0.0 if is_rloo else command.number("entropy_coef", 0.0),
+        importance_sampling=f"{mode} {_read_thresholds(command)[0]:g}" if corrects else None,
+        temperature=command.number("temperature", 1.0),
+        top_p=command.number("top_p", 1.0),
+        top_k=int(command.number("top_k", 0)) or -1,
+        min_p=command.number("min_p", 0.0),
+        prompt_length=None if limit is None else command.count("vllm_max_model_length", 1) - response,
+        response_length=response,
+        infer_tp=command.count("vllm_tensor_parallel_size", 1),
+        rewards=tuple(sorted([*rewards, *command.list_texts("reward_model_name_or_path")])),
+    )
+
+
+PROJECT = SourceProject("trl", "TRL", "1.16.0", _TABLES, _read, _build, _plan)
