@@ -14,13 +14,14 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 #: function that decides something of a run -> the modules that may call it
 DECIDED_IN = {
-    "place": ("config/run.py",),
-    "read_sizes": ("config/run.py",),
+    "place": ("run/draft.py",),
+    "read_sizes": ("run/draft.py",),
+    "read_objective": ("run/draft.py",),
     # parity compares losses of given batches, without a run
     # the page shows the formula of every algorithm
-    "build_objective": ("config/run.py", "run/objective.py", "cli/parity.py", "run/explain/algorithm_page.py"),
+    "build_objective": ("run/objective.py", "cli/parity.py", "run/explain/algorithm_page.py"),
     # nor has the command that stores log-probs of a teacher
-    "find_model": ("run/models.py", "checkpoint/model_source.py", "workers/stages/teacher_store.py"),
+    "find_model": ("run/models.py", "run/references.py", "workers/stages/teacher_store.py"),
     # inference has no run
     "plan_model": ("run/models.py", "inference/megatron_engine.py"),
 }
