@@ -147,7 +147,7 @@ def train(
     Args:
         run: from `Run.load`.
         reward: reward functions in place of the run file's: functions of this program (a closure or one of a notebook, too), or
-            names. Each counts with weight 1. They run in processes of their own, as those of plug-in files do.
+            names. Each counts with weight 1. They run in processes of their own, as the functions of plug-in files do.
         on_iteration: called after each iteration, when its files are written; if it returns False, the run saves and ends.
 
     Raises:

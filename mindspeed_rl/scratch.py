@@ -1,4 +1,4 @@
-"""Temporary folders that are removed with their process; those of a killed process are removed by the next one.
+"""Temporary folders that are removed with their process; a killed process's folders are removed by the next one.
 
 Each has a file with the pid of its owner, which the owner locks. The kernel releases the lock however the owner ends, and a
 later process with the same pid does not have it.

@@ -66,7 +66,7 @@ class EngineHooks:
     def quantization_config(self, num_layers: int) -> dict[str, Any]:
         """Return vLLM's description of a model with matrices in int8, as a published model has it in its config.json.
 
-        Scales of a row of weights are loaded, those of a token are computed with each product (W8A8, dynamic).
+        Scales of a row of weights are loaded, scales of a token are computed with each product (W8A8, dynamic).
         """
         del num_layers
         form = {"num_bits": 8, "type": "int", "symmetric": True}

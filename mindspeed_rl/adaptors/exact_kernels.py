@@ -16,8 +16,8 @@ among those of one |
 | experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |
 
 Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
-`check` finds out whether the products of this processor keep the first rule. Gradients are those of other runs: they need not
-be equal. The idea is that of Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
+`check` finds out whether the products of this processor keep the first rule. Gradients are as in other runs: they need not
+be equal. The idea comes from Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-probs of [n, v] float32 logits, as the trainer's head computes that of a token."""
+    """Return the log-probs of [n, v] float32 logits, as the trainer's head computes a token's."""
     shifted = logits - logits.amax(-1, keepdim=True)
     return shifted.sub_(sum_rows(shifted.exp()).log()[:, None])
 

@@ -74,7 +74,7 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_counts(read: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return the dispatcher's reading of counts without that of the rows of each local expert.
+    """Return the dispatcher's reading of counts without the rows of each local expert.
 
     What is left are the sizes of the exchange with other ranks, one wait a layer and micro-batch. Experts that are computed one
     by one need all counts.

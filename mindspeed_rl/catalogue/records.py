@@ -97,7 +97,7 @@ class Algorithm:
         choices: texts in the formula by name.
         reads: keys of rl_config that the function reads; None where they are unknown.
         needs: keys of `NEEDS`.
-        bounds: bounds of settings for this algorithm in addition to those of `catalogue.SETTINGS`.
+        bounds: bounds of settings for this algorithm in addition to `catalogue.SETTINGS`.
         folders: searched for the modules of a plug-in that are not installed.
     """
 
@@ -236,7 +236,7 @@ class KlEstimator(Algorithm):
     parameters: ClassVar[tuple[str, ...]] = ("x",)
 
     def load_gradient(self, *, weighted: bool) -> Callable[..., Any] | None:
-        """Return the torch function whose gradient is taken; None for that of the value.
+        """Return the torch function whose gradient is taken; None for the gradient of the value.
 
         Args:
             weighted: the value is multiplied by the importance ratio.
@@ -270,7 +270,7 @@ _Record = TypeVar("_Record", bound=Algorithm)
 
 
 def find(table: Mapping[str, _Record], kind: type[_Record], name: str, folders: Sequence[str] = ()) -> _Record:
-    """Return the record of `name`, or that of the plug-in that it names, which is a record or a function.
+    """Return the record of `name`, or of the plug-in that it names, which is a record or a function.
 
     Args:
         table, kind: names and class of one family.

@@ -40,7 +40,7 @@ def checksum(path: Path) -> tuple[int, int]:
 
 
 def combine(first: int, second: int, num_bytes: int) -> int:
-    """Compute the CRC-32 of two consecutive parts from those of each.
+    """Compute the CRC-32 of two consecutive parts from the CRC-32 of each.
 
     A CRC is a remainder of polynomials over GF(2), so what follows the first part multiplies its remainder by x^8 a byte.
 
@@ -78,7 +78,7 @@ def write_list(folder: Path, rank: int, names: Iterable[str]) -> None:
 
 
 def take_lists(folder: Path) -> Sums:
-    """Compute the sums of all files of the folder, with those of the ranks' lists, which are removed."""
+    """Compute the sums of all files of the folder, with the sums in the ranks' lists, which are removed."""
     sums: Sums = {}
     for part in sorted((folder / _PARTS).glob("rank_*.json")):
         sums.update({name: (size, crc) for name, (size, crc) in json.loads(part.read_text(encoding="utf-8")).items()})

@@ -242,7 +242,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        # the last part of a name can be that of other modules where there is a tower
+        # other modules can have the same last part of a name where there is a tower
         "target_modules": modules if architecture.read_tower_ops is None else paths,
     }
     partial = get_staging_path(path)

@@ -95,7 +95,7 @@ def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrained
 
 
 def base_of(config: MegatronConfig, role: str) -> ModelSource:
-    """Find the base weights of adapters that were saved alone: those of `pretrained_checkpoint`.
+    """Find the base weights of adapters that were saved without them: in `pretrained_checkpoint`.
 
     Raises:
         ValueError: the key is not set, or names another checkpoint of ours.

@@ -257,7 +257,7 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
 
 
 def check_hf_tensors(path: Path, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> list[str]:
-    """Check that the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
+    """Check that an HF folder has the weights of the model that its config.json describes; reads only headers.
 
     Args:
         model_config: model config of the model that will be built; a reward head need not be among the weights.

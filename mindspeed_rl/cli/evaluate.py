@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     add("--answers", type=Path, help="JSON lines file for every prompt, answer and verdict")
     add("--greedy", action="store_true", help="the most likely answer (the default without --temperature)")
     add("--no-chat-template", action="store_true", help="continue plain text (the default without --prompt-type)")
-    add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: that of the data")
+    add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: as the data")
     add("--alternative-prompt", action="store_true", help="multiple choice: read the letter from an answer in words")
     add("--instruction-template", help="the prompt is put into it: {prompt}, or {question}, {subject}, {few_shot_examples}")
     add("--origin-postprocess", action="store_true", help=argparse.SUPPRESS)

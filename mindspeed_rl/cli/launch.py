@@ -67,7 +67,7 @@ class _LaunchSettings:
         socket_ifname: network interface for all communication, or "".
         cpus: Ray CPUs of this node, None for all.
         command: after `--`.
-        check_paths: files and folders that every node must see, in addition to those of the run file.
+        check_paths: files and folders that every node must see, in addition to the run file's.
         token_file: the cluster's secret, the same on all nodes, or "".
     """
 

@@ -51,7 +51,7 @@ def count_cores(topology: Path = _TOPOLOGY, cgroups: Path = _CGROUPS, affinity: 
     Args:
         topology: Linux's folder of processors.
         cgroups: root of the mounted control groups, as a container sees its own.
-        affinity: processors that the process may run on; those of this process by default.
+        affinity: processors that the process may run on; this process's by default.
     """
     if affinity is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

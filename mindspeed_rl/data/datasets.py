@@ -127,7 +127,7 @@ class InstructionDataset:
         return len(self._rows)
 
     def count_cut(self, indexes: Iterable[int]) -> tuple[int, int]:
-        """Count the rows that seq_length cuts, and those of them without any label left.
+        """Count the rows that seq_length cuts, and the ones of these that have no label left.
 
         Args:
             indexes: indexes of the rows.

@@ -124,7 +124,7 @@ class TextEncoder:
     def _encode_as_one_text(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | MalformedRowError]:
         """Tokenize each rendering as one text, and split the ids at the borders of sources and targets.
 
-        Together the ids are those of the full text, so a model reads in training the tokens that it reads in serving. A token
+        Together the ids are the full text's, so a model reads in training the tokens that it reads in serving. A token
         across the end of a source belongs to the source: the prompt ends after it. One across the end of an answer belongs
         to the next source, whose text must not be learned; but a special token that includes blanks ends the answer.
         """

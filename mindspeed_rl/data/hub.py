@@ -162,7 +162,7 @@ def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
     except (errors.HubError, OSError, ValueError) as error:
         if not downloads:
             raise NotFetchedError(_describe_unfetched(name, key)) from None
-        # the client raises errors of its own, or those of requests
+        # the client raises errors of its own, or errors of requests
         status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise ValueError(f"{key}: '{name}' is not open to this account; set MODELSCOPE_API_TOKEN") from error

@@ -562,7 +562,7 @@ def build_image_columns(images: Sequence[StoredImage]) -> dict[str, np.ndarray]:
 
 
 def join_image_columns(contents: Sequence[np.ndarray], sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return both columns of a pack from those of its samples."""
+    """Return both columns of a pack from its samples' columns."""
     count = sum(int(row[0]) for row in sizes)
     joined = np.concatenate([*(row[:-1] for row in contents), np.zeros(1, dtype=np.uint8)])
     return joined, np.concatenate([np.array([count], dtype=np.int32), *(row[1:] for row in sizes)])

@@ -198,7 +198,7 @@ def check_token_ids(path_prefix: str | Path, vocab_size: int, *, allows_ignored:
 
 
 def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
-    """Check the files of a dataset, and that its columns of tokens hold those of the model.
+    """Check the files of a dataset, and that its columns of tokens hold ids of the model.
 
     Args:
         prefix: path prefix of a tuning or RL dataset, or the full prefix of a pretraining dataset.

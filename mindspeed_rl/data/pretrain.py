@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Settings of the datasets; names are those of Megatron.
+    """Settings of the datasets, named as in Megatron.
 
     data_path: one prefix, or prefixes, or weights and prefixes in turn (`0.3 a_text_document 0.7 b_text_document`).
     split: shares of train, valid and test, such as "99,1,0".

@@ -1,6 +1,6 @@
 """Data of the supervised stages from saved rollouts: the best responses, pairs of best and worst, or answers with a judgement.
 
-Token ids are those of the rollout: nothing is decoded and tokenized again.
+Token ids come from the rollout: nothing is decoded and tokenized again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Settings of a selection; names are those of the command line.
+    """Settings of a selection, named as on the command line.
 
     Attributes:
         kind: `sft` takes the `best` responses of each prompt with a reward of at least `threshold`; `pairs` the best and the

@@ -170,7 +170,7 @@ def open_source(
 ) -> Source:
     """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
-    In a folder the most frequent data format is read, and of files named after splits those of `train`; the other files are
+    In a folder the most frequent data format is read, and of files named after splits the ones of `train`; the other files are
     listed in `ignored`.
 
     Raises:

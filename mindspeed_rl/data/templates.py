@@ -143,7 +143,7 @@ class _Format:
 
 
 def _merge_texts(parts: Sequence[TextOrToken]) -> tuple[TextOrToken, ...]:
-    """Merge adjacent texts and remove empty ones, so that tokenization is that of a serving engine."""
+    """Merge adjacent texts and remove empty ones, so that tokenization is the same as in a serving engine."""
     merged: list[TextOrToken] = []
     for part in parts:
         if isinstance(part, str):

@@ -89,7 +89,7 @@ class Ragged(Sequence[torch.Tensor]):
 
         Args:
             value: value of the padding.
-            length: width; that of the longest row when None.
+            length: width; the longest row's when None.
 
         Raises:
             ValueError: a row is longer than `length`, or the rows are scalars.

@@ -100,7 +100,7 @@ class _Engine:
 
     Attributes:
         busy_s: seconds with at least one of them.
-        num_tokens, num_aborted: tokens that were generated, and those of them that were aborted.
+        num_tokens, num_aborted: tokens that were generated, and the aborted ones among them.
     """
 
     def __init__(self, fixed_s: float, varying_s: float, places: float = math.inf) -> None:
@@ -158,7 +158,7 @@ def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
 
 
 def _sample_prompts(times: PhaseTimes, seed: int, count: int) -> Iterator[tuple[float, list[float]]]:
-    """Yield the expected length of a prompt's responses, and so many lengths; half of the variance is that of the prompt.
+    """Yield the expected length of a prompt's responses, and so many lengths; half of the variance belongs to the prompt.
 
     Expected is the mean of as many responses as train, of an earlier epoch.
     """

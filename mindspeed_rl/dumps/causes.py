@@ -102,7 +102,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements on the same tokens; the fields are those of the command's JSON.
+    """Measurements on the same tokens, with the fields of the command's JSON.
 
     Attributes:
         num_tokens: sampled tokens that were compared.

@@ -176,7 +176,7 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> _Findi
     rows: where the two dumps have different numbers of them, only tensors that are the same everywhere are compared.
 
     Args:
-        tolerance: difference, relative to a tensor's largest number, that does not count; None for that of the type.
+        tolerance: difference, relative to a tensor's largest number, that does not count; None for the type's.
     """
     findings = _Findings()
     skipped = _skip_other_rows(first, second, findings)
@@ -294,7 +294,7 @@ def _describe_statistics(a: Statistics, b: Statistics, allowed: float) -> str:
         ("norm", a.norm, b.norm, max(a.norm, b.norm)),
         ("least number", a.least, b.least, scale),
         ("largest number", a.most, b.most, scale),
-        # the mean of numbers of both signs is small, but its rounding is that of the numbers
+        # the mean of numbers of both signs is small, but is rounded as the numbers are
         ("mean", a.mean, b.mean, scale),
     ):
         if abs(here - there) > allowed * unit:

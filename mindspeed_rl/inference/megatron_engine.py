@@ -52,7 +52,7 @@ class _Answer:
 class MegatronEngine:
     """A Megatron model with a cache of keys and values. All ranks of a replica make the same calls in one order.
 
-    Greedy answers are those of any other engine, up to rounding; sampled ones have generators of their own, not vLLM's.
+    Greedy answers are the same as from any other engine, up to rounding; sampled ones have generators of their own, not vLLM's.
     """
 
     def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:

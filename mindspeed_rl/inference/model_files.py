@@ -205,7 +205,7 @@ class EngineSettings:
 
     Attributes:
         max_model_len: limit of prompt and answer, in tokens.
-        dtype: "auto" takes that of the checkpoint.
+        dtype: "auto" takes the checkpoint's.
         max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
         kind: vLLM, or the Megatron model itself.
         tensor_parallel_size: devices of one engine.

@@ -82,7 +82,7 @@ class VllmTextEngine(VllmEngine):
                 # vLLM refuses an empty list
                 allowed_token_ids=list(request.allowed_ids) or None,
                 seed=request.seed,
-                # that of the sampled token alone
+                # only the sampled token's
                 logprobs=0,
                 # text_stream makes text and stop strings of tokens, alike for every engine
                 detokenize=False,

@@ -333,7 +333,7 @@ def read_linear_attention(hf_config: HfConfig, num_layers: int) -> LinearAttenti
 
 
 def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> ModelConfig:
-    """Return the model with its sliding window, which all layers have but those of full attention.
+    """Return the model with its sliding window, which all layers have except layers of full attention.
 
     Args:
         full_every: without ``layer_types`` every so many layers end in one of full attention.

@@ -54,7 +54,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("timing/all", "s", ".2f"),
 )
 
-#: phases whose seconds follow those of the iteration, in brackets: timer, label
+#: phases whose seconds follow the iteration's, in brackets: timer, label
 _PHASES: tuple[tuple[str, str], ...] = (
     ("timing/rollout", "rollout"),
     ("timing/rule_reward", "reward"),

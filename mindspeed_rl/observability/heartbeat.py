@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-#: folder of these files in that of the run
+#: folder of these files in the run folder
 FOLDER = "alive"
 #: interval in which a process checks for a request
 _CHECK_S = 0.5
@@ -31,7 +31,7 @@ _Recorder = Callable[[], Mapping[str, object]]
 def heartbeat_file(folder: Path, name: str, kind: str) -> Path:
     """Return the file of this kind (.json, .stacks, .recorder) of the process with this name.
 
-    The file "request" without a kind is that of all processes: it is written anew to request stacks.
+    The file "request" without a kind is for all processes: it is written anew to request stacks.
     """
     return folder / FOLDER / f"{name.replace(' ', '_')}{kind}"
 

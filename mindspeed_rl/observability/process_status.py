@@ -81,7 +81,7 @@ class StalledCollective:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The status of one process; its fields are those of `doctor --hang --json`.
+    """The status of one process, with the fields of `doctor --hang --json`.
 
     Attributes:
         name: used in messages, for example worker 0.
@@ -206,7 +206,7 @@ def remove_status_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def terminate_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -> list[str]:
-    """Wait for the end of those of these processes that are on this machine, then kill them; return the names of the killed.
+    """Wait for the end of the processes among these that are on this machine, then kill them; return the names of the killed.
 
     Ray requests a worker to exit, which a stopped process never does.
     """

@@ -1,6 +1,6 @@
 """Bytes of a device by owner and phase.
 
-The phases are those of `run/phases.py`, with the owners that are on the device in each: training state that the run file
+The phases are named as in `run/phases.py`, with the owners that are on the device in each: training state that the run file
 offloads leaves before a weight sync and returns model by model; reference and critic are offloaded after their pass or update.
 
 Bytes of activations are a model, not a count. For each token of a layer backward needs (arXiv:2205.05198, without dropout and
@@ -38,7 +38,7 @@ _MIB = 1 << 20
 FRAGMENTATION = 0.05
 #: buffers of a communicator: one to send, one to receive
 HCCL_BUFFERS = 2
-#: tokens of the busiest expert rank over those of an even split: in one layer, and over the layers of a stage
+#: tokens of the busiest expert rank divided by the tokens of an even split: in one layer, and over the layers of a stage
 EXPERT_IMBALANCE = 1.5
 MEAN_EXPERT_IMBALANCE = 1.2
 
@@ -79,7 +79,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices with equal bytes: those of a pipeline stage, or of a role.
+    """Devices with equal bytes: a pipeline stage's, or a role's.
 
     Attributes:
         ranks: ranges of their ranks, as text.
@@ -453,7 +453,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     heads, width = model_config.num_attention_heads, model_config.kv_channels
     index = 0.0
     if (sparse := model_config.sparse_attention) is not None:
-        # queries and keys, and float32 weights of the heads; each context-parallel rank has those of all tokens
+        # queries and keys, and float32 weights of the heads; each context-parallel rank has them for all tokens
         index = config.context_parallel_size * ((sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from mindspeed_rl.config.run import RunConfig
 
-#: default mean lengths: of the limit of responses, of that of prompts
+#: default mean lengths, as fractions of the limits of responses and of prompts
 _MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
 _NORMAL = NormalDist()
 
@@ -82,7 +82,7 @@ class SampleMeans:
     """Known means of the samples; None where a mean is not known.
 
     Attributes:
-        response, prompt: tokens; those of the response over all turns. In supervised stages `response` is a whole sequence.
+        response, prompt: tokens; the response's over all turns. In supervised stages `response` is a whole sequence.
         turns: number of turns of the model.
         tool_seconds: that a sample waits for its tools or its environment, over all turns.
     """

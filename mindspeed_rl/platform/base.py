@@ -127,7 +127,7 @@ class Platform(ABC):
     forks: ClassVar[bool] = False
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
-    #: time of `float32_product` over that of a bfloat16 product with a bfloat16 result (benchmarks/head.py); None: not measured
+    #: time of `float32_product` divided by a bfloat16 product's with a bfloat16 result (benchmarks/head.py); None: not measured
     float32_product_cost: ClassVar[float | None] = None
 
     @classmethod

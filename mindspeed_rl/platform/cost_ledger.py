@@ -214,4 +214,4 @@ def _find_source_line() -> str:
         if not any(part in path for part in _MACHINERY):
             return f"{_ROOTS.sub('', path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "autograd"  # its threads have no frames but those of machinery
+    return "autograd"  # its threads have only frames of machinery

@@ -141,7 +141,7 @@ class _TorchSums:
             self._sum()
 
     def add_to(self, totals: Tensor) -> None:
-        """Add the sums to those of their groups."""
+        """Add the sums to their groups' sums."""
         self._sum()
         for groups, sums in self._sums.values():
             index = platform.current().to_device([torch.tensor(groups)], totals.device)[0]

@@ -515,7 +515,7 @@ def _squeeze(parameter: Tensor) -> Tensor:
 
 
 def _fit_slice(shape: tuple[int, ...], sides: Sequence[tuple[int, int]]) -> Slice:
-    """Return a slice of a tensor of this shape from that of its matrix; of a tensor of more dimensions a range of full rows."""
+    """Return a slice of a tensor of this shape from its matrix's slice; of a tensor of more dimensions a range of full rows."""
     if len(shape) > 3:
         return (sides[0], *full_slice(shape[1:]))
     return (sides[0], (0, 1), sides[1]) if len(shape) == 3 else tuple(sides[: len(shape)])
@@ -529,7 +529,7 @@ def _index_elements(kind: _Kind, tensor: int, rows: int, columns: int) -> Tensor
 
 
 def _mix_indexes(kind: _Kind, salt: int, tensor: int, rows: int, columns: int) -> Tensor:
-    """Return one number below _BASE for the index of the tensor and that of the row or column."""
+    """Return one number below _BASE for the index of the tensor and the index of the row or column."""
     return (tensor * salt + _index_elements(kind, tensor, rows, columns)) % _PRIME
 
 

@@ -50,7 +50,7 @@ class ServedModel:
 
 
 class WeightSyncGroup:
-    """A process group in addition to those of its members. Building it is collective.
+    """A process group in addition to its members' own. Building it is collective.
 
     Attributes:
         exchange: messages between its members.

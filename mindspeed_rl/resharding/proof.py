@@ -88,7 +88,7 @@ def compute_chunk_sums(
     Args:
         plan: plan of the sync.
         sources: this rank's shards; None on a rank that trains nothing.
-        dtypes: the type in which the engine stores each tensor: its bits are those of the cast.
+        dtypes: the type in which the engine stores each tensor: its bits are the cast's.
         exchange: exchange of the group.
         device: device of the group's messages.
     """
@@ -180,7 +180,7 @@ def _find_wrong_loaded(loaded: Sequence[tuple[str, str, int, int]]) -> list[str]
     """Return parameters filled by `load_weights` that neither a rank nor its replica's ranks together have as trained.
 
     Args:
-        loaded: (parameter, tensor, its fingerprint in the parameter, that of the full tensor) of each rank of a replica.
+        loaded: (parameter, tensor, its fingerprint in the parameter, the full tensor's fingerprint) of each rank of a replica.
     """
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name, tensor, total, full in loaded:

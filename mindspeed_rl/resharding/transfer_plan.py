@@ -4,7 +4,7 @@ Pure data, made without processes or torch, from ranks, tensors and slices alone
 disaggregated engines; they differ in the ranks of `holders` and `needed`:
 
 - colocated: training and inference ranks are the same integers 0 .. world - 1. A rank copies what it has itself.
-- disaggregated: ranks are those of the process group of both sides, for example trainers 0 .. T - 1 and inference ranks
+- disaggregated: ranks count the process group of both sides, for example trainers 0 .. T - 1 and inference ranks
   T .. T + I - 1 (`training_slices(..., first_rank=0)`, `Destinations.needs` of each engine rank under its rank in the group).
   Every member calls `plan_transfer` with the same arguments, or receives the plan. Then a trainer has sources and no
   destinations, an inference rank destinations and no sources; all of them take part in each bucket.
@@ -338,7 +338,7 @@ class _MessageList:
             after: for each message, the one that brings it to its sender, or -1.
             order: order of the search for room.
             bucket_bytes: room on a rank, for what it sends and receives together.
-            max_bytes: limit of a message, but for those of one element.
+            max_bytes: limit of a message; one of a single element may be larger.
         """
         if not len(self.chunk):
             return self.chunk

@@ -176,7 +176,7 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
 
 @contextmanager
 def use_socket_folder(folder: str) -> Iterator[None]:
-    """Make vLLM open the sockets between the parts of an engine in this folder; elsewhere those of a killed process would stay.
+    """Make vLLM open the sockets between the parts of an engine in this folder; elsewhere a killed process's would stay.
 
     vLLM may have cached the folder of an earlier engine of this process with its environment; that cache is dropped.
     """

@@ -146,7 +146,7 @@ class RolloutEngine(Protocol):
         The same arguments and weights give the same response, whatever other requests the engine has.
 
         Args:
-            sampling: max_tokens counts all tokens of the response, those of `partial` too.
+            sampling: max_tokens counts all tokens of the response, with the tokens of `partial`.
             seed: seed of the response; see `_continuation_seed` for the tokens after `partial`.
             partial: a response that was interrupted.
 

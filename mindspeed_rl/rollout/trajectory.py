@@ -23,7 +23,7 @@ class Segment:
         log_probs: log-prob of each token under the distribution it was sampled from; 0.0 where it was not sampled.
         versions: version of the weights that each token was sampled with; NO_VERSION where it was not sampled.
         sampled: True where the actor sampled them. Others are context, and never train.
-        routing: after sampled tokens, that of all tokens before the last of them; see `Generated`.
+        routing: after sampled tokens, the routing of all tokens before the last of them; see `Generated`.
     """
 
     token_ids: tuple[int, ...]
@@ -83,7 +83,7 @@ class TurnEvent:
     """A turn of the model, or a call of a tool, for readers of a trajectory.
 
     Attributes:
-        name: "model", or that of the tool.
+        name: "model", or the tool's name.
         parent: index of the event that it follows; None for the first of a conversation.
         start, stop: its tokens in the row's response; equal for a tool.
         start_s, end_s: since the epoch; not compared.

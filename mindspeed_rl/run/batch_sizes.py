@@ -113,7 +113,7 @@ class Sizes:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts of one optimizer step when counting prompts; at most those of the rollout."""
+        """Prompts of one optimizer step when counting prompts; at most the rollout's."""
         return min(self.mini_batch_size, self.global_batch_size if self.train_prompts is None else self.train_prompts)
 
     @property

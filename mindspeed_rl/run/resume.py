@@ -56,7 +56,7 @@ class ResumePoint:
         return any(change.on_resume == effect for change in self.changes)
 
     def describe_order_change(self, order: list[int]) -> str:
-        """Return a sentence where the data, or their order, are not those of the checkpoint; empty where they are.
+        """Return a sentence where the data, or their order, differ from the checkpoint; empty where they do not.
 
         Args:
             order: prompt order of this run; see `trainers.prompt_loader.describe_order`.

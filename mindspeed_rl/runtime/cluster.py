@@ -30,7 +30,7 @@ from mindspeed_rl.scratch import scratch_folder
 
 #: processes of Ray without which a cluster cannot continue, by name
 _SERVICES = {"gcs_server": "control service", "raylet": "node service"}
-#: those of the cluster that this process has started, while it runs; a process has one Ray
+#: state of the cluster that this process has started, while it runs; a process has one Ray
 _services: list[tuple[str, psutil.Process]] = []
 #: pid of a stopped control service -> when it was first seen so
 _stopped_s: dict[int, float] = {}

@@ -6,7 +6,7 @@ imported pages, as Android's processes share their zygote's. Ray starts its work
 requests a copy and ends; the copy registers with Ray as the command's process would have done.
 
 Only on devices whose libraries allow it (`Platform.forks`). The server ends with the process that started it. Commands that
-follow each other, such as those of a test suite, may share a server: MINDSPEED_RL_FORK_SERVER names its folder.
+follow each other, as in a test suite, may share a server: MINDSPEED_RL_FORK_SERVER names its folder.
 
 Also the environment of a Ray cluster of one machine, which is set before Ray is imported; so this module does not import Ray.
 """

@@ -132,7 +132,7 @@ class ServerPool:
         return busy
 
     async def add(self, server: ServerClient) -> None:
-        """Give requests to the server, after it has dropped those of earlier clients.
+        """Give requests to the server, after it has dropped the requests of earlier clients.
 
         Raises:
             ServerLostError: it does not answer.

@@ -111,7 +111,7 @@ def _read_request(request: _Request) -> _Work:
 class RolloutService:
     """All methods are coroutines of one event loop; arguments and results are JSON values.
 
-    Names of methods, arguments and fields are those of the HTTP interface.
+    Methods, arguments and fields are named as in the HTTP interface.
     """
 
     def __init__(self, engine: AsyncEngine, metadata: Mapping[str, object]) -> None:

@@ -57,7 +57,7 @@ class ServerSettings:
 
 
 def describe_log_probs(exact_slices: int) -> str:
-    """Return the kind of a server's log-probs, which must be that of the run; `exact_slices` as in the settings."""
+    """Return the kind of a server's log-probs, which must be the run's; `exact_slices` as in the settings."""
     return f"{_LOG_PROBS}, exact in {exact_slices} slices" if exact_slices else _LOG_PROBS
 
 

@@ -87,7 +87,7 @@ class ServerProcesses:
             env: environment of the processes.
             limits_s: the deadlines of the run, by key.
             num_devices: number of devices of all of them together.
-            slots: (node, ids of devices) of each device, where they share those of other processes; else Ray assigns them.
+            slots: (node, ids of devices) of each device, where they share devices with other processes; else Ray assigns them.
 
         Raises:
             TimeoutError: they cannot be placed.
@@ -182,7 +182,7 @@ class RolloutServers:
         *,
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
-        """Start servers on dedicated devices, or connect to those of the run file; `set_up` waits for them.
+        """Start servers on dedicated devices, or connect to the servers of the run file; `set_up` waits for them.
 
         Args:
             run: its servers.

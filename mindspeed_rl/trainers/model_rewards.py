@@ -86,7 +86,7 @@ def _add_judgements(
 class ServedJudge:
     """Requests to a generative judge that the run serves: the prompts of responses, and the scores in its replies.
 
-    The form is that of a judge at an address (`rewards.judge`): template, parser, and one request for equal ones.
+    The form is the same as for a judge at an address (`rewards.judge`): template, parser, and one request for equal ones.
     """
 
     def __init__(self, settings: RewardSettings, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -188,7 +188,7 @@ class ModelRewards:
         plane: with the rows.
         weight: weight of the reward model's score in the total; None without one.
         timeout_s: longest wait for rows.
-        part_weights: weight of each part of a reward, those of functions first.
+        part_weights: weight of each part of a reward, functions first.
         judge: None without one.
         in_rollout: the rollout engines have their memory, and need it afterwards.
     """

@@ -34,7 +34,7 @@ class PromptGroup:
         results: results of the reward functions; None before.
         needed: samples that train, the first ones that end; None: all of them.
         part: 1 for the second group of a prompt (`split`), 0 for any other.
-        ids: index of each sample among those of its prompt, which its seed follows from.
+        ids: index of each sample in its prompt, which its seed follows from.
     """
 
     index: int
@@ -53,7 +53,7 @@ class PromptGroup:
 
     @property
     def order(self) -> int:
-        """Its place among all groups of a run: that of its prompt, and the second group of a prompt after the first."""
+        """Its place among all groups of a run: its prompt's, and the second group of a prompt after the first."""
         return 2 * self.index + self.part
 
     @property

@@ -148,7 +148,7 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
 def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
     """Return samples and tokens a second over all devices, and model operations a second and device.
 
-    They are those of the update alone: saving and evaluating do not count.
+    They cover only the update: saving and evaluating do not count.
     """
     seconds = results.get("timing/update", 0.0)
     if not seconds:
@@ -195,7 +195,7 @@ _COLUMNS = {
 
 
 def _count_rows(stage: str, data_path: object, split: str | None) -> int:
-    """Return the rows that train: those of the first share of split."""
+    """Return the number of rows that train: the first share of split."""
     halves = 2 if stage == "kto" and is_paired(str(data_path)) else 1
     column = _COLUMNS["dpo" if halves == 2 else stage][0]
     num_rows = len(read_index(column_prefix(Path(str(data_path)).expanduser(), column)).lengths)

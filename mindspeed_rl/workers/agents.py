@@ -99,7 +99,7 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
 
 
 def choose_parser(rl: RLConfig, turns: ChatTurns | None) -> str:
-    """Return the parser of the model's calls: the one of the run file, else that of the chat template.
+    """Return the parser of the model's calls: the run file's, else the chat template's.
 
     Raises:
         ValueError: the name is certainly wrong.
@@ -150,7 +150,7 @@ def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     Raises:
         ValueError: a row names a tool, an option or an argument that does not exist; with its place, and those that do.
     """
-    columns = set(prompts[0]["columns"])  # as those of all rows
+    columns = set(prompts[0]["columns"])  # as in all rows
     if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(_TOOL_COLUMNS):
         return
 
@@ -201,7 +201,7 @@ def _run_with_tools(
 def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker: str = "") -> ChatTurns:
     """Build the renderer of turns with the run's chat template.
 
-    The template is the one of `prompt_type`, else the tokenizer's own, else that of raw prompts.
+    The template is the one of `prompt_type`, else the tokenizer's own, else the one of raw prompts.
 
     Args:
         run: the resolved run.
@@ -280,7 +280,7 @@ class LengthOrder:
 
 
 def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
-    """Return one task a prompt, for evaluations; the seed of a prompt is that of its index."""
+    """Return one task per prompt, for evaluations; the seed of a prompt follows from its index."""
     if greedy:
         sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
     return [

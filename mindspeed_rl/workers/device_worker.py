@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
     _Target = Role | RolloutReplica | None
-    #: something extra, such as a profiler, that gives the context of a phase; its arguments are those of `DeviceWorker.phase`
+    #: something extra, such as a profiler, that gives the context of a phase; it takes the arguments of `DeviceWorker.phase`
     _PhaseHook = Callable[[Phase, _Target, int | None], AbstractContextManager["LossObserver | None"]]
 
 _Result = TypeVar("_Result")

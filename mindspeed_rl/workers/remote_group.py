@@ -185,7 +185,7 @@ class RemoteGroup:
 
 
 def _order_by_host(hosts: Mapping[int, str], own: str) -> list[int]:
-    """Return the slots in the order of ranks: those of one host are adjacent, or tensor parallelism would cross the network.
+    """Return the slots in the order of ranks: slots of one machine are adjacent, or tensor parallelism would cross the network.
 
     Args:
         hosts: slot -> the host that Ray has put it on, in any order.

@@ -14,7 +14,7 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
 
-#: columns with a row's tokens: those of its sequences, and the lengths p1, r1, p2, r2 ... of prompts and responses
+#: columns with a row's tokens: its sequences, and the lengths p1, r1, p2, r2 ... of prompts and responses
 _ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 

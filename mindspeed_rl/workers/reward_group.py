@@ -166,7 +166,7 @@ class RewardGroup:
     """One reward worker a node, each of which scores a part of the rows.
 
     Attributes:
-        accuracies: names of functions whose score is an accuracy; those of the user too after `check`.
+        accuracies: names of functions whose score is an accuracy; after `check` also the user's.
     """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:

@@ -290,7 +290,7 @@ class Role:
     def save_hf(self, folder: Path) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
-        Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
+        Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
         """
         head = self.model.plan.model_config.head
         # the remains of a save that was killed

@@ -29,7 +29,7 @@ _Output = tuple[list[Tensor], ...] | None
 
 
 class RolloutRouting:
-    """R3: both passes of the actor send tokens to the experts that are in the data plane, those of the rollout engine."""
+    """R3: both passes of the actor send tokens to the experts that are in the data plane, the rollout engine's."""
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
         self._layers = engine.routed = RoutedLayers(engine.model)
@@ -67,7 +67,7 @@ class RolloutRouting:
 
 
 class _RecordedRouting(RolloutRouting):
-    """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
+    """R2: the experts of the data plane, to which the update sends tokens, come from the pass of the old log-probs."""
 
     def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
         with self._layers.recording() as recording:

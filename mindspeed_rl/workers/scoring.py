@@ -68,7 +68,7 @@ class ProcessScoring(OutcomeScoring):
         Args:
             config: configuration of the reward model.
             tokenizer: the actor's, whose ids the model reads.
-            aggregation: name of the function that makes one score of those of the steps.
+            aggregation: name of the function that makes one score of the steps' scores.
 
         Raises:
             ValueError: `reward_tokens` are not two, or they or the placeholder are not one token each.

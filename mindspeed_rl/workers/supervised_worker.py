@@ -71,7 +71,7 @@ class SupervisedWorker(DeviceWorker):
         state: Mapping[str, Any] = self.role.resumed["run_state"] if self.role.resumed else {}
         self.consumed: int = state.get("consumed_samples", 0)
         self._order = self.stage.describe_order(self.train_items, plan)
-        # other samples than those of the checkpoint begin with a new pass
+        # other samples than in the checkpoint begin with a new pass
         start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
         self._state = {"pass_start": start, "order": self._order, "keys": list_keys_on_resume(cfg)}
         self.add_hooks(self.resumed_state().get("iteration", 0))

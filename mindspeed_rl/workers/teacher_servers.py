@@ -1,4 +1,4 @@
-"""Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are those of a student's prompt and response.
+"""Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are a student's prompt and response.
 
 The driver sends one request for each sequence of a row, many at a time, directly (no proxies, no redirects).
 """

@@ -53,7 +53,7 @@ def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 def split_rows(
     rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
 ) -> list[int]:
-    """Return this data-parallel rank's rows of a step, as many as those of the other ranks.
+    """Return this data-parallel rank's rows of a step, as many as the other ranks have.
 
     Args:
         rows: rows of the step.

@@ -62,7 +62,7 @@ def strip_end(token_ids: tuple[int, ...], sampling: Sampling, tokenizer: PreTrai
 
 
 def _turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn of the model, from that of its sample and from the turns before it.
+    """Return the seed of a turn of the model, from its sample's seed and from the turns before it.
 
     The first turn has the sample's own seed: an agent of one turn samples what a single response would be.
     """

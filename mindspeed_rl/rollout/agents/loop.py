@@ -64,7 +64,7 @@ class LoopSettings:
         agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
-        images: reads those of a model of images; None for one of text.
+        images: image reader of a model of images; None for a model of text.
         max_images: largest number of images of a context.
     """
 

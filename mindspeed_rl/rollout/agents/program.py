@@ -1,4 +1,4 @@
-"""Samples that a program with a loop of its own plays: that of `rl_config.agent`, or an environment of the `verifiers` library.
+"""Samples that a program with a loop of its own plays: `rl_config.agent`, or an environment of the `verifiers` library.
 
 The program gets the address of a trajectory (`tools/endpoint.py`); its requests become the turns of a tree (`turn_tree.py`).
 """

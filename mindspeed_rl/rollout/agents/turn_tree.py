@@ -62,7 +62,7 @@ class _Node:
         context: that it was sampled in.
         tokens: all tokens up to the end of the turn.
         text: a completion's prompt and the text that the client received; "" for a chat.
-        num_answers: turns of the model in the conversation so far, those of the client included.
+        num_answers: turns of the model in the conversation so far, with the client's own.
         has_thought: some turn since the last rendering has a thought.
         start_s, end_s: start and end of sampling, since the epoch.
         is_continued: another turn follows it.
@@ -149,7 +149,7 @@ class TurnTree:
         """Return the trajectory, with a sequence for each branch.
 
         Args:
-            final_reward: in addition to that of the client.
+            final_reward: reward in addition to the client's.
             failure: the reason why it failed.
             metrics: metrics of the program.
             output: output of the program, for reward functions.
@@ -233,7 +233,7 @@ class TurnTree:
         return self._place_images(_Context(None, turns.render(plain, list(request.tools))), images)
 
     def _place_images(self, context: _Context, images: Sequence[tuple[str, ...]]) -> _Context:
-        """Return the context with all tokens of new images, those of each message.
+        """Return the context with all tokens of new images, message by message.
 
         Raises:
             ValueError: the model reads none or not as many, or one is broken.
@@ -395,7 +395,7 @@ class TurnTree:
 
 
 def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with those of the user that follow another one, or a tool's reply, as the end of that."""
+    """Return the messages; a user's message after another one, or after a tool's reply, becomes its end."""
     merged: list[ChatMessage] = []
     for message in messages:
         if message["role"] == "user" and merged and merged[-1]["role"] in ("tool", "user"):

@@ -271,7 +271,7 @@ def _rollout_experts(run: Run, generate: GenerateConfig, world: int | None) -> I
         return
     actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
     experts, source = cfg.with_shape("actor_config").num_experts, "num_experts"
-    if actor.num_layers is None:  # the shape is that of config.json
+    if actor.num_layers is None:  # the shape follows from config.json
         if metadata is None:
             return
         source = f"the experts of {metadata.folder}"

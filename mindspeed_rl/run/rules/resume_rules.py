@@ -15,7 +15,7 @@ from mindspeed_rl.config.run import RunConfig
 
 @dataclass(frozen=True)
 class KeyChange:
-    """A key whose value differs from that of the run that wrote a checkpoint.
+    """A key whose value differs from the run that wrote a checkpoint.
 
     Attributes:
         name: dotted.

@@ -35,7 +35,7 @@ def is_valid(run: Run) -> bool:
 
 
 def _range_violations(run: Run) -> Iterator[Violation]:
-    """Yield the numbers of a run file outside the ranges of their keys; those of algorithms have their rules."""
+    """Yield the numbers of a run file outside the ranges of their keys; numbers of algorithms have their rules."""
     cfg = run.config
     for path, key in collect_keys().items():
         group, _, name = path.rpartition(".")

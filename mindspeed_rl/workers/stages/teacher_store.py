@@ -20,7 +20,7 @@ _CHUNK = 256
 
 
 def store_log_probs(config: MegatronConfig, server: str, top_k: int) -> None:
-    """Write `<prefix>_teacher.bin` and its index for the data of a run, those of its evaluation included.
+    """Write `<prefix>_teacher.bin` and its index for the data of a run, with the data of its evaluation.
 
     Args:
         config: configuration of the run, with the seq_length and the packs that it will train with.
