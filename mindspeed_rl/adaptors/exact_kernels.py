@@ -39,7 +39,7 @@ ROWS, _MAX_ROWS = 16, 256
 QUERY_ROWS = 8
 #: keys whose values are added up in one product
 KEY_BLOCK = 128
-#: elements that one instruction adds up, in any order that depends on their number alone
+#: elements that one instruction adds up, in any order that depends only on their number
 _GROUP = 16
 
 
@@ -85,7 +85,7 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     sums = functional.pad(x, (0, -x.size(-1) % _GROUP)).unflatten(-1, (-1, _GROUP)).sum(-1)
     ranks = 1 if group is None else group.size()
     while sums.size(-1) > 1 or ranks > 1:
-        if ranks > 1 and sums.size(-1) % 2:  # no further pair is of this rank alone
+        if ranks > 1 and sums.size(-1) % 2:  # no further pair is within this rank
             parts = sums.new_empty(ranks * sums.size(0), *sums.shape[1:])
             dist.all_gather_into_tensor(parts, sums.contiguous(), group=group)
             sums, ranks = torch.cat(parts.chunk(ranks), -1), 1
@@ -188,8 +188,8 @@ def attend(scores: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Return softmax(scores) @ values of blocks of keys.
 
     Args:
-        scores: [b, r, t] float32, -inf for hidden keys; overwritten. Rows are filled up for the products alone.
-        values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; of the first of all b alone
+        scores: [b, r, t] float32, -inf for hidden keys; overwritten. Rows are filled up only for the products.
+        values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; only of the first of all b
             where the others have no key in a block.
     """
     count = scores.size(1)

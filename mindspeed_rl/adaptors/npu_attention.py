@@ -176,7 +176,7 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[di
         dist.P2POp(dist.isend, tensor, ranks[(me + 1) % len(ranks)], group),
         dist.P2POp(dist.irecv, received, ranks[(me - 1) % len(ranks)], group),
     ]
-    # as one batch: sends alone would wait for receives that no rank has posted yet
+    # as one batch: sends by themselves would wait for receives that no rank has posted yet
     return received, dist.batch_isend_irecv(operations)
 
 

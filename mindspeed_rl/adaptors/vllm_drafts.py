@@ -236,7 +236,7 @@ class ModelWithDrafts(nn.Module):
 
 
 def join_drafts(model: nn.Module, runner: Any) -> nn.Module:
-    """Return the model of vLLM's runner with the prediction layers that make its drafts; the model alone without such."""
+    """Return the model of vLLM's runner with the prediction layers that make its drafts; only the model without such."""
     settings = runner.speculative_config
     if settings is None or settings.method != "mtp":
         return model
@@ -290,7 +290,7 @@ class _SuffixDrafts:
         max_depth: tokens of a match and its draft.
         max_factor: tokens of a draft for each token of the match.
         min_probability: smallest probability of a draft's token among the texts that match as well.
-        max_responses: that are kept; 0 looks at the prompt and the response itself alone.
+        max_responses: number of responses that are kept; 0 uses only the prompt and the response itself.
     """
 
     max_tokens: int

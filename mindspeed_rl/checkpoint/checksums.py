@@ -1,7 +1,7 @@
 """Sums over the files of a Megatron checkpoint, of a run or of a conversion: `checksums.json` says what each must be.
 
 So damage is found by file name. It is zlib's CRC-32, by ISA-L: 57 GB/s a core in the cache where zlib does 4, SHA-256 2 and
-BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, another checkpoint's file); it is no signature.
+BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, another checkpoint's file); it does not sign.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Co
     for name in sorted(_files(folder) - sums.keys() - {NAME}):
         # what a loader would read; a note next to it does no harm
         if name.endswith((".distcp", ".pt", ".safetensors")):
-            raise DamagedCheckpointError(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
+            raise DamagedCheckpointError(f"{folder / name} is not a file of this checkpoint ({NAME} does not know it)")
 
 
 def verify(

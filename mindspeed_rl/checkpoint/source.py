@@ -428,7 +428,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     model_config = _model_config(architecture, config, options)
     _check_model_type(options, architecture, model_config)
     checkpoint = opened.open(architecture, model_config, options.loosely)
-    # with what the files alone tell: padding of the vocabulary, prediction layers
+    # with what only the files tell: padding of the vocabulary, prediction layers
     model_config = checkpoint.model_config
     warnings, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:

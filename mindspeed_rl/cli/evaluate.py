@@ -143,7 +143,7 @@ def _check_harness(args: argparse.Namespace) -> None:
         raise ValueError(f"--task {tasks[0][0]} needs the package lm-eval: pip install lm-eval")
     for name, path in tasks:
         if str(path) != "-" and not path.expanduser().is_dir():
-            raise ValueError(f"{name}: --task-data-path {path} is no folder; - stands for lm-eval's own tasks alone")
+            raise ValueError(f"{name}: --task-data-path {path} is not a folder; - stands for only lm-eval's own tasks")
     if given := [name for name in (*SHAPE, *PENALTIES) if vars(args)[name] is not None]:
         print_status(f"note: --{given[0].replace('_', '-')} has no effect on lm-eval's tasks, which set their own sampling")
     if args.prompt_type is not None:

@@ -159,7 +159,7 @@ def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
     """
     kind, reward = _KINDS[name_of_kind], re.sub(r"\W", "_", folder.name).strip("_").lower()
     if not reward or not re.fullmatch(r"[\w.-]+", folder.name):
-        raise ValueError(f"{folder.name!r} is no name for a task: letters, digits, _, - and . only")
+        raise ValueError(f"{folder.name!r} is not a name for a task: letters, digits, _, - and . only")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; choose another name, or remove it")
     sizes = _choose_sizes(kind, model)
@@ -258,7 +258,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     try:
         hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8")).get("hidden_size", 4096))
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"--model {model}: config.json is no model's: {error}") from None
+        raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024
     lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
     sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}

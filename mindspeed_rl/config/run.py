@@ -83,7 +83,7 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True for the stages that learn from a dataset alone."""
+        """True for the stages that learn only from a dataset."""
         return self.stage in SUPERVISED_STAGES
 
     @cached_property
@@ -122,7 +122,7 @@ class RunConfig:
             infer_expert_parallel_size=1,
             enable_expert_parallel=False,
             max_model_len=rl.judge_max_model_len or min(most, longest),
-            # of the rollout's model alone
+            # only of the rollout's model
             speculative_config=None,
             quantization=None,
             fp32_lm_head=None,

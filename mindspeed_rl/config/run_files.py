@@ -38,9 +38,9 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
         config_dir, config_name = os.path.split(config_name)
     name = config_name.removesuffix(".yaml")
     if not name.isprintable() or not 0 < len(name.encode("utf-8", "replace")) <= _MAX_NAME_BYTES or "/" in name:
-        raise ConfigError([f"--config-name {config_name[:60]!r} is no name of a file"])
+        raise ConfigError([f"--config-name {config_name[:60]!r} is not a name of a file"])
     if config_dir is not None and ("\0" in str(config_dir) or len(os.fsencode(config_dir)) > _MAX_PATH_BYTES):
-        raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is no name of a folder"])
+        raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is not a name of a folder"])
     # a file of the user wins over a shipped one only where its suffix marks it as a file
     here = [Path.cwd()] if config_name.endswith(".yaml") else []
     everywhere = [*here, find_project_configs(), Path.cwd() / "configs", Path.cwd()]
@@ -258,7 +258,7 @@ def check_yaml(path: Path) -> None:
     try:
         size = path.stat().st_size
         if not path.is_file() or size > _MAX_BYTES:
-            raise ConfigError([f"{path} is no run file: it has {size} bytes, more than {_MAX_BYTES}, or is no plain file"])
+            raise ConfigError([f"{path} is not a run file: it has {size} bytes, more than {_MAX_BYTES}, or is not plain"])
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None

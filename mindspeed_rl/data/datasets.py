@@ -89,7 +89,7 @@ class InstructionDataset:
     """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
 
     The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); those of a plain pack, with
-    `splits_packs`, from its column `sample_lengths`. A row that is no pack is one sample either way.
+    `splits_packs`, from its column `sample_lengths`. A row that is not a pack is one sample either way.
 
     Args:
         prefix: the --output-prefix of preprocessing.
@@ -142,7 +142,7 @@ class InstructionDataset:
         return num_cut, num_without_label
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Return input_ids, labels and attention mask of a row, and the end of what is no padding."""
+        """Return input_ids, labels and attention mask of a row, and the end of what is not padding."""
         input_ids = self._rows.row(index, "input_ids").astype(np.int64)
         labels = self._rows.row(index, "labels").astype(np.int64)
         mask = self._rows.row(index, "attention_mask")
@@ -154,7 +154,7 @@ class InstructionDataset:
 
     def __getitem__(self, index: int) -> InstructionSample:
         input_ids, labels, mask, end = self._read(index)
-        # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is no pack at all
+        # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is not a pack at all
         is_neat = mask[-1] != 1
         if self._seq_length is not None:
             end = min(end, self._seq_length)
@@ -219,7 +219,7 @@ class PreferenceDataset(_ShortRows):
 
 
 class JudgedAnswer(TypedDict):
-    """One answer, judged alone; arrays are [tokens] int64, labels as in `PreferencePair`.
+    """One answer, judged by itself; arrays are [tokens] int64, labels as in `PreferencePair`.
 
     desirable: bool.
     mismatched_input_ids, mismatched_labels: the same prompt with the answer to another one, cut at seq_length.
@@ -323,7 +323,7 @@ class ProcessRewardDataset(_ShortRows):
 class BatchSampler:
     """Endless batches of dataset indices, the same on every rank; each rank takes its slice.
 
-    The order is a function of (seed, epoch) alone, so a run resumes by counting samples. Every epoch has its own order and
+    The order depends only on (seed, epoch), so a run resumes by counting samples. Every epoch has its own order and
     uses every sample: a batch at the end of one is filled from the next.
 
     Raises:

@@ -139,7 +139,7 @@ class TextEncoder:
         ]
 
     def _split_by_parts(self, parts: list[str], ids: list[int]) -> list[TurnIds] | MalformedRowError:
-        """Encode each part alone, for a Python tokenizer, which has no positions; the tokens must be the same."""
+        """Encode each part by itself, for a Python tokenizer, which has no positions; the tokens must be the same."""
         encoded = self.encode(parts)
         if [token for part in encoded for token in part] != ids:
             return MalformedRowError(

@@ -56,7 +56,7 @@ def parse_hub_name(text: object) -> HubName | None:
     match = _NAME.fullmatch(text)
     if match is None:
         if text.startswith((HF, MS)):
-            raise ValueError(f"'{text}' is no name on a hub; write {text[:5]}owner/name, or {text[:5]}owner/name@revision")
+            raise ValueError(f"'{text}' is not a name on a hub; write {text[:5]}owner/name, or {text[:5]}owner/name@revision")
         return None
     if match[1] is None and (text.startswith(".") or Path(text).exists() or Path(text).parent.exists()):
         return None
@@ -85,7 +85,7 @@ def fetch(
 
 def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
     what, local = ("data set", "file or folder") if is_dataset else ("model", "folder")
-    where = "" if name.hub == MS else f"is no {local} here, and "
+    where = "" if name.hub == MS else f"is not a {local} here, and "
     revision = f" with the revision '{name.revision}'" if name.revision else ""
     token = "HF_TOKEN" if name.hub == HF else "MODELSCOPE_API_TOKEN"
     return (

@@ -239,7 +239,7 @@ def read_image(reference: str) -> bytes:
     """Return the encoded bytes of an image.
 
     Raises:
-        ImageError: there is no such file, or the text is no base64.
+        ImageError: there is no such file, or the text is not base64.
     """
     if match := _DATA.match(reference):
         try:
@@ -256,7 +256,7 @@ def read_image(reference: str) -> bytes:
 
 @contextlib.contextmanager
 def _open(reference: str) -> Iterator[Image]:
-    """Open an image; its header alone is read until a pixel is needed. All errors of pillow become one that names the image."""
+    """Open an image; only its header is read until a pixel is needed. All errors of pillow become one that names the image."""
     from PIL import Image
 
     try:
@@ -379,7 +379,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
 
 
 def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
-    """Return a message's content with IMAGE_MARK for each image, and the references; what is no list of parts stays.
+    """Return a message's content with IMAGE_MARK for each image, and the references; what is not a list of parts stays.
 
     Raises:
         ImageError: a part is neither text nor an image.

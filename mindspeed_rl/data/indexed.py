@@ -29,7 +29,7 @@ TEXT_BYTES = "_utf8"
 IGNORE_INDEX = -100
 #: column of a pack: the lengths of its samples
 SAMPLE_LENGTHS = "sample_lengths"
-#: columns of answers that are judged alone
+#: columns of answers that are judged by themselves
 UNPAIRED_COLUMNS = ("input_ids", "labels", "desirable")
 SUFFIXES = (".bin", ".idx")
 #: indexed columns of a dataset with images: encoded bytes of a row's images and a zero, and their number, bytes and grids
@@ -275,7 +275,7 @@ class IndexedColumns:
     Args:
         prefix: the value of preprocessing's `--output-prefix`.
         required: columns that must exist.
-        same_length: columns whose rows must be equally long (checked on the index alone).
+        same_length: columns whose rows must be equally long (checked only on the index).
 
     Raises:
         ValueError: a column is missing, or the columns disagree about the number of rows or their lengths.

@@ -116,7 +116,7 @@ def build_pretrain_datasets(
             documents: Any = self.dataset
             sizes = documents.sequence_lengths[self.document_index[first:last]].tolist()
             ends = np.cumsum([*sizes, int(end) + 1]) - int(offset)
-            # the extra token is a label alone
+            # the extra token is only a label
             ends = np.unique(ends[(ends > 0) & (ends < data.seq_length)])
             return item | {"document_lengths": torch.from_numpy(np.diff(ends, prepend=0, append=data.seq_length))}
 

@@ -142,14 +142,14 @@ class PromptDataset:
             try:
                 conversation = handler.conversation({column: value})
             except MalformedRowError as error:
-                raise ValueError(f"{where}: column {column!r} is no prompt of a teacher: {error}") from error
+                raise ValueError(f"{where}: column {column!r} is not a prompt of a teacher: {error}") from error
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
             renderings.append(handler.render_conversation(conversation))
         self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):
-                raise ValueError(f"{wheres[index]}: column {column!r} is no prompt of a teacher: {turns}")
+                raise ValueError(f"{wheres[index]}: column {column!r} is not a prompt of a teacher: {turns}")
             tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
             self._added[int(self._row_indices[index])] = {TEACHER_PROMPT_IDS: tokens}
 

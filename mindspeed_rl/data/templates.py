@@ -341,7 +341,7 @@ class Template:
                 )
             return "", "", content
         thought = message.reasoning
-        # an answer that ends a thought without opening it: the prompt, which is no part of it, has opened it
+        # an answer that ends a thought without opening it: the prompt, which is not part of it, has opened it
         for pattern in (*self._thoughts, *(() if thought else self._ends_of_thoughts)):
             match = pattern.match(content)
             if match:

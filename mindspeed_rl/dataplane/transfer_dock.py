@@ -46,7 +46,7 @@ class Request:
         Args:
             available: rows that are ready and were not consumed, in any order.
             capacity: rows of the data plane.
-            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is no
+            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is not a
                 multiple of it.
 
         Returns:

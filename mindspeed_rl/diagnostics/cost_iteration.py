@@ -45,7 +45,7 @@ class CountJob:
             experts; where the ranks that are counted do not divide by them, the largest number that divides both.
         engine_dtype: dtype of the rollout's weights.
         bucket_bytes: limit of the bytes in flight on a rank during a push.
-        plain: Megatron alone trains, in place of the suite's engine.
+        plain: only Megatron trains, in place of the suite's engine.
     """
 
     config: MegatronConfig

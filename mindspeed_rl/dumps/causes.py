@@ -150,7 +150,7 @@ class Evidence:
         noise = _ACTIVATION_NOISE[coarser_type]
         # `not <=`, so that NaN counts as a difference
         first = next((place for place in self.places if not place.gap <= noise), None)
-        # a temperature acts on the logits alone: activations must agree
+        # a temperature acts only on the logits: activations must agree
         if first is None and (cause := _check_temperature(self)):
             return cause
         if first is not None and (layer := _find_layer(first.name, ".mlp")) is not None and layer in self.expert_layers:

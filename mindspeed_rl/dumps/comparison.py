@@ -108,7 +108,7 @@ class Dump:
                     key = entry.step, entry.role, entry.phase, entry.name, ranks.get("dp", 0), ranks.get("cp", 0)
                     dump.entries.setdefault(key, []).append(entry)
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is no index of a dump: {error}") from None
+                raise ValueError(f"{path} is not an index of a dump: {error}") from None
         return dump
 
     def sort_key(self, key: _Key) -> tuple[int | str, ...]:
@@ -145,7 +145,7 @@ class _Findings:
 
     Attributes:
         differences: in the order of the computation.
-        compared, by_statistics: tensors that were compared, and how many of them by their statistics alone.
+        compared, by_statistics: tensors that were compared, and how many of them only by their statistics.
         notes: parts that could not be compared, and why.
     """
 
@@ -268,7 +268,7 @@ def _describe_difference(a: Tensor, b: Tensor, allowed: float) -> str:
     # the difference itself must not be rounded
     a, b = a.to(torch.float64), b.to(torch.float64)
     finite = torch.isfinite(a) & torch.isfinite(b)
-    # the same infinity, or NaN in both, is no difference
+    # the same infinity, or NaN in both, is not a difference
     same = finite | (a == b) | (a.isnan() & b.isnan())
     if not same.all():
         return f"{int((~same).sum())} elements are not finite on one side"

@@ -194,8 +194,8 @@ class MsprobeRecord(Record):
 
     `<role>_<phase>/step<n>/rank<r>/` has `dump.json` (statistics), `construct.json` (the module around each), `stack.json` (the
     calls that led to it) and `dump_tensor_data/*.pt`. A name is `Module.<module>.<class>.forward.<i>`, where i counts the
-    micro-batches, or the engine's forward steps; gradients of outputs are `.backward.<i>`, those of weights
-    `.parameters_grad.<update>`. What is no module, as a column of the loss, has the class Tensor. Inputs are left out: they are
+    micro-batches, or the engine's forward steps; gradients of outputs are `.backward.<i>`, of weights
+    `.parameters_grad.<update>`. What is not a module, as a column of the loss, is a Tensor. Inputs are left out: they are
     outputs of the module before.
     """
 

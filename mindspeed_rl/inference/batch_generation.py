@@ -70,7 +70,7 @@ class GenerationSettings:
             if self.sampling.temperature == 0 or self.sampling.min_p > 0:
                 raise ValueError("beam_search_with_sampling needs a --temperature above 0, and knows no --min-p")
         if self.uses_beams and (changed := self.sampling.list_penalties()):
-            raise ValueError(f"--{changed[0].replace('_', '-')}: {self.method} ranks sequences by their log-probs alone")
+            raise ValueError(f"--{changed[0].replace('_', '-')}: {self.method} ranks sequences only by their log-probs")
 
     @property
     def uses_beams(self) -> bool:

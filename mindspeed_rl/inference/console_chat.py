@@ -72,7 +72,7 @@ class History:
 
         Raises:
             MalformedRowError: the template cannot render the conversation.
-            ValueError: the question alone is longer than a prompt may be.
+            ValueError: the question itself is longer than a prompt may be.
         """
         self._forget(max(0, len(self.turns) - self.max_turns))
         while True:
@@ -173,7 +173,7 @@ def run_chat(
                 write(f"{error}\n")
             continue
         if question.startswith("/") and question[1:].isalpha():
-            write(f"{question} is no command; there are {', '.join(COMMANDS)}.\n")
+            write(f"{question} is not a command; there are {', '.join(COMMANDS)}.\n")
             continue
         if not question:
             continue

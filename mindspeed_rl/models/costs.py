@@ -1,4 +1,4 @@
-"""Costs of a model from its shapes alone: floating-point operations, and bytes of keys and values in a rollout engine."""
+"""Costs of a model, only from its shapes: floating-point operations, and bytes of keys and values in a rollout engine."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ class NormalizedAttention(nn.Module):
 class BiasedSoftmaxRouter(TopKRouter):
     """A router whose experts are chosen by a softmax over all of them plus a bias; chosen ones share their softmax scores.
 
-    Megatron has the bias with sigmoid scores alone: the logits are changed into those whose sigmoids are the softmax scores.
+    Megatron has the bias only with sigmoid scores: the logits are changed into those whose sigmoids are the softmax scores.
     """
 
     def gating(self, input: Tensor) -> Tensor:

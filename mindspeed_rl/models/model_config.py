@@ -67,7 +67,7 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Indexer of latent attention that attends to some tokens alone; the names are Megatron's, after `dsa_indexer_`.
+    """Indexer of latent attention that attends only to some tokens; the names are Megatron's, after `dsa_indexer_`.
 
     Each query attends to the ``topk`` tokens before it, itself included, that the indexer scores highest.
 
@@ -345,7 +345,7 @@ def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> M
 
 
 def split_rope_parameters(hf_config: HfConfig, base: float, local_base: float) -> tuple[HfConfig, float]:
-    """Return config.json with the rotary settings of full attention alone, and the base of the layers with a window.
+    """Return config.json with only the rotary settings of full attention, and the base of the layers with a window.
 
     Args:
         base, local_base: their bases where config.json has none.

@@ -70,7 +70,7 @@ class PreparedImage(Protocol):
 def read_text_config(hf_config: HfConfig) -> HfConfig:
     """Return the config of the language model: `text_config`, or the config itself, with what both parts share."""
     text = {**hf_config, **read_group(hf_config, "text_config")}
-    if "tie_word_embeddings" in hf_config:  # the whole model is tied or not, whatever its text part states alone
+    if "tie_word_embeddings" in hf_config:  # the whole model is tied or not, whatever its text part states
         text["tie_word_embeddings"] = hf_config["tie_word_embeddings"]
     for name in ("rope_scaling", "rope_parameters"):
         rope = dict(read_group(text, name))

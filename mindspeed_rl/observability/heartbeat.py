@@ -80,7 +80,7 @@ class _Heartbeat:
         self._write()
 
     def end(self) -> None:
-        """Note that the process has ended regularly, so that its silence is no fault."""
+        """Note that the process has ended regularly, so that its silence is not a fault."""
         self._end.set()
         self.set("ended")
 

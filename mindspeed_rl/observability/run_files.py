@@ -104,11 +104,11 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
     """Yield the objects of a JSONL file, none without a file; skip a last line that a killed run left half-written.
 
     Raises:
-        ValueError: another line is no JSON object; names file and line.
+        ValueError: another line is not a JSON object; names file and line.
     """
     if not path.exists():
         return
-    # newlines alone end a line: a model's text may hold U+2028, which JSON leaves as it is
+    # only newlines end a line: a model's text may hold U+2028, which JSON leaves as it is
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for index, line in enumerate(lines, 1):
             if not line.strip():
@@ -118,9 +118,9 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
             except json.JSONDecodeError as error:
                 if not line.endswith("\n"):
                     return
-                raise ValueError(f"{path}, line {index} is no JSON: {error.msg}.") from None
+                raise ValueError(f"{path}, line {index} is not JSON: {error.msg}.") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {index} is no JSON object.")
+                raise ValueError(f"{path}, line {index} is not a JSON object.")
             yield record
 
 

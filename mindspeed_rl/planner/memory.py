@@ -7,7 +7,7 @@ Bytes of activations are a model, not a count. For each token of a layer backwar
 with attention that saves no scores): the inputs of both norms and of both first projections (4 hidden; divided by TP with
 sequence parallelism), query, key, value and the output of attention (divided by TP), and three widths of the gated MLP
 (divided by TP). An expert layer saves, for each token that its rank receives, the input of its expert and four of the expert's
-widths. Recomputed layers save their input alone. A vision tower saves as much for each patch of the images of a micro-batch
+widths. Recomputed layers save only their input. A vision tower saves as much for each patch of the images of a micro-batch
 where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks at a time.
 """
 
@@ -132,7 +132,7 @@ class MemoryPlan:
         return "tight" if self.fullest.peak.total <= self.capacity else "over"
 
     def only(self, *names: str) -> MemoryPlan:
-        """Return the plan of these phases alone."""
+        """Return the plan of only these phases."""
         groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
         return replace(self, groups=tuple(one for one in groups if one.phases))
 

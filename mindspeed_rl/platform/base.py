@@ -229,7 +229,7 @@ class Platform(ABC):
 
     def set_deterministic(self, enabled: bool) -> None:
         """Make repeated runs give equal bits, as far as the device can."""
-        # an operator without a deterministic form is no reason to end a run in its first step
+        # an operator without a deterministic form is not a reason to end a run in its first step
         torch.use_deterministic_algorithms(enabled, warn_only=True)
 
     def worker_env(self) -> dict[str, str]:
@@ -248,7 +248,7 @@ class Platform(ABC):
         """Build a process group that is independent of the default one; collective.
 
         Args:
-            store: rendezvous of its members, for this group alone.
+            store: rendezvous of its members, for this group only.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)

@@ -3,8 +3,8 @@
 An engine fuses, repeats, pads, stacks or transposes weights by model, release, platform and layout; only its own `load_weights`
 has the rules. So tensors go through it whose elements are indexes (of the tensor, of the row, of the column), and the content
 of the parameters then shows the position of every element. They are expanded from one row or column, so nothing of the size of
-a model is made. The result is proven on every element by two more loads of other codes. A parameter whose content is no set of
-slices (a loader that interleaves rows or computes) gets no entry, and its tensors go through `load_weights` at each sync.
+a model is made. The result is proven on every element by two more loads of other codes. Contents that are not a set of
+slices (a loader that interleaves rows or computes) get no entry, and their tensors go through `load_weights` at each sync.
 """
 
 from __future__ import annotations
@@ -426,7 +426,7 @@ class _Reader:
     # ------------------------------------------------------------------ reading slices
 
     def _read_slices(self, plane: _Plane, edges: Sequence[_Line]) -> list[_Entry] | None:
-        """Return the slices in a plane by its edges; None where the content is no set of slices."""
+        """Return the slices in a plane by its edges; None where the content is not a set of slices."""
         runs = [_find_runs(line) for line in edges]
         down, across = runs[0], runs[1] if len(runs) == 2 else [_Run(0, 1, 0, 0, 0, None)]
         # where both edges have several runs the inside is unknown

@@ -41,7 +41,7 @@ def intersect(a: Slice, b: Slice) -> Slice | None:
 
 
 def relative_index(tensor_slice: Slice, origin: Slice) -> tuple[slice, ...]:
-    """Return the index of a slice in a tensor that contains the slice `origin` alone."""
+    """Return the index of a slice in a tensor that contains only the slice `origin`."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(tensor_slice, origin))
 
 

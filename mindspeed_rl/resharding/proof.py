@@ -4,7 +4,7 @@ A fingerprint (`bit_sums`) weights each element by its position in the full HF t
 trained side is summed chunk by chunk over the training shards, not over what arrived; a chunk is the intersection of one
 training shard and one slice that an engine rank needs. The engine side is summed slice by slice where the engine's kernels read
 it: the position of each element is the one that the engine's own loader gave it (`destinations`). So every engine rank compares
-each slice of its parameters alone, however the engine fuses, transposes, pads (with zeros) or splits them: a fault of one rank
+its parameters slice by slice, however the engine fuses, transposes, pads (with zeros) or splits them: a fault of one rank
 cannot cancel another's, and the expert ranks of several replicas need no common sum. A chunk that is lost, stale, misrouted,
 repeated or damaged changes the fingerprint, and so do elements, rows, heads or experts that have changed places.
 """

@@ -1,6 +1,6 @@
 """The plan of a weight sync: which slice each inference rank gets from which training rank, and in which bucket.
 
-Pure data, made without processes or torch, from ranks, tensors and slices alone. The same call plans colocated and
+Pure data, made without processes or torch, only from ranks, tensors and slices. The same call plans colocated and
 disaggregated engines; they differ in the ranks of `holders` and `needed`:
 
 - colocated: training and inference ranks are the same integers 0 .. world - 1. A rank copies what it has itself.
@@ -9,7 +9,7 @@ disaggregated engines; they differ in the ranks of `holders` and `needed`:
   Every member calls `plan_transfer` with the same arguments, or receives the plan. Then a trainer has sources and no
   destinations, an inference rank destinations and no sources; all of them take part in each bucket.
 
-The order of everything in a plan is a function of the arguments alone, so ranks that call with equal arguments plan alike.
+The order of everything in a plan depends only on the arguments, so ranks that call with equal arguments plan alike.
 
 Choosing the sender of each message and its bucket is greedy and depends on all choices before: loops, which numba compiles
 where there are many messages. Messages are columns: the plan of a cluster has hundreds of thousands, and a rank reads its own

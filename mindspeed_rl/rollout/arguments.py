@@ -128,7 +128,7 @@ def build_engine_arguments(
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
     if config.drafts is not None:
-        # the trainer sends the weights of the policy alone
+        # the trainer sends only the weights of the policy
         arguments["speculative_config"] = config.drafts | {"draft_load_config": LoadConfig()}
     return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
 
@@ -164,7 +164,7 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
         stop=list(sampling.stop),
         structured_outputs=form,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids alone end a response
+        ignore_eos=True,  # only stop_token_ids end a response
         seed=seed,
         logprobs=0,
         flat_logprobs=True,

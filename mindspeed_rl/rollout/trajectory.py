@@ -151,7 +151,7 @@ class Trajectory:
         segments = self.segments
         if len(self.sequences) != 1 or len(segments) != 1:
             raise ValueError(
-                f"a trajectory of {len(self.sequences)} sequences and {len(segments)} segments is no single response"
+                f"a trajectory of {len(self.sequences)} sequences and {len(segments)} segments is not a single response"
             )
         (segment,) = segments
         return Generated(segment.token_ids, segment.log_probs, segment.versions, self.finish, segment.routing)

@@ -34,7 +34,7 @@ class ResumePoint:
 
     Attributes:
         weights: the folder that the weights are read from.
-        iteration: after which the run resumes; 0 for one that starts from weights alone.
+        iteration: last iteration before the run resumes; 0 for a run that starts only from weights.
         state: state of the trainer; empty for a run that starts from weights without a state.
         changes: keys that have another value than in the run that wrote the checkpoint.
         notes: sentences on what they do to the run.
@@ -146,7 +146,7 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
         check_small_files(folder)
         record = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
-            raise DamagedCheckpointError(f"{path} is no record of a run")
+            raise DamagedCheckpointError(f"{path} is not a record of a run")
     except (OSError, ValueError) as error:
         reason = error if str(folder) in str(error) else f"{path}: {error}"
         advice = "load_previous: true resumes from the one before, load_iteration names another"

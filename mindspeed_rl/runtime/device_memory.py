@@ -27,7 +27,7 @@ class DeviceMemoryError(RuntimeError):
             f"out of memory in phase {phase}: {', '.join(f'{owner} {count / _GIB:.2f} GiB' for owner, count in largest)}."
         )
 
-    # Ray pickles the errors of a worker, and an exception is rebuilt from its message alone otherwise
+    # Ray pickles the errors of a worker, and an exception is otherwise rebuilt only from its message
     def __reduce__(self) -> tuple[type[DeviceMemoryError], tuple[str, dict[str, int]]]:
         return type(self), (self.phase, self.owners)
 

@@ -61,7 +61,7 @@ _TASK_EVENTS = "RAY_task_events_report_interval_ms"
 
 
 def build_local_ray_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables under which a cluster of one machine binds to loopback alone and starts no workers in advance.
+    """Return variables under which a cluster of one machine binds only to loopback and starts no workers in advance.
 
     It also has no list of their tasks. Empty where the run joins a cluster; variables that are set already are left out.
     """

@@ -360,7 +360,7 @@ class ServerPool:
             if is_other:
                 continue
             now_s = time.monotonic()
-            # a pause, or no requests, is no silence
+            # a pause, or no requests, is not silence
             if result["events"] or self._paused or not member.requests:
                 member.last_event_s = now_s
             for event in result["events"]:

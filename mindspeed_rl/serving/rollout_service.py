@@ -137,7 +137,7 @@ class RolloutService:
             return await self._engine.join(arguments["meeting"], arguments["first_rank"])
         # names come over HTTP: no other method may be reachable
         if name not in (*_OWN_CALLS, *_ENGINE_CALLS):
-            raise ValueError(f"{name} is no call of a rollout server; there are {', '.join((*_OWN_CALLS, *_ENGINE_CALLS))}.")
+            raise ValueError(f"{name} is not a call of a rollout server; there are {', '.join((*_OWN_CALLS, *_ENGINE_CALLS))}.")
         return await getattr(self if name in _OWN_CALLS else self._engine, name)(**arguments)
 
     async def describe(self) -> dict[str, object]:

@@ -52,7 +52,7 @@ def _add_judgements(
 ) -> list[RewardResult]:
     """Return the results with a model's scores as an additional part; a row without rule scores has only this part.
 
-    A failed sample stays failed; one without a judgement, or whose score or total is no finite number in float32, fails.
+    A failed sample stays failed; one without a judgement, or whose score or total is not a finite number in float32, fails.
 
     Args:
         part: name of the score in the results.
@@ -76,7 +76,7 @@ def _add_judgements(
         elif not error and abs(total) <= LARGEST_SCORE:
             new_results.append(RewardResult(total, {**result.parts, part: score, **judged.parts}, "ok", "", result.penalty))
         else:
-            # a part that is no number would reach the metrics
+            # a part that is not a number would reach the metrics
             error = error or f"its score {score:g}, or the total with it, is not a finite number in float32"
             kept = dict(result.parts)
             new_results.append(RewardResult(failed_total, kept, "failed", f"{part}: {error}", result.penalty))
@@ -184,7 +184,7 @@ class ModelRewards:
     """Scores by models: a reward model, and a judge that the run serves.
 
     Attributes:
-        fleet: workers and engines with the models; None where functions alone score: nothing is added.
+        fleet: workers and engines with the models; None where only functions score: nothing is added.
         plane: with the rows.
         weight: weight of the reward model's score in the total; None without one.
         timeout_s: longest wait for rows.

@@ -175,7 +175,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path}: is no file of responses in flight.")
+            raise ValueError(f"{path}: is not a file of responses in flight.")
         columns = {name: iter(file.get_tensor(name).tolist()) for name in file.keys()}
     groups = []
     for group in json.loads(metadata["groups"]):

@@ -224,7 +224,7 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
                 hint = "give the whole prefix, with _text_document"
             else:
                 columns = list_packed_columns(Path(str(prefix)).expanduser())
-                # both answers of a pair are judged alone, too
+                # both answers of a pair are judged by themselves, too
                 stage = "dpo" if config.stage == "kto" and is_paired(str(prefix)) else config.stage
                 missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"

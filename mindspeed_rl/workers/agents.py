@@ -37,7 +37,7 @@ _TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
 
 _Result = TypeVar("_Result")
 
-#: columns of the data plane that a task is made of; a loop of one turn needs the first alone
+#: columns of the data plane that a task is made of; a loop of one turn needs only the first
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
 
 

@@ -41,7 +41,7 @@ class _DedicatedWorker(DeviceWorker):
         Args:
             run: the resolved run.
             plane: where rows come from.
-            resumed_at: iteration after which the actor resumes; None when it starts from weights alone.
+            resumed_at: iteration after which the actor resumes; None when it starts only from weights.
             rank: rank of this process.
         """
         super().__init__(run, rank, self.title)

@@ -245,7 +245,7 @@ def start_group(
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),
-        # on the driver's machine alone there are no other files to compare
+        # on only the driver's machine there are no other files to compare
         check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,
     )

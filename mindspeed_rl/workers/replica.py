@@ -73,7 +73,7 @@ class Replica:
             consumer: name of the phase at the data plane.
             columns: columns of the rows.
             rows: indexes.
-            by_stage: on the ranks of this pipeline stage alone.
+            by_stage: only on the ranks of this pipeline stage.
         """
         batch: Batch = {}
         group = self._stage if by_stage else self._control

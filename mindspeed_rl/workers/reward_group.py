@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: columns of the data plane that a sample is made of
 SAMPLE_COLUMNS = ("prompt_ids", "responses", "labels", "extra", "truncated", "trajectories")
-#: reward workers that a run replaces before it gives up: the cause of more losses is no accident
+#: reward workers that a run replaces before it gives up: the cause of more losses is not an accident
 _MAX_REPLACED = 5
 
 

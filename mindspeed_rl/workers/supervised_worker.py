@@ -137,7 +137,7 @@ class SupervisedWorker(DeviceWorker):
         return self._report(metrics)
 
     def evaluate(self) -> WorkerReport:
-        """Compute the loss on at most `eval_iters` batches of held-out items, without a remainder for some replicas alone."""
+        """Compute the loss on at most `eval_iters` batches of held-out items, without a remainder for only some replicas."""
         num_ranks, batch, held_out = self.replica[0], self.run.plan.num_samples, self.held_out
         assert held_out is not None  # the loop has called `data` before
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks

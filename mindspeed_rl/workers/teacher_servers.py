@@ -71,7 +71,7 @@ class TeacherServers:
         """Connect to nothing yet.
 
         Args:
-            plane: where rows come from; None for `check` alone.
+            plane: where rows come from; None for only `check`.
             timeout_s: longest wait for rows.
         """
         self._term, self._keys, self._plane, self._timeout_s = term, keys, plane, timeout_s

@@ -125,7 +125,7 @@ class ModelKeys:
     mtp_loss_scaling_factor: float = key(0.1, "weight of the loss of the multi-token-prediction layers, a mean over them",
         "MTP 层损失的权重，损失对各层取平均", range=Bounds(0, 1e6), needs=_PREDICTION, on_resume="exact")
     mtp_detach_heads: bool | None = key(None,
-        "their loss trains these layers alone, not the model before them; unset: true in RL, false in supervised stages",
+        "their loss trains only these layers, not the model before them; unset: true in RL, false in supervised stages",
         "MTP 损失只训练 MTP 层，不影响主干；不设时 RL 为 true，监督阶段为 false", needs=_PREDICTION, on_resume="exact")
     dsa_indexer_loss_coeff: float = key(0.0,
         "weight of the loss that trains the indexers of sparse attention; 0 leaves them as they are",

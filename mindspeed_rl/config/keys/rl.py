@@ -96,7 +96,7 @@ class DistillationKeys:
     beta: float = key(0.5, "jsd_topk: weight of the teacher; 0 is forward_kl_topk, 1 is reverse_kl_topk",
         "jsd_topk：教师的权重；0 即 forward_kl_topk，1 即 reverse_kl_topk", range=Range.FRACTION,
         needs=("loss_mode", ("jsd_topk",)), on_resume="exact")
-    use_task_rewards: bool = key(True, "rewards of the task train too; false: the teachers alone",
+    use_task_rewards: bool = key(True, "rewards of the task train too; false: only the teachers",
         "任务奖励也参与训练；false：只用教师", needs=_DISTILLS, elsewhere="distillation_loss.use_task_rewards",
         on_resume="exact")
     distillation_loss_coef: float = key(1.0, "weight of the divergence next to rewards of the task",
@@ -120,7 +120,7 @@ class DistillationKeys:
     teacher_key: str = key("data_source", "column of the prompts that chooses the teacher, where there are teacher_keys",
         "有 teacher_keys 时，选择教师的数据列", needs=("teacher_keys", "set"), elsewhere="distillation.teacher_key",
         on_resume="exact")
-    teacher_keys: list[str] = key([], "value of that column for each teacher, which then judges these rows alone",
+    teacher_keys: list[str] = key([], "value of that column for each teacher, which then judges only these rows",
         "每个教师对应的该列的值，该教师只评判这些行", needs=_DISTILLS, on_resume="exact")
     teacher_weights: list[float] = key([],
         "weight of each teacher's divergence, where all judge all rows; equal when unset",
@@ -753,7 +753,7 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     fault_tolerance: FaultTolerance = key(FaultTolerance, "recovery of a run whose worker dies or hangs",
         "有 worker 死亡或卡住时运行如何处理", supervised=True, on_resume="exact")
 
-    is_multimodal: bool = key(False, "the model must be one of images; without it the model's config.json decides alone",
+    is_multimodal: bool = key(False, "the model must be one of images; without it only the model's config.json decides",
         "模型必须是图像模型；不写时只由模型的 config.json 决定", on_resume="exact")
 
     use_tensorboard: bool = key(False, "write TensorBoard files into the run folder", "在运行文件夹中写 TensorBoard 文件",

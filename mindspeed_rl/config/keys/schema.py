@@ -45,7 +45,7 @@ ON_RESUME: dict[OnResume, Text] = {
         "生成到一半的回答丢弃，对同样的 prompt 重新生成",
     ),
     "random": (
-        "random generators start anew, which is of effect with dropout alone",
+        "random generators start anew, which matters only with dropout",
         "随机数发生器重新开始，只在有 dropout 时有影响",
     ),
     "kl": (

@@ -212,7 +212,7 @@ def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
     """
     assets = files(__name__)
     title = " · ".join(run.name for run in runs)
-    # "</script>" in a response must not end the script element, and U+2028 is no line end in JSON
+    # "</script>" in a response must not end the script element, and U+2028 is not a line end in JSON
     data = json.dumps(_collect_data(runs) | {"live": is_live}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     values = {

@@ -109,7 +109,7 @@ def _read_tokens(
     """Read the turn's tokens that `step` returned.
 
     Raises:
-        ValueError: it is no list of tokens with a mask of the same length.
+        ValueError: it is not a list of tokens with a mask of the same length.
     """
     if not token_ids:
         if mask:

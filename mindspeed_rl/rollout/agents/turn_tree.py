@@ -242,7 +242,7 @@ class TurnTree:
         if not new:
             return context
         if reader is None:
-            raise ValueError("the model of this run reads no images: send text alone, or train a model of images")
+            raise ValueError("the model of this run reads no images: send only text, or train a model of images")
         if (count := len(context.images) + len(new)) > limit:
             raise ValueError(f"the context has {count} images, and generate_config.limit_mm_image_per_prompt is {limit}")
         check_images(new)

@@ -57,7 +57,7 @@ class Stage(ABC, Generic[_Item]):
         self.num_too_long = 0
 
     def open(self, prefix: str | Path) -> SupportsLenAndGetItem[_Item]:
-        """Open the dataset with this prefix; called by `datasets` alone."""
+        """Open the dataset with this prefix; called only by `datasets`."""
         raise NotImplementedError
 
     @abstractmethod

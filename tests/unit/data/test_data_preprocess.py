@@ -547,7 +547,7 @@ def test_flags_of_other_suites_that_change_nothing_are_taken(tmp_path, tokenizer
 
 
 def test_unknown_config_keys_name_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match="'handler_nam' is no key of a dataset config; did you mean 'handler_name'"):
+    with pytest.raises(ValueError, match="'handler_nam' is not a key of a dataset config; did you mean 'handler_name'"):
         _build_config({"handler_nam": "x"})
     with pytest.raises(ValueError, match="input is missing"):
         _build_config({"output_prefix": "x"})
