@@ -504,7 +504,7 @@ def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_pa
     command = ["--input", path, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", tmp_path / "o"]
     assert main([str(word) for word in command]) == 2
     said = capsys.readouterr().err
-    assert f"'{path}' is {'no Arrow file' if damage == 'garbage' else 'damaged'}: " in said
+    assert f"'{path}' is {'not an Arrow file' if damage == 'garbage' else 'damaged'}: " in said
     assert not list(tmp_path.glob("o*"))
 
 
