@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, str] = {
     "use_mlflow",
     "config/run.py": "max_total_response_length judge_max_tokens judge_max_model_len",
     "run/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
-    # tests/unit/config/test_distillation_keys.py has the keys of distillation
+    # tests/unit/run/test_distillation_keys.py has the keys of distillation
     "rollout_importance_sampling_threshold_min distillation",
     "config/loader.py": "model stage dropout_in_update",
     "config/keys/generate.py": "speculative_config",
