@@ -6,8 +6,8 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import ConfigError, build_run_config
-from mindspeed_rl.run.batch_sizes import batch_table
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import batch_table
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.validation import validate
