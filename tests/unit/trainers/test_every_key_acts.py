@@ -19,6 +19,7 @@ from published import MODELS
 
 import mindspeed_rl
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig, SamplingConfig, build_run_config
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
@@ -272,4 +273,4 @@ def test_what_is_refused_is_refused() -> None:
     groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config"}
     for name in REFUSED.split():
         tree = with_key(base(save="somewhere"), (groups.get(name, "rl_config"),), name, values.get(name, True))
-        assert any(name in sentence for sentence in unavailable(build_run_config(tree))), name
+        assert any(name in sentence for sentence in unavailable(draft(build_run_config(tree)))), name
