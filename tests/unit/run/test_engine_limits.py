@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 from mindspeed_rl.run.rules.validation import validate
 
 
-def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu") -> RunConfig:
-    """A run file that names the folder of a model with this config.json."""
+def run(
+    folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu", **changes: Any
+) -> Run:
+    """The draft of a run file that names the folder of a model with this config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tree = {
@@ -28,6 +33,7 @@ def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int =
             "bf16": False,
             "load": str(folder),
             "train_iters": 1,
+            **changes.get("megatron_training", {}),
         },
         "rl_config": {
             "actor_resource": {"num_npus": devices},
@@ -39,9 +45,10 @@ def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int =
             "infer_tensor_parallel_size": tensor,
             "dtype": "float32",
             "sampling_config": {"max_tokens": 16},
+            **changes.get("generate_config", {}),
         },
     }
-    return build_run_config(tree, config_name="test")
+    return draft(build_run_config(tree, config_name="test"))
 
 
 PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 512}
@@ -87,13 +94,13 @@ def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Pa
 
 
 def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "m", HYBRID, platform="npu")
-    cfg.actor_config.lora_target_modules = ["linear_qkv"]
-    assert cfg.generate_config is not None
-    cfg.generate_config.lora_push = "adapter"
-    assert "no adapters of gated delta nets" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
-    cfg.actor_config.freeze_vit = False
-    assert "no adapters of a vision tower" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
+    def said(**actor: Any) -> str:
+        changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
+        pushed = run(tmp_path / "m", HYBRID, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
+        return str(next(item for item in validate(pushed) if item.rule == "lora_push_adapter"))
+
+    assert "no adapters of gated delta nets" in said()
+    assert "no adapters of a vision tower" in said(freeze_vit=False)
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
@@ -107,20 +114,19 @@ def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> Non
 
 
 def test_the_model_of_a_training_checkpoint_is_known_too(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48})
-    cfg.actor_config.load = str(tmp_path / "checkpoints")
-    facts = read_model_metadata(cfg.actor_config)
+    actor = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48}).config.actor_config
+    facts = read_model_metadata(dataclasses.replace(actor, load=str(tmp_path / "checkpoints")))
     assert facts is not None and facts.shape.head_size == 48
 
 
 def test_a_run_file_that_leaves_the_device_open_is_held_against_the_device_that_is_found(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
-    assert validate(cfg) == []
+    wide = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
+    assert validate(wide) == []
     with pytest.raises(ValueError, match=r"head_dim in config.json.* is 48"):
-        resolve(cfg, platform="cpu")
+        resolve(wide.config, platform="cpu")
     sound = run(tmp_path / "m", PLAIN, platform="auto")
-    assert sound.generate_config is not None and sound.generate_config.max_num_seqs == 192
-    assert resolve(sound, platform="cpu").generate.max_num_seqs == 32
+    assert sound.generate.max_num_seqs == 192
+    assert resolve(sound.config, platform="cpu").generate.max_num_seqs == 32
 
 
 def test_commands_are_answered_in_their_own_words() -> None:
@@ -153,5 +159,5 @@ def test_widths_that_config_json_leaves_out_are_those_of_transformers(tmp_path: 
 
     config = AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=2, hidden_size=256)
     width = getattr(config, "head_dim", None) or 64
-    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).actor_config)
+    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).config.actor_config)
     assert facts is not None and facts.shape.head_size == width

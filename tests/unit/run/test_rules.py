@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 from sample_runs import completion_level, prompt_level
 
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import Violation
 
 
-def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
-    return {violation.rule: violation for violation in validate(cfg, num_nodes)}
+def rules_of(run: Run) -> dict[str, Violation]:
+    return {violation.rule: violation for violation in validate(run)}
 
 
 def test_the_base_run_is_sound() -> None:
@@ -431,7 +433,7 @@ def test_every_proposed_value_mends_the_run(changes: dict[str, dict[str, Any]], 
         assert validate(apply_values(changes, option)) == [], option
 
 
-def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> RunConfig:
+def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> Run:
     """Return the base run with `changes` and then the proposed values, by dotted key."""
     merged = {group: dict(keys) for group, keys in changes.items()}
     for key, value in option.items():
@@ -483,19 +485,19 @@ def test_batch_proposals_mend_the_run() -> None:
 
 def test_the_nearest_batch_below_and_above_are_proposed() -> None:
     # 16 rollout engines, 8 responses a prompt, mini-batch of 8 prompts: sound batches are multiples of 8.
-    cfg = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
-    proposals = [option for violation in validate(cfg) for option in violation.suggestions]
+    run = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
+    proposals = [option for violation in validate(run) for option in violation.suggestions]
     assert {"megatron_training.global_batch_size": 48} in proposals
     assert {"megatron_training.global_batch_size": 40} in proposals
 
 
 def test_every_broken_rule_is_reported_at_once() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         megatron_training={"bf16": False, "global_batch_size": 31, "num_layers": 27},
         rl_config={"n_samples_per_prompt": 6, "max_prompt_length": 5000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
         generate_config={"infer_tensor_parallel_size": 8},
     )
-    assert set(rules_of(cfg)) >= {
+    assert set(rules_of(run)) >= {
         "samples_per_dp",
         "actor_config.layers",
         "rollout.heads",
@@ -558,14 +560,14 @@ def test_experts_are_counted_in_the_models_own_files_where_the_run_file_says_no_
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_attention_heads": 8, key: 6}))
     keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 4, "infer_tensor_parallel_size": 1}
-    cfg = prompt_level(megatron_training={"load": str(tmp_path), "num_layers": None}, generate_config=keys)
-    assert f"the experts of {tmp_path} (6) must be divisible by" in rules_of(cfg)["rollout.whole_experts"].message
+    run = prompt_level(megatron_training={"load": str(tmp_path), "num_layers": None}, generate_config=keys)
+    assert f"the experts of {tmp_path} (6) must be divisible by" in rules_of(run)["rollout.whole_experts"].message
 
 
 def test_rules_are_scored_on_every_node() -> None:
-    assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "samples_per_node"}
+    assert set(rules_of(prompt_level(num_nodes=3))) == {"devices_per_node", "samples_per_node"}
     with pytest.raises(ValueError, match="at least 1"):
-        validate(prompt_level(), num_nodes=0)
+        prompt_level(num_nodes=0)
 
 
 def test_fp32_everywhere_is_sound() -> None:
@@ -589,15 +591,15 @@ def test_mini_batch_size_beside_num_generations_must_be_the_same_step() -> None:
 
 def test_a_supervised_run_needs_no_rollout_groups_and_an_rl_run_does() -> None:
     sft = {"stage": "sft", "global_batch_size": 8, "num_npus": 2}
-    assert validate(build_run_config({"megatron_training": sft})) == []
+    assert validate(draft(build_run_config({"megatron_training": sft}))) == []
     rl = {"stage": "ray_grpo", "global_batch_size": 8}
-    assert [v.rule for v in validate(build_run_config({"megatron_training": rl}))].count("group_needed") == 2
-    assert [v.rule for v in validate(build_run_config({"megatron_training": {"global_batch_size": 8}}))] == ["is_set"]
+    assert [v.rule for v in validate(draft(build_run_config({"megatron_training": rl})))].count("group_needed") == 2
+    assert [v.rule for v in validate(draft(build_run_config({"megatron_training": {"global_batch_size": 8}})))] == ["is_set"]
 
 
 def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
     keys = {"stage": "sft", "global_batch_size": 20, "micro_batch_size": 8, "num_npus": 2}
-    (violation,) = validate(build_run_config({"megatron_training": keys}))
+    (violation,) = validate(draft(build_run_config({"megatron_training": keys})))
     assert violation.rule == "step_micro_batches"
     assert {"megatron_training.global_batch_size": 16} in violation.suggestions
 
