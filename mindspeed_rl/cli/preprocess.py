@@ -178,7 +178,7 @@ def _build_config(values: dict[str, Any]) -> PreprocessConfig:
             continue
         if key not in known:
             hint = registry.did_you_mean(key, known) or f" (known: {', '.join(known)})"
-            raise ValueError(f"{key!r} is no key of a dataset config{hint}")
+            raise ValueError(f"{key!r} is not a key of a dataset config{hint}")
         if key == "enable_thinking" and isinstance(value, bool):
             value = "true" if value else "false"
         if value is not None:

@@ -1,4 +1,4 @@
-"""Costs of a model from its shapes alone: floating-point operations, and bytes of keys and values in a rollout engine."""
+"""Costs of a model, only from its shapes: floating-point operations, and bytes of keys and values in a rollout engine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TowerCosts:
 
     Attributes:
         per_token, per_squared_token: operations of a forward pass over an image of n tokens: a * n + b * n^2.
-        block: numbers of a token that backward needs of one block; a forward pass has those of one block at a time.
+        block: numbers of a token that backward needs of one block; a forward pass has one block at a time.
         depth: blocks.
         ends: numbers of a token before the first block and after the last: pixels, and features of all levels.
     """
@@ -113,7 +113,7 @@ class TowerCosts:
 
 
 def measure_head_share(architecture: Architecture, model_config: ModelConfig, product_cost: float) -> float:
-    """Return the part of the head's products in those of an update, where its logits are in float32.
+    """Return the share of the head's products in an update's, where its logits are in float32.
 
     Its logits are computed twice, because backward computes them again, at `product_cost` times the cost of other products;
     then come two products for gradients. Other weights have one product forward and two backward.
@@ -183,13 +183,13 @@ def read_weight_bytes(folder: Path, itemsize: int) -> int:
 
 
 def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes: int = 0) -> int:
-    """Return the cache's bytes on the CPU: those of the run file, or of `max_num_seqs` full sequences and some spare blocks.
+    """Return the cache's bytes on the CPU: from the run file, or for `max_num_seqs` full sequences and some spare blocks.
 
     Without a size in the run file they are at most 8 GiB.
 
     Args:
-        kv_bytes_per_token: of the full model.
-        state_bytes: of the states of a sequence, in the full model.
+        kv_bytes_per_token: bytes per token of the full model's KV cache.
+        state_bytes: size in bytes of the states of a sequence, in the full model.
     """
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * (1 << 30))

@@ -97,7 +97,7 @@ class LinearAttention:
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Indexer of latent attention that attends to some tokens alone; the names are Megatron's, after `dsa_indexer_`.
+    """Indexer of latent attention that attends only to some tokens; the names are Megatron's, after `dsa_indexer_`.
 
     Each query attends to the ``topk`` tokens before it, itself included, that the indexer scores highest.
 
@@ -131,11 +131,11 @@ class VisionConfig:
     """Vision tower of a model with its projector, and the way in which the language model sees images.
 
     Attributes:
-        image_token_id, video_token_id: of the tokens in whose place the features of an image or a video are put.
+        image_token_id, video_token_id: ids of the tokens in whose place the features of an image or a video are put.
         patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
         merge_size: patches of this many rows and columns become one token.
-        depth, hidden_size, ffn_hidden_size, num_heads: of the tower; its blocks see `window_size` pixels of height and width
-            but for those in `full_layers`, which see the image; a window size of 0 means that all do.
+        depth, hidden_size, ffn_hidden_size, num_heads: shape of the tower; its blocks see `window_size` pixels of height and
+            width but for those in `full_layers`, which see the image; a window size of 0 means that all do.
         num_positions: learned positions, 0 where there are none.
         deepstack_layers: layers of the tower whose features are added after the first layers of the language model, too.
         rotary_sections: rotary frequencies that follow the time, the height and the width of a token.
@@ -376,7 +376,7 @@ def read_linear_attention(hf_config: HfConfig, num_layers: int) -> LinearAttenti
 
 
 def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> ModelConfig:
-    """Return the model with its sliding window, which all layers have but those of full attention.
+    """Return the model with its sliding window, which all layers have except layers of full attention.
 
     Args:
         full_every: without ``layer_types`` every so many layers end in one of full attention.
@@ -388,7 +388,7 @@ def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> M
 
 
 def split_rope_parameters(hf_config: HfConfig, base: float, local_base: float) -> tuple[HfConfig, float]:
-    """Return config.json with the rotary settings of full attention alone, and the base of the layers with a window.
+    """Return config.json with only the rotary settings of full attention, and the base of the layers with a window.
 
     Args:
         base, local_base: their bases where config.json has none.
@@ -479,7 +479,7 @@ def read_common(
     ``partial_rotary_factor`` at the top level (earlier releases).
 
     Args:
-        activations: those that the architecture is defined with.
+        activations: activations that the architecture is defined with.
 
     Raises:
         ValueError: a key is missing or has a value that is not supported.

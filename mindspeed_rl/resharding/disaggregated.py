@@ -36,7 +36,7 @@ class ServedModel:
 
     Attributes:
         holders: see `TrainedWeights`.
-        shapes: of every HF tensor, in forward order.
+        shapes: shapes of all HF tensors, in forward order.
         quantized: matrices that are sent in int8.
         predicted: see `TrainedWeights`.
     """
@@ -51,7 +51,7 @@ class ServedModel:
 
 
 class WeightSyncGroup:
-    """A process group in addition to those of its members. Building it is collective.
+    """A process group in addition to its members' own. Building it is collective.
 
     Attributes:
         exchange: messages between its members.
@@ -105,7 +105,7 @@ class WeightSyncGroup:
             read: returns the engine's destinations, and the parameters that it lays out again after each load.
             replica: index of the engine.
             derived: suffixes of names of parameters that the engine computes from others.
-            device: of the engine's weights.
+            device: device of the engine's weights.
 
         Raises:
             WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until it leaves.

@@ -47,8 +47,8 @@ class WeightPush:
 
         Args:
             trained: the training side.
-            destinations: of this member's engine; None where it has none.
-            exchange: of the group.
+            destinations: destinations in this member's engine; None where it has none.
+            exchange: exchange of the group.
             replica: index of the engine that this member is a part of.
             derived: suffixes of names of parameters that the engine computes from others.
             repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.

@@ -49,7 +49,7 @@ def quantize_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
 
     Args:
         named: in full precision.
-        dtype: of the scales.
+        dtype: dtype of the scales.
     """
     for name, tensor in named:
         if tensor.dim() == 2 and _QUANTIZED.search(name):
@@ -76,8 +76,8 @@ class QuantizedSources:
         """Wrap the sources of the trained weights.
 
         Args:
-            sources: of this rank.
-            holders: of the matrices to quantize: the members that have each slice.
+            sources: sources on this rank.
+            holders: holders of the matrices to quantize: the members that have each slice.
         """
         self._sources, self._holders = sources, holders
         self.scales: dict[str, Tensor] = {}
@@ -115,7 +115,7 @@ def update_scales(trained: TrainedWeights, exchange: Exchange, dtypes: Mapping[s
 
     Args:
         trained: from `quantize_side`.
-        exchange: of the group.
+        exchange: exchange of the group.
         dtypes: in which the engines have the scales.
     """
     counts = [trained.shapes[name][0] for name in trained.quantized]

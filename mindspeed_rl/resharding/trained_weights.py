@@ -17,9 +17,9 @@ class TrainedWeights:
 
     Attributes:
         holders: the members that have each slice of each HF tensor (`layouts.training_slices`).
-        shapes: of every HF tensor, in forward order.
+        shapes: shapes of all HF tensors, in forward order.
         sources: this member's shards; None on a member that trains nothing.
-        device: of the buckets: that of this member's weights.
+        device: device of the buckets, the same as of this member's weights.
         bucket_bytes: limit of the bytes in flight on a member in one exchange.
         find_node: returns the machine of a member.
         copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.

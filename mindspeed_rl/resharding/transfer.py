@@ -47,7 +47,7 @@ class Sources:
         """Index the rank's weights.
 
         Args:
-            weights: of this rank.
+            weights: weights of this rank.
             copies: HF tensors that repeat another one: copy -> owner.
         """
         self._weights: dict[str, tuple[LocalWeight, int]] = {}
@@ -149,7 +149,7 @@ class WeightStream:
             etp = parallel_state.get_expert_tensor_parallel_rank()
         assert etp is not None  # Megatron's groups exist
         place = RankPosition(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp)
-        # types do not change either; names, since a type of torch is no plain value
+        # types do not change either; names, since a type of torch is not a plain value
         types = {name: str(weight.tensor.dtype).removeprefix("torch.") for name, weight in self.local_weights.items()}
         mine = place, socket.gethostname(), types
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -133,7 +133,7 @@ class TeacherPhases(_ModelWorker):
     def compute_teacher_log_probs(self, count: int) -> WorkerReport:
         """Compute the teachers' log-probs of the first `count` rows: of sampled tokens, or of their most probable tokens.
 
-        Where a column of the prompts chooses the teacher, each judges its rows alone.
+        Where a column of the prompts chooses the teacher, each judges only its rows.
         """
         metrics, phase = Metrics(), Phases.TEACHER_LOG_PROBS
         keys = self.run.rl.distillation

@@ -131,7 +131,7 @@ class Role:
         """Build the model, load its weights and, where it trains, its optimizer.
 
         Args:
-            name: of the role, for messages.
+            name: name of the role, for messages.
             model: its keys, plan and weights.
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
@@ -200,7 +200,7 @@ class Role:
         """Load weights from a source without training state.
 
         Args:
-            source: of kind "hf" or "megatron".
+            source: source of the model, of kind "hf" or "megatron".
             iteration: which of its checkpoints; None for the newest.
         """
         plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
@@ -291,7 +291,7 @@ class Role:
     def save_hf(self, folder: Path) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
-        Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
+        Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
         """
         head = self.model.plan.model_config.head
         # the remains of a save that was killed

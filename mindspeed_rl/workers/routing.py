@@ -30,7 +30,7 @@ _Output = tuple[list[Tensor], ...] | None
 
 
 class RolloutRouting:
-    """R3: both passes of the actor send tokens to the experts that are in the data plane, those of the rollout engine."""
+    """R3: both passes of the actor send tokens to the experts that are in the data plane, the rollout engine's."""
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
         self._layers = RoutedLayers(engine.model)
@@ -76,7 +76,7 @@ class RolloutRouting:
 
 
 class _RecordedRouting(RolloutRouting):
-    """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
+    """R2: the experts of the data plane, to which the update sends tokens, come from the pass of the old log-probs."""
 
     def forward(
         self,
@@ -102,8 +102,8 @@ def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -
     """Return the columns of R3: the experts of all tokens up to the last sampled one, by pipeline stage.
 
     Args:
-        plan: of the actor.
-        trajectories: of the rows.
+        plan: plan of the actor.
+        trajectories: trajectories of the rows.
 
     Raises:
         RuntimeError: the engine reported no experts.

@@ -30,7 +30,7 @@ class OutcomeScoring:
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         """Return the rows that the model reads, one for each response."""
         input_ids = [torch.cat([prompt, response]).to(torch.int64) for prompt, response in zip(prompts, responses)]
-        # of a row that is all prompt the engine returns the output at the last token alone
+        # of a row that is all prompt the engine returns the output only at the last token
         targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
         return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 
@@ -67,9 +67,9 @@ class ProcessScoring(OutcomeScoring):
         """Look up the tokens.
 
         Args:
-            config: of the reward model.
+            config: configuration of the reward model.
             tokenizer: the actor's, whose ids the model reads.
-            aggregation: name of the function that makes one score of those of the steps.
+            aggregation: name of the function that makes one score of the steps' scores.
 
         Raises:
             ValueError: `reward_tokens` are not two, or they or the placeholder are not one token each.

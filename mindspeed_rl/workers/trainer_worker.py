@@ -22,6 +22,7 @@ from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.head_outputs import SquaredProbs, TeacherDivergence
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
@@ -40,7 +41,6 @@ from mindspeed_rl.workers.update_plan import UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.models.plan import ModelSource
 
 _Result = TypeVar("_Result")
 
@@ -50,7 +50,7 @@ def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
 
     Args:
         run: with its models.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
     """
     shared = build_pass_settings(run, tokenizer)
     # the actor is the first of the run's models
@@ -69,8 +69,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
 
     Attributes:
         actor: the role.
-        source: of its weights.
-        tokenizer: of the actor.
+        source: source of its weights.
+        tokenizer: tokenizer of the actor.
     """
 
     actor: Role

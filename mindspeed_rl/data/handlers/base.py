@@ -38,7 +38,7 @@ _DEFAULT_TAGS = {
 
 @dataclass(frozen=True)
 class HandlerSettings:
-    """Settings of a handler; names are those of the command line."""
+    """Settings of a handler, named as on the command line."""
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | HfTemplate | None = None

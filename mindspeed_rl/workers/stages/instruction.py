@@ -43,7 +43,7 @@ def build_labelled_rows(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row
         mask = torch.from_numpy(labels[first:] != IGNORE_INDEX)
         input_ids.append(torch.from_numpy(ids))
         prompt_lengths.append(first)
-        # 0 on tokens that are not learnt: IGNORE_INDEX is no token of the vocabulary
+        # 0 on tokens that are not learnt: IGNORE_INDEX is not a token of the vocabulary
         targets.append(torch.from_numpy(labels[first:]) * mask)
         masks.append(mask)
     return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)

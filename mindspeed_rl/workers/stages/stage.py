@@ -39,7 +39,7 @@ class Stage(ABC, Generic[_Item]):
         needs_reference: True when rows need the log-probs of a reference model.
         packed: True when samples must be in one micro-batch without padding.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
-        image_rules: of a model with images; set before the data are opened.
+        image_rules: image rules of a model with images; set before the data are opened.
         outputs: results of the head that the loss gets.
     """
 
@@ -55,7 +55,7 @@ class Stage(ABC, Generic[_Item]):
         self.num_too_long = 0
 
     def open(self, prefix: str | Path) -> SupportsLenAndGetItem[_Item]:
-        """Open the dataset with this prefix; called by `datasets` alone."""
+        """Open the dataset with this prefix; called only by `datasets`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -137,10 +137,11 @@ def split_batches(
 
     Args:
         batches: indexes of the items.
-        dataset: of the items.
+        dataset: dataset of the items.
         num_ranks: data-parallel ranks.
         rank: index of this one.
-        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read all of the batch for it.
+        num_tokens: number of tokens of an item; ranks then get equally many items with about the same tokens, and read all of
+            the batch for it.
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:
