@@ -55,8 +55,9 @@ def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s:
 
 def _load_all(plugins: list[str], functions: list[str]) -> list[str]:
     # only in the short-lived process: the driver does not need the scorers
+    from mindspeed_rl.isolation.process import describe
     from mindspeed_rl.rewards.scorer import import_scorer
-    from mindspeed_rl.rewards.worker import describe, load_plugin
+    from mindspeed_rl.rewards.worker import load_plugin
 
     violations = []
     for path in plugins:

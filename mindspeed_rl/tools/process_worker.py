@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from mindspeed_rl import registry
 from mindspeed_rl.isolation.channel import Channel, Message
-from mindspeed_rl.rewards.worker import describe, limit_memory
+from mindspeed_rl.isolation.process import describe, limit_memory
 from mindspeed_rl.tools.tool import ToolError, ToolResult, to_tool_result
 
 #: longer texts lose their middle here, before they are sent and their tokens are counted
