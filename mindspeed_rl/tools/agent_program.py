@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.interface import JsonObject
-from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.tool import ToolError, ToolResult
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ class AgentProgram:
     def __init__(self, keys: AgentKeys, folders: Sequence[str] = ()) -> None:
         self._keys, self._folders = keys, folders
         self._slots = asyncio.Semaphore(keys.max_parallel)
-        self.pool = ProcessPool([__name__], int(keys.memory_gib * 2**30))
+        self.pool = build_tool_pool([__name__], int(keys.memory_gib * 2**30))
 
     async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         """Play a sample and return what the program reports.
@@ -127,7 +128,7 @@ class AgentProgram:
             reply = await self.pool.call(
                 {"op": "call", "target": f"{__name__}:run_command", "arguments": arguments}, left_s + _GRACE_S
             )
-        except ToolError as error:
+        except WorkerError as error:
             if error.problem == "timeout":
                 raise ProgramError(f"it took longer than {self._keys.timeout_s:g} s") from None
             raise ProgramError(str(error)) from None

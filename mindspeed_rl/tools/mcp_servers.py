@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -126,7 +126,7 @@ class McpServers(Tool):
         self._connections = [_Connection(server) for server in self._servers]
         self._sources: dict[str, tuple[int, str]] = {}  # name of a function -> index of its server, and its name there
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`; connects to every server and lists its tools."""
         try:
             listings = await asyncio.gather(*(connection.list_tools() for connection in self._connections))

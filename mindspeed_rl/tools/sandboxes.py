@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.isolation.pool import WorkerError, WorkerPool
 from mindspeed_rl.tools.agent_program import run_command
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
@@ -30,8 +31,6 @@ from mindspeed_rl.tools.tool import ToolError
 
 if TYPE_CHECKING:
     import aiohttp
-
-    from mindspeed_rl.tools.processes import ProcessPool
 
 _LOG = logging.getLogger(__name__)
 #: a provider that failed is tried again after so long, or where no other works
@@ -124,7 +123,7 @@ class _Local(Provider):
     def __init__(self, options: OptionReader, where: str) -> None:
         super().__init__(options, where)
         self.network = bool(options.read("network", False))
-        self.processes: ProcessPool  # of the toolbox; set before the first start
+        self.processes: WorkerPool  # of the toolbox; set before the first start
         self._snapshots: list[str] = []
 
     async def start(self, snapshot: str = "") -> Sandbox:
@@ -163,7 +162,7 @@ class _LocalSandbox(Sandbox):
         try:
             request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
             reply = await provider.processes.call(request, timeout_s + _GRACE_S)
-        except ToolError as error:
+        except WorkerError as error:
             if error.problem == "timeout":
                 return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
             raise SandboxError(str(error), error.problem) from None
@@ -620,7 +619,7 @@ class SandboxPool:
             options.reject_unknown()
         return cls(offers, warm)
 
-    def start(self, processes: ProcessPool) -> None:
+    def start(self, processes: WorkerPool) -> None:
         """Use the processes of the toolbox for local commands, and start sandboxes ahead."""
         for offer in self.offers:
             if isinstance(offer.provider, _Local):

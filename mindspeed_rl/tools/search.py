@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, run_in_thread
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
@@ -67,7 +67,7 @@ class Search(Tool):
         self._threads = HungThreads(settings.max_parallel)
         self._corpus: _Corpus | None = None
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`; reads the corpus."""
         if self._files:
             self._corpus = await run_in_thread(partial(_Corpus.read, self._files, *self._keys, where=self._where))

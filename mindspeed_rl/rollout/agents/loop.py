@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mindspeed_rl.config.keys.rl import AgentKeys
+    from mindspeed_rl.isolation.pool import WorkerPool
     from mindspeed_rl.tools.endpoint import RecordingEndpoint
-    from mindspeed_rl.tools.processes import ProcessPool
     from mindspeed_rl.tools.toolbox import Toolbox, Tools
     from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
@@ -92,7 +92,7 @@ class AgentLoop(ABC):
     """
 
     reads_rows: ClassVar[bool] = True
-    resources: Sequence[VerifiersProgram | RecordingEndpoint | ProcessPool] = ()
+    resources: Sequence[VerifiersProgram | RecordingEndpoint | WorkerPool] = ()
 
     def __init__(self, settings: LoopSettings) -> None:
         """Store the settings.
