@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
@@ -311,7 +312,7 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
 
     assert server.url is not None  # one of the two is set
     # the deadline of a call is the limit; until then minutes may pass without data
-    timeout = httpx2.Timeout(30.0, read=None)
+    timeout = httpx2.Timeout(CONNECT_LIMIT_S, read=None)
     async with httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout) as http:
         async with Client(streamable_http_client(server.url, http_client=http)) as client:
             yield client
