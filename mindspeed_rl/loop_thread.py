@@ -44,7 +44,7 @@ class LoopThread:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
 
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
+        with contextlib.suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
             self.start(cancel_others()).result(timeout=5)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout=5)

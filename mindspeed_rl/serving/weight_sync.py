@@ -11,6 +11,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -99,7 +100,7 @@ class WeightSync:
             results: _Results
             try:
                 results = receiving.result(timeout=self._timeout_s)
-            except TimeoutError:
+            except futures.TimeoutError:
                 receiving.cancel()
                 results = {name: TimeoutError() for name in names}
             num_proven = self._check_results(results)

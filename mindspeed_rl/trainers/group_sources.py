@@ -226,7 +226,7 @@ class StreamingSource:
             result = await poll()
             if result is not None or loop.time() >= end:
                 return result
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - loop.time())
 
     async def _continue(self, version: int) -> None:
