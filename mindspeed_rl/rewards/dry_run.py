@@ -11,12 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import REWARDS
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 _TIMEOUT_S = 120.0
 

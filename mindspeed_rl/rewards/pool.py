@@ -11,15 +11,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.rewards import REWARDS, find
 from mindspeed_rl.rewards.dispatcher import Batch, Dispatcher
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 _FAILURE_WINDOW, _FAILURE_MIN_SAMPLES = 1024, 64
 _log = logging.getLogger(__name__)

@@ -20,16 +20,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mindspeed_rl.config.keys.rl import AgentKeys
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.tool import ToolError, ToolResult
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import AgentKeys
 
 _SUBJECT = "rl_config.agent"
 #: the process that waits for a command is killed this much later than the command
