@@ -1,1 +1,1 @@
-"""Code that may hang, crash or take too much: processes that are killed with all they started, and sandboxes for programs."""
+"""Processes and sandboxes for code that is not trusted, with the channel to them: rewards and tools run theirs here."""

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run import RunConfig
 
 # no float: rules test whether a division is exact
 Number = int | Fraction
@@ -155,7 +152,7 @@ class Placement:
 
     @property
     def disaggregated(self) -> bool:
-        """True where rollout servers generate, those of the run or standalone ones, and not the actor's workers."""
+        """True where rollout servers generate, the run's own or standalone ones, and not the actor's workers."""
         return "rollout" in self.dedicated or bool(self.servers)
 
     @property

@@ -44,7 +44,7 @@ class AsyncEngine:
     """One vLLM engine of a server. All methods are coroutines of one event loop.
 
     Attributes:
-        version: of the weights; -1 before the first.
+        version: version of the weights; -1 before the first.
         llm: vLLM's own object, for other interfaces.
     """
 
@@ -53,7 +53,7 @@ class AsyncEngine:
 
         Args:
             arguments: from `build_engine_arguments`, with executor and worker extension.
-            image_rules: of a model of images.
+            image_rules: image rules of a model of images.
         """
         self._image_rules = image_rules
         # until the first result has arrived: the engine reports that it is ready before it opens the socket of its results

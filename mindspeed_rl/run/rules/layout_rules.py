@@ -209,7 +209,7 @@ def _layers(run: Run, group: str, role: MegatronConfig) -> Iterator[Violation]:
     elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
         key = _key(run, group, "num_layers_per_virtual_pipeline_stage")
         rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {layers // pp} layers of a pipeline stage"
-        # not all layers of a stage: one chunk is no interleaving
+        # not all layers of a stage: one chunk is not interleaving
         options = [value for value in range(1, layers // pp) if layers // pp % value == 0] if pp > 1 else []
         suggested = min(options, key=lambda value: abs(value - chunk), default=None)
         yield Violation(f"{group}.chunks", {key: chunk, pp_key: pp}, f"{key} ({chunk}) {rule}", ({key: suggested},))
@@ -271,7 +271,7 @@ def _rollout_experts(run: Run, generate: GenerateConfig, world: int | None) -> I
         return
     actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
     experts, source = cfg.with_shape("actor_config").num_experts, "num_experts"
-    if actor.num_layers is None:  # the shape is that of config.json
+    if actor.num_layers is None:  # the shape follows from config.json
         if metadata is None:
             return
         source = f"the experts of {metadata.folder}"

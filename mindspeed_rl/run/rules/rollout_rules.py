@@ -242,7 +242,7 @@ def _engine_arguments(run: Run) -> Iterator[Violation]:
             yield Violation("own_engine_setting", {key: "..."}, f"{key} is set by this suite: {_OWN_ARGUMENTS[name]}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            yield Violation("engine_argument", {key: "..."}, f"{key} is no argument of the installed vLLM's engine{hint}")
+            yield Violation("engine_argument", {key: "..."}, f"{key} is not an argument of the installed vLLM's engine{hint}")
     sampling, prefix = generate.sampling_config, "generate_config.sampling_config"
     if "" in sampling.stop:
         yield Violation("stop_text", {f"{prefix}.stop": sampling.stop}, f"{prefix}.stop has an empty text, which ends nothing")
@@ -302,7 +302,7 @@ def _drafts(run: Run) -> Iterator[Violation]:
             yield wrong(f"{group}.{name}", f"is set by this suite: {_BY_ROLLOUT}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            yield wrong(f"{group}.{name}", f"is no key of the installed vLLM's speculative_config{hint}")
+            yield wrong(f"{group}.{name}", f"is not a key of the installed vLLM's speculative_config{hint}")
     has_default = method in ("mtp", "eagle", "eagle3")  # a number in the draft's config.json
     if not (tokens is None and has_default) and not (type(tokens) is int and 1 <= tokens <= _MAX_DRAFT):
         yield wrong(f"{group}.num_speculative_tokens", f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}")
@@ -398,7 +398,7 @@ def _exact_log_probs(run: Run) -> Iterator[Violation]:
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
-            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order with it alone"),
+            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order only with it"),
         ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),

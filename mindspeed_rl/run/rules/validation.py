@@ -35,7 +35,7 @@ def is_valid(run: Run) -> bool:
 
 
 def _range_violations(run: Run) -> Iterator[Violation]:
-    """Yield the numbers of a run file outside the ranges of their keys; those of algorithms have their rules."""
+    """Yield the numbers of a run file outside the ranges of their keys; numbers of algorithms have their rules."""
     cfg = run.config
     for path, key in collect_keys().items():
         group, _, name = path.rpartition(".")
@@ -56,7 +56,7 @@ def _range_violations(run: Run) -> Iterator[Violation]:
             if outside and value not in checked:  # a shared key is reported once
                 checked.append(value)
                 violation = violate_range(where, outside[0], key.range)
-                # a suggestion for one item of a list is no value of the key
+                # a suggestion for one item of a list is not a value of the key
                 yield replace(violation, suggestions=()) if isinstance(value, list) else violation
 
 
