@@ -33,6 +33,7 @@ from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.plan_page import Report, render
 
 #: of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
@@ -104,7 +105,8 @@ class Run:
             raise ValueError(f"num_nodes is {num_nodes}, but must be at least 1")
         folder, name = locate(str(config_name), None)
         tree = apply_values(compose(folder, name, []), overrides or {})
-        return cls(build_run_config(tree, config_name=name, config_dir=str(folder)), num_nodes, tree)
+        cfg = build_run_config(tree, config_name=name, config_dir=str(folder))
+        return cls(draft(cfg, num_nodes).config, num_nodes, tree)
 
     def with_values(self, values: Mapping[str, object]) -> Run:
         """Return the run with other values of some keys.
@@ -113,7 +115,8 @@ class Run:
             ValueError: an unknown key or a wrong type.
         """
         tree, cfg = apply_values(self._tree, values), self.config
-        return Run(build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir), self.num_nodes, tree)
+        cfg = build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir)
+        return Run(draft(cfg, self.num_nodes).config, self.num_nodes, tree)
 
     def explain(self, *, shows: bool = True) -> Report:
         """Print the plan as `mindspeed-rl explain` does, and return it; "errors" has what `train` would refuse.
@@ -161,7 +164,7 @@ def train(
             registry.load(f"mindspeed_rl.{target}", "train")
             for target in (
                 "trainers.launch:launch",
-                "run.resume:Recovery",
+                "trainers.recovery:Recovery",
                 "trainers.termination:Terminated",
                 "planner.prediction:predict",
             )

@@ -124,7 +124,7 @@ def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
     errors: list[str] = []
     config, set_keys = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
     if not errors:
-        apply_aliases(config, None, {"rl_config": set_keys})
+        config, _, _ = apply_aliases(config, None, {"rl_config": set_keys})
         errors += unusable_plugins(config, batch.stage)
     if errors:
         raise ValueError("\n".join(errors))

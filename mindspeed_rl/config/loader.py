@@ -96,7 +96,9 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     if errors:
         # each once: every role that takes a wrong model block reports it
         raise ConfigError(dict.fromkeys(errors))
-    aliased = apply_aliases(rl, generate, set_keys) if rl is not None else {}
+    aliased: dict[str, object] = {}
+    if rl is not None:
+        rl, generate, aliased = apply_aliases(rl, generate, set_keys)
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)
     cfg = RunConfig(
         config_name=config_name,

@@ -36,7 +36,7 @@ class Derivation:
     source: str
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All values of a run file, typed and merged.
 

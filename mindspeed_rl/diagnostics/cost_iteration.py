@@ -20,6 +20,7 @@ from mindspeed_rl.config import MegatronConfig, RLConfig, RunConfig
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.shapes import plan_role
 from mindspeed_rl.planner.step_costs import LowerBound, compute_lower_bounds, encode_costs, format_costs
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.runtime.process import find_free_port, prepare_process
 
 _DEVICE = "npu"
@@ -114,7 +115,8 @@ def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: i
     Raises:
         ValueError: the run file is of a supervised stage, or its layout does not fit so few layers.
     """
-    objective = cfg.objective
+    run = draft(cfg)
+    objective, cfg = run.objective, run.config
     if objective is None or cfg.rl_config is None or cfg.generate_config is None:
         raise ValueError(f"--config-name: {name} is supervised; npu-cost counts updates of a policy.")
     config, plan = _shorten(cfg.actor_config, layers)

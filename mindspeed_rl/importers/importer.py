@@ -19,8 +19,8 @@ from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceProject
 from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, SourcePlan, find_differences, plan_run, render_plans
-from mindspeed_rl.run.resolve import build_batch_plan
-from mindspeed_rl.run.rules.validation import unavailable
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import format_value
 
 #: keys of megatron_training that belong to the actor alone: a critic has its own
@@ -262,11 +262,12 @@ def _compare_plans(run: Import, project: SourceProject, command: SourceCommand) 
     there = project.plan(command, run.settings.rows)
     if there is None:
         return
-    cfg = build_run_config(run.tree)
-    plan = build_batch_plan(cfg)
-    if missing := unavailable(cfg):
+    resolved = draft(build_run_config(run.tree))
+    if violations := validate(resolved):
+        raise ConfigError(str(violation) for violation in violations)
+    if missing := unavailable(resolved):
         raise ConfigError(missing)
-    here = plan_run(cfg, plan, run.settings.rows)
+    here = plan_run(resolved, run.settings.rows)
     run.plans = (there, here)
     differences = find_differences(there, here)
     if errors := [

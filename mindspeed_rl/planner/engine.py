@@ -68,7 +68,7 @@ class Engine:
 
 def plan_engine(run: RunShape) -> Engine | None:
     """Compute the bytes of a rank of the run's engines; None without rollouts."""
-    generate, engines = run.generate, run.cfg.placement.engines
+    generate, engines = run.generate, run.placement.engines
     if generate is None or engines is None:
         return None
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture

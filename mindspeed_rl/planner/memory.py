@@ -29,6 +29,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
 _MIB = 1 << 20
@@ -141,13 +142,13 @@ class MemoryPlan:
         return replace(self.only(*left), problems=())
 
 
-def plan_memory(cfg: RunConfig, device: Device, num_nodes: int = 1) -> MemoryPlan:
+def plan_memory(draft: Run, device: Device) -> MemoryPlan:
     """Compute the bytes of every device of a run.
 
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    run = read_shape(cfg, device, num_nodes)
+    run = read_shape(draft, device)
     engine = plan_engine(run)
     fixed = dict(zip(Phase.FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
     stages = run.actor.plan.layout.pp
@@ -186,15 +187,15 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
         return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
-    generate, objective = run.generate, run.cfg.objective
+    generate, objective = run.generate, run.objective
     assert generate is not None and run.cfg.rl_config is not None and objective is not None
     resident = _resident_bytes(run, weights, state, others)
-    disaggregated = run.cfg.placement.disaggregated
+    disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
-    judge = {} if run.cfg.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
+    judge = {} if run.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
     # its processes are there in all phases, and without a sleep mode the engines too
     resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
@@ -235,7 +236,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
 def count_judge_bytes(run: RunShape) -> dict[str, int]:
     """Return the bytes of the engine of a judge that the run serves on each of its devices; none without one."""
     rl, device = run.cfg.rl_config, run.device
-    if rl is None or rl.served_judge is None or "judge" not in run.cfg.placement.layouts:
+    if rl is None or rl.served_judge is None or "judge" not in run.placement.layouts:
         return {}
     folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
     if not (folder / "config.json").is_file():
@@ -260,13 +261,13 @@ def _serving_bytes(engine: Engine) -> dict[str, int]:
 def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int]) -> list[DeviceGroup]:
     """Return the devices of rollout servers that the run starts itself, and of other roles with dedicated devices."""
     groups: list[DeviceGroup] = []
-    count = run.cfg.placement.dedicated.get("rollout")
+    count = run.placement.dedicated.get("rollout")
     if engine is not None and count is not None:
         serving = _serving_bytes(engine)
         generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
         push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
-    if (judges := run.cfg.placement.dedicated.get("judge")) and (judge := count_judge_bytes(run)):
+    if (judges := run.placement.dedicated.get("judge")) and (judge := count_judge_bytes(run)):
         phase = _make_phase(Phases.JUDGE.memory, fixed, judge)
         groups.append(DeviceGroup("judge", f"{judges} of their own", judges, (phase,)))
     # all teachers share the devices of the first
@@ -405,7 +406,7 @@ def _communicator_bytes(run: RunShape) -> int:
     }
     if config.num_experts:
         groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": run.actor.expert_dp}
-    placement = run.cfg.placement
+    placement = run.placement
     if run.generate is not None and placement.disaggregated:
         groups["push"] = layout.num_npus + run.sizes.rollout.num_npus
     elif run.generate is not None and placement.engines is not None:

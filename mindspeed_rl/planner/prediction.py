@@ -23,6 +23,7 @@ from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
@@ -54,8 +55,7 @@ class _Prediction:
         missing: why nothing is predicted; empty where something is.
     """
 
-    cfg: RunConfig
-    num_nodes: int
+    run: Run
     device: str = ""
     summary: str = ""
     seconds: dict[str, _Range] = field(default_factory=dict)
@@ -73,9 +73,9 @@ class _Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = find_device(self.cfg), _compute_later_medians(history)
+        device, medians = find_device(self.run.config), _compute_later_medians(history)
         try:
-            plan = plan_time(self.cfg, device, self.num_nodes, samples=_measure_samples(self.cfg, medians))
+            plan = plan_time(self.run, device, samples=_measure_samples(self.run.config, medians))
         except ValueError as error:
             return {"missing": str(error)}
         rows = [
@@ -101,10 +101,10 @@ class _Prediction:
 
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
-        cfg = self.cfg
+        cfg = self.run.config
         tree = _build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
-            changes = find_relieving_changes(tree, cfg, phase, find_device(cfg), self.num_nodes)
+            changes = find_relieving_changes(tree, self.run, phase, find_device(cfg))
         except ValueError as error:
             return f"What would fit cannot be said: {error}"
         settings = [
@@ -121,13 +121,12 @@ def predict(run: Run) -> _Prediction:
     cfg = run.config
     try:
         device = find_device(cfg)
-        memory, time = plan_memory(cfg, device, run.num_nodes), plan_time(cfg, device, run.num_nodes)
+        memory, time = plan_memory(run, device), plan_time(run, device)
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
-        return _Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
+        return _Prediction(run, summary=f"nothing: {error}", missing=str(error))
     return _Prediction(
-        cfg,
-        run.num_nodes,
+        run,
         device=device.name,
         summary=_summarize(memory, time),
         seconds=_ranges_of_seconds(time),
@@ -186,12 +185,12 @@ class _Measured:
 
     Attributes:
         medians: of every metric over the later half of the iterations.
-        cfg: its run file.
+        run: the draft of its run file; the folder does not record the number of machines, on which no second depends.
     """
 
     folder: Path
     medians: dict[str, float]
-    cfg: RunConfig
+    run: Run
 
 
 def read_measured(folder: str | Path) -> _Measured:
@@ -212,7 +211,7 @@ def read_measured(folder: str | Path) -> _Measured:
     values = report.get("config", {})
     written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
     cfg = build_run_config(_build_run_tree(values, written), config_name=str(report.get("title", "run")))
-    return _Measured(path, medians, cfg)
+    return _Measured(path, medians, draft(cfg))
 
 
 def _compute_later_medians(history: History) -> dict[str, float]:
@@ -242,8 +241,7 @@ def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> di
 
 def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
     """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
-    # the folder does not record the number of machines, on which no second depends
-    plan = plan_time(measured.cfg, device, samples=_measure_samples(measured.cfg, measured.medians))
+    plan = plan_time(measured.run, device, samples=_measure_samples(measured.run.config, measured.medians))
     factors = {}
     for name, seconds in plan.phases.items():
         if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:

@@ -15,12 +15,10 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.run.placement import Layout, Number, Placement, simplify
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
 
 #: dispatch size -> into how many dispatches a replica's rows are split at most when phases overlap; small batches make
 #: generation slower

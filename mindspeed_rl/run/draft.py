@@ -34,13 +34,14 @@ def load_run(config_name: str, config_dir: str | Path | None = None, overrides: 
     return draft(load_run_config(config_name, config_dir, overrides))
 
 
-def draft(cfg: RunConfig, num_nodes: int = 1, *, platform: str | None = None) -> Run:
+def draft(cfg: RunConfig, num_nodes: int = 1, *, platform: str | None = None, folder: Path | None = None) -> Run:
     """Decide everything that follows from a run file, sound or not: rules, plan page and planner read it.
 
     Args:
         cfg: the run file.
         num_nodes: machines the devices are spread over.
         platform: name of the device kind where `cfg.platform` is "auto"; None leaves it open.
+        folder: the run folder, in place of `cfg.run_dir`.
 
     Raises:
         ConfigError: an algorithm that the run file names does not exist or cannot be used.
@@ -54,14 +55,16 @@ def draft(cfg: RunConfig, num_nodes: int = 1, *, platform: str | None = None) ->
     # before anything is derived from the objective
     if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):
         raise ConfigError(unusable)
-    return decide(_derive(cfg), num_nodes, platform or cfg.platform)
+    return decide(_derive(cfg), num_nodes, platform or cfg.platform, folder)
 
 
-def decide(cfg: RunConfig, num_nodes: int, platform: str) -> Run:
+def decide(cfg: RunConfig, num_nodes: int, platform: str, folder: Path | None = None) -> Run:
     """Return the run of these keys as they are: `draft` after the keys that follow from others are derived."""
     placement = place(cfg)
     sizes = read_sizes(cfg, placement)
-    default = f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder is None:
+        default = f"{Path(cfg.config_name).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = Path(cfg.run_dir) if cfg.run_dir else Path("runs", default)
     return Run(
         config=cfg,
         placement=placement,
@@ -69,7 +72,7 @@ def decide(cfg: RunConfig, num_nodes: int, platform: str) -> Run:
         objective=read_objective(cfg),
         platform=platform,
         num_nodes=num_nodes,
-        folder=(Path(cfg.run_dir) if cfg.run_dir else Path("runs", default)).resolve(),
+        folder=folder.resolve(),
         deadlines=resolve_deadlines(cfg),
         threads=_plan_threads(cfg, placement, num_nodes),
     )

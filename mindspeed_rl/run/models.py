@@ -15,8 +15,6 @@ from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
     check_reward_start,
     find_model,
-    reference_of,
-    rl_reference,
 )
 from mindspeed_rl.config import ConfigError, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
@@ -26,9 +24,11 @@ from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
-from mindspeed_rl.platform import platform_class
+from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.resume import ResumePoint, find_resume_point, loads_its_save
+from mindspeed_rl.run.references import reference_of, rl_reference
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.resume import find_resume_point, loads_its_save
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -45,6 +45,21 @@ _EXAMPLES = {
     **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
     **{f"runs/{name}": f"bash examples/{name}.sh" for name in ("quickstart", "agent", "swe_tiny", "vision", "distill")},
 }
+
+
+def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Run:
+    """Run the first stage of checks: what the run file says, with the config.json of its models.
+
+    The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
+
+    Args:
+        downloads: models that are named as on a hub are fetched where they are not in its cache.
+
+    Raises:
+        ValueError: the run file is wrong; all violations are named.
+    """
+    cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
+    return resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
@@ -148,7 +163,7 @@ def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | Non
     """Check that no key is missing, and that the folders that a run writes to can be made.
 
     Args:
-        missing: `Run.missing_keys`.
+        missing: from `rules.validation.missing_for_training`.
         folders: by the key that names them.
 
     Raises:
@@ -203,8 +218,9 @@ def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
     return dataclasses.replace(cfg, **changed) if changed else cfg
 
 
-def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
+def list_source_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of the weights of each role that the run file names, and of the files of an example."""
+    cfg = run.config
     roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config}
     if cfg.critic_config is not None and not cfg.is_supervised:
         roles["critic_config"] = cfg.critic_config
@@ -217,7 +233,7 @@ def list_source_checks(cfg: RunConfig) -> Iterator[Callable[[], object]]:
         yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
     if cfg.rl_config is not None and cfg.rl_config.served_judge is not None:
         yield partial(check_judge_folder, Path(cfg.rl_config.served_judge).expanduser())
-    term = None if cfg.objective is None else cfg.objective.distillation
+    term = None if run.objective is None else run.objective.distillation
     for folder in () if term is None else term.models:
         keys = cfg.read_teacher_keys(folder)
         yield partial(find_model, keys, "teacher_config", "rl_config.distillation.teacher_models")
@@ -263,7 +279,7 @@ def _find_reward_model(cfg: RunConfig, keys: MegatronConfig) -> ModelSource:
     return find_model(keys, "reward_config", "rl_config.reward_model" if cfg.rl_config.reward_model else None)
 
 
-def plan_models(run: Run) -> tuple[Run, ResumePoint]:
+def plan_models(run: Run) -> Run:
     """Return the run with the model of every role, as its workers build it, and the point that it resumes from.
 
     No weight is read.
@@ -315,7 +331,7 @@ def plan_models(run: Run) -> tuple[Run, ResumePoint]:
     if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
     cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
-    return dataclasses.replace(run, config=cfg, models=models), resume
+    return dataclasses.replace(run, config=cfg, models=models, resume=resume)
 
 
 def _decide_losses(

@@ -8,13 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.config.run import RunConfig
 
 # no float: rules test whether a division is exact
 Number = int | Fraction

@@ -5,17 +5,12 @@ A run resumes when the user gives the command for it, or by itself after a fault
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from ray.exceptions import RayError
 
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
@@ -27,13 +22,10 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
 from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.rules.resume_rules import KeyChange, describe_changes, find_changes
-from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.run.rules.resume_rules import KeyChange, describe_changes, find_changes, list_keys_on_resume
 
 #: keys that the state of a run must have for a run of this kind (supervised or not) to resume from it
 _STATE_KEYS = {True: ("consumed_samples",), False: ("kl", "rollout")}
-#: faults of a process, a machine or Ray, as the driver sees them
-_FAULTS = (WorkerError, TimeoutError, RayError, ConnectionError)
 
 
 @dataclass(frozen=True)
@@ -67,7 +59,7 @@ class ResumePoint:
         """Return a sentence where the data, or their order, are not those of the checkpoint; empty where they are.
 
         Args:
-            order: of this run; see `prompt_loader.describe_order`.
+            order: of this run; see `trainers.prompt_loader.describe_order`.
         """
         if self.state.get("rollout", self.state).get("order", order) == order:
             return ""
@@ -99,7 +91,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"resume; {advice}."
         )
     state = record["run_state"]
-    changes = find_changes(state.get("keys", {}), run.config.keys_on_resume)
+    changes = find_changes(state.get("keys", {}), list_keys_on_resume(run.config))
     refused = [str(change) for change in changes if change.on_resume == "fixed" and not config.no_load_optim]
     if refused:
         raise ValueError(
@@ -226,7 +218,7 @@ def describe_resume(run: Run, launched_s: float) -> str:
     config, group = run.config.actor_config, _actor_group(run)
     if config.save is None:
         return f"there is no checkpoint to resume from: {group}.save is not set."
-    latest = _read_latest(config, launched_s)
+    latest = read_latest(config, launched_s)
     if latest is None:
         every = "only after the last iteration" if config.save_interval is None else f"every {config.save_interval} iterations"
         return f"there is no checkpoint to resume from yet: {group}.save_interval writes one {every}."
@@ -244,7 +236,7 @@ def describe_resume(run: Run, launched_s: float) -> str:
     return f"{after}, give the same command with {' '.join(keys)}"
 
 
-def _read_latest(config: MegatronConfig, launched_s: float) -> str | None:
+def read_latest(config: MegatronConfig, launched_s: float) -> str | None:
     """Return the newest iteration that the run has saved, as its file has it; None where there is none."""
     if config.save is None:
         return None
@@ -261,55 +253,10 @@ def loads_its_save(config: MegatronConfig) -> bool:
     return Path(config.load) == Path(config.save)
 
 
-class Recovery:
-    """The attempts of a run; one whose workers die or hang resumes from its last checkpoint.
-
-    for run in recovery.attempts():
-        with recovery.retry_on_fault(), launch(run) as trainer:
-            trainer.fit()
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._launched_s = time.time() - 1.0  # file systems may count in seconds
-        tolerance = run.fault_tolerance
-        self._restarts_left = tolerance.max_restarts if tolerance.enabled else 0
-        self._last_fault: tuple[int, str] | None = None
-        self._has_ended = False
-
-    def attempts(self) -> Iterator[Run]:
-        """Yield the run, and again from its last checkpoint after each fault that leads to a restart."""
-        while not self._has_ended:
-            yield self._run
-
-    @contextlib.contextmanager
-    def retry_on_fault(self) -> Iterator[None]:
-        """Let a fault in the block lead to another attempt.
-
-        Raises:
-            Exception: the block raised it, and no attempt is left, or the same fault came after the same iteration before.
-        """
-        try:
-            yield
-            self._has_ended = True
-        except _FAULTS as error:
-            latest = _read_latest(self._run.config.actor_config, self._launched_s) or ""
-            iteration = int(latest) if latest.isdecimal() else 0
-            fault = (iteration, str(error).partition("\n")[0])
-            # an error of the run comes again; deaths and hangs have the same text, but rarely come after the same iteration
-            if not self._restarts_left or fault == self._last_fault:
-                raise
-            self._restarts_left, self._last_fault = self._restarts_left - 1, fault
-            self._run = _resume_from_save(self._run, self._launched_s)
-            point = f"after iteration {iteration}" if iteration else "from the start"
-            text = f"all workers were ended; the run resumes {point} ({self._restarts_left} restarts left)"
-            print(f"error: {error}\nrl_config.fault_tolerance: {text}", file=sys.stderr, flush=True)
-
-
-def _resume_from_save(run: Run, launched_s: float) -> Run:
+def resume_from_save(run: Run, launched_s: float) -> Run:
     """Return the run as a user would resume it; itself where the same command does, or where there is no checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
-    latest = _read_latest(config, launched_s)
+    latest = read_latest(config, launched_s)
     if loads_its_save(config) or not latest or not latest.isdecimal():
         return run
 

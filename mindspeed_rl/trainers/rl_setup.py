@@ -36,14 +36,17 @@ from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.length import resolve_length
 from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
-from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
+from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
@@ -126,7 +129,9 @@ def check_rl(run: Run) -> RLInputs:
     env = build_worker_environment(run.config, run.platform)
     if violations := check_reward_functions(run.rl) or dry_run_reward_functions(run.rl, env):
         raise ConfigError(violations)
-    run, resume = plan_models(run)
+    run = plan_models(run)
+    resume = run.resume
+    assert resume is not None
     _check_engine_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
@@ -146,7 +151,7 @@ def check_rl(run: Run) -> RLInputs:
     described = describe_order(prompts, prompt_order, seed=actor.seed, shuffle=not actor.no_shuffle)
     order_change = resume.describe_order_change(described)
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
-    run = resolve_length(run, len(prompts), (resume.iteration, done), resume)
+    run = resolve_length(run, len(prompts), (resume.iteration, done))
     _check_models(run, tokenizer, tokenizer_path)
     term = None if run.objective is None else run.objective.distillation
     if term is not None and term.has_servers:
@@ -165,21 +170,22 @@ def check_rl(run: Run) -> RLInputs:
         lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
+    run = with_absolute_paths(run)
     return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, judge, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of each file that the run file names."""
-    cfg, actor = run.config, run.config.actor_config
+    actor = run.config.actor_config
 
     def check_reward_names() -> None:
         if violations := check_reward_functions(run.rl):
             raise ConfigError(violations)
 
     yield check_reward_names
-    yield partial(check_outputs, run.missing_keys, {"run_dir": run.folder, "save": actor.save})
+    yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": actor.save})
     yield partial(find_trackers, run.rl.tracker_names)
-    yield from list_source_checks(cfg)
+    yield from list_source_checks(run)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
     for path in (actor.data_path, actor.eval_data_path):
@@ -201,7 +207,7 @@ def _check_engine_files(run: Run) -> None:
             )
     if generate.eplb_token_collects:
         ExpertCounts.check_folder(Path(generate.eplb_token_save_path), model_config)
-    if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run.config):
+    if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run):
         assert run.placement.engines is not None  # every run with rollouts has them
         experts, devices = model_config.num_moe_experts or 0, run.placement.engines.expert_ranks
         check_expert_map(Path(generate.expert_map_path), len(model_config.moe_layers), experts, devices)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from mindspeed_rl.checkpoint.model_source import (
     lacks_score_head,
     load_tokenizer_of,
 )
-from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.data.datasets import StoredLogProbs
@@ -34,11 +34,13 @@ from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.run import Run
+from mindspeed_rl.run.length import resolve_length
 from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.reports import DataSummary
-from mindspeed_rl.trainers.prompt_loader import resolve_length
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
@@ -93,8 +95,10 @@ def check_supervised(run: Run) -> SupervisedInputs:
     """
     run = select_sound_checkpoint(run)
     config = run.config.actor_config
-    raise_together(_file_checks(run.config, run.missing_keys, run.folder))
-    run, resume = plan_models(run)
+    raise_together(_file_checks(run))
+    run = plan_models(run)
+    resume = run.resume
+    assert resume is not None
     source = run.models["actor"].source
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
@@ -102,7 +106,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     _check_data(config, run.models["actor"].plan.model_config.vocab_size)
     num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:
-        run = resolve_length(run, num_rows, resume=resume)
+        run = resolve_length(run, num_rows)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
@@ -115,7 +119,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if rules is not None and isinstance(config.data_path, str):
         images = describe_images(rules, read_first_grids(config.data_path))
         lines.insert(0, images)
-    return SupervisedInputs(run, resume, num_devices, "\n".join(lines), num_rows, images)
+    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, "\n".join(lines), num_rows, images)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
@@ -167,12 +171,12 @@ def build_supervised_trainer(
     )
 
 
-def _file_checks(cfg: RunConfig, missing: Sequence[str], folder: Path) -> Iterator[Callable[[], object]]:
+def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of each file that the run file names, and one of keys that it leaves unset."""
-    config = cfg.actor_config
-    yield partial(check_outputs, missing, {"run_dir": folder, "save": config.save})
-    yield partial(find_trackers, [] if cfg.rl_config is None else cfg.rl_config.tracker_names)
-    yield from list_source_checks(cfg)
+    config, rl = run.config.actor_config, run.config.rl_config
+    yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": config.save})
+    yield partial(find_trackers, [] if rl is None else rl.tracker_names)
+    yield from list_source_checks(run)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
     yield partial(_check_data, config)

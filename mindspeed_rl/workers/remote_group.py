@@ -238,9 +238,10 @@ def start_group(
         heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
         collective_timeout_s=run.deadlines.seconds["collective"],
     )
+    threads = None if run.threads is None else run.threads.count
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads),
+        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),

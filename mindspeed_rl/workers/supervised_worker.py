@@ -26,6 +26,7 @@ from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.responses import read_image_rules
@@ -72,7 +73,7 @@ class SupervisedWorker(DeviceWorker):
         self._order = self.stage.describe_order(self.train_items, plan)
         # other samples than those of the checkpoint begin with a new pass
         start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
-        self._state = {"pass_start": start, "order": self._order, "keys": cfg.keys_on_resume}
+        self._state = {"pass_start": start, "order": self._order, "keys": list_keys_on_resume(cfg)}
         self.add_hooks(self.resumed_state().get("iteration", 0))
         batches = self.stage.order(len(self.train_items), plan, self.consumed - start)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance

@@ -186,7 +186,7 @@ def compare(
             *keys,
         ],
     )
-    run, _ = plan_models(resolve(cfg, platform="cpu"))
+    run = plan_models(resolve(cfg, platform="cpu"))
     if engine_type is not None:  # run files may not say so: the two would disagree
         cfg.generate_config.dtype = engine_type
     moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers

@@ -120,7 +120,7 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.actor_worker import ActorWorker
 
-    worker = ActorWorker(plan_models(resolve(cfg, platform="cpu"))[0], plane, "lora", rank=0)
+    worker = ActorWorker(plan_models(resolve(cfg, platform="cpu")), plane, "lora", rank=0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
     plane.put({"prompt_ids": prompts}, range(ROWS))

@@ -132,7 +132,7 @@ class RandomRun:
 
     def resolve(self) -> Run:
         """Read the run file as `train` does."""
-        return plan_models(resolve(load_run_config(self.path), platform="cpu"))[0]
+        return plan_models(resolve(load_run_config(self.path), platform="cpu"))
 
 
 def all_layouts(sizes: Sequence[int], models: Sequence[str]) -> list[tuple[int, str, Keys]]:

@@ -30,7 +30,7 @@ def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, step
     tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": rl_config} if rl_config else {})
     cfg = build_run_config(tree, config_name="test")
     try:
-        worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=int(os.environ["RANK"]))
+        worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=int(os.environ["RANK"]))
         metrics = [worker.train().metrics for _ in range(steps)]
         if worker.held_out is not None:
             metrics.append(worker.evaluate().metrics)

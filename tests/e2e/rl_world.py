@@ -162,7 +162,7 @@ class World:
     def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> ResolvedRun:
         critic = _critic_overrides(self._task) if "ppo" in config_name else []
         cfg = load_run_config(config_name, None, [*task_overrides(self._task), *critic, *self._shared, *overrides])
-        return dataclasses.replace(plan_models(resolve(cfg, platform="cpu"))[0], folder=folder)
+        return dataclasses.replace(plan_models(resolve(cfg, platform="cpu")), folder=folder)
 
     def run(self, config_name: str, *overrides: str, iterations: int = 1, flip: bool = False) -> Run:
         """A run file has run from the first weights on.

@@ -47,6 +47,6 @@ def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None
     cfg = load_run_config(
         "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in values.items())]
     )
-    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(6)]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]

@@ -78,7 +78,7 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(2)]
     assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
     if worker.held_out is not None:
@@ -90,7 +90,7 @@ def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_pro
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu")), rank=0)
     found = worker.train().metrics.results()
     count = sum(weight.tensor.numel() for weight in worker.role.stream.local_weights.values())
     for owner in ("weights", "gradients", "reference"):  # float32 all of them

@@ -31,7 +31,7 @@ DEFAULTS: Mapping[str, float] = {
 
 
 # fmt: off
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeadlineKeys:
     """Maximum waits in seconds, one for each kind. A value that is set stays; one that is not grows with the measured waits."""
 
@@ -65,7 +65,7 @@ class DeadlineKeys:
         range=Range.WAIT_S, on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FaultTolerance:
     """Recovery of a run whose worker dies or hangs."""
 

@@ -23,7 +23,7 @@ PROFILER_STAGES = (
 # fmt: off
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     """Device profiler: phases, steps and content of traces; one group, `integrated`, for the workers that share a device."""
 
@@ -66,7 +66,7 @@ class ProfilerConfig:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfilerGroups:
     """The YAML group `profiler_config`."""
 
@@ -74,7 +74,7 @@ class ProfilerGroups:
         "共用设备的工作进程的 profiler", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MsprobeConfig:
     """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one."""
 

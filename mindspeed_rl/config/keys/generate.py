@@ -11,7 +11,7 @@ from mindspeed_rl.config.keys.schema import Range, key
 
 # fmt: off
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """Sampling of one response.
 
@@ -61,7 +61,7 @@ _SUFFIX_TOKENS = 24
 ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Rollout engine: layout, limits, offloading of training state, sampling."""
 

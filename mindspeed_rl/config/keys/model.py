@@ -16,7 +16,7 @@ _EXPERTS = ("num_experts", "set")
 _PREDICTION = ("mtp_num_layers", "set")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelKeys:
     """Shape of a decoder-only transformer."""
 

@@ -43,7 +43,7 @@ def _read_by(algorithms: Mapping[str, Algorithm], setting: str) -> Needs:
     return "adv_estimator" if algorithms is ADVANTAGES else "loss_type", readers
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Resource:
     """Devices of one role."""
 
@@ -51,7 +51,7 @@ class Resource:
         "该角色在所有节点上的设备数，不论设备种类", range=Range.DEVICES, on_resume="random")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class IntegratedModeConfig:
     """Extras of the mode in which actor, reference and rollout share devices."""
 
@@ -59,7 +59,7 @@ class IntegratedModeConfig:
         "参考模型的权重；不设时为 actor 的起点", elsewhere="ref_load ref_model_path", on_resume="reference")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterReplay:
     """Routing of the tokens of a rollout in the actor; docs/router_replay.md."""
 
@@ -75,7 +75,7 @@ SAMPLED_MODES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low
 _DISTILLS, _TOP_K = ("enabled", (True,)), ("loss_mode", ("forward_kl_topk", "reverse_kl_topk", "jsd_topk"))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DistillationKeys:
     """On-policy distillation: teachers judge the tokens that the student samples; docs/distillation.md. Names are verl's."""
 
@@ -133,7 +133,7 @@ class DistillationKeys:
         "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _BatchKeys:
     """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
 
@@ -226,7 +226,7 @@ class _BatchKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _ModeKeys:
     """Overlap of generation with training, and the age that responses may have."""
 
@@ -280,7 +280,7 @@ class _ModeKeys:
         "true 即 trainer_mode one_step_off，ms-swift 的说法", on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _AdvantageKeys:
     """From rewards to advantages."""
 
@@ -305,7 +305,7 @@ class _AdvantageKeys:
         "价值离旧值多远之后损失被截断", needs=_CRITIC, elsewhere="value_clip", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _LossKeys:
     """From advantages to the policy loss."""
 
@@ -436,7 +436,7 @@ class _LossKeys:
         "true 即 router_replay.mode R3，verl 的说法", on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _KlKeys:
     """KL divergence to the reference model."""
 
@@ -471,7 +471,7 @@ class _KlKeys:
         "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF, on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _RewardKeys:
     """Reward functions and models, failed scores, filters of groups."""
 
@@ -624,7 +624,7 @@ class _RewardKeys:
         "评测用温度 0，而不用训练时的采样", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentKeys:
     """A program with a loop of its own, which plays each sample; docs/agents.md, section Programs."""
 
@@ -646,7 +646,7 @@ class AgentKeys:
         range=Range.PROCESSES, on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
 
@@ -704,7 +704,7 @@ class _ToolKeys:
         "过长的回复截掉哪一部分", needs=_TOOLS, on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _RewardKeys, _ToolKeys):
     """Reinforcement learning: everything that is neither model, engine nor sampling."""
 
@@ -799,10 +799,9 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         """Give the base budgets to the three passes that do not set their budget."""
         # upstream's base budget does not reach the passes, which then have 4096 each
         for role in ("ref", "actor", "update"):
-            if getattr(self, f"{role}_max_packing_token_size") is None:
-                setattr(self, f"{role}_max_packing_token_size", self.max_packing_token_size)
-            if getattr(self, f"{role}_dynamic_max_batch_size") is None:
-                setattr(self, f"{role}_dynamic_max_batch_size", self.dynamic_max_batch_size)
+            for budget in ("max_packing_token_size", "dynamic_max_batch_size"):
+                if getattr(self, f"{role}_{budget}") is None:
+                    object.__setattr__(self, f"{role}_{budget}", getattr(self, budget))
 
     @property
     def served_judge(self) -> str | None:

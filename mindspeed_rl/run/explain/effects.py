@@ -12,6 +12,7 @@ from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, LEFT_OFF_FEATURES, M
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.objective import named_estimator
 from mindspeed_rl.run.rules.violation import format_value
 
@@ -61,15 +62,16 @@ _SNAPSHOT_KEYS = frozenset(
 )
 
 
-def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
+def find_keys_without_effect(run: Run) -> dict[str, str]:
     """Return every key that the run file sets although it does nothing in this run, by dotted name, each with the reason."""
+    cfg = run.config
     reasons: dict[str, str] = {}
     for path, group, set_keys in _list_groups(cfg):
         # the shared group is read through the actor, which may complete it; config.json has the rest of a shape
         role = "actor_config" if path == "megatron_training" else path
         holder = cfg.with_shape(role) if role in ROLE_GROUPS else group
         for name, key in list_keys(type(group)).items():
-            if name in set_keys and (reason := _find_reason(cfg, path, holder, name, key)):
+            if name in set_keys and (reason := _find_reason(run, path, holder, name, key)):
                 reasons[f"{path}.{name}"] = reason
     for path in cfg.ignored:
         no_rollout = cfg.is_supervised and path.startswith(("rl_config.", "generate_config."))
@@ -77,8 +79,9 @@ def find_keys_without_effect(cfg: RunConfig) -> dict[str, str]:
     return reasons | {name: note for name, note in cfg.deprecated.items() if not note.startswith("read as ")}
 
 
-def _find_reason(cfg: RunConfig, path: str, holder: object, name: str, key: Key) -> str:
+def _find_reason(run: Run, path: str, holder: object, name: str, key: Key) -> str:
     """Return the reason why a key does nothing in this run; empty where it does something."""
+    cfg = run.config
     if cfg.is_supervised and path.startswith(("rl_config", "generate_config")) and not key.supervised:
         return f"stage {cfg.stage} has no rollout"
     if key.no_effect is not None:
@@ -93,10 +96,10 @@ def _find_reason(cfg: RunConfig, path: str, holder: object, name: str, key: Key)
         records = holder.profile or holder.profile_memory_snapshot and name in _SNAPSHOT_KEYS
         return "" if records or name == "profile" else "profile is false"
     if isinstance(holder, MsprobeConfig):
-        return "" if name == "msprobe" else _find_dump_reason(cfg, holder, name)
+        return "" if name == "msprobe" else _find_dump_reason(run, holder, name)
     if isinstance(holder, MegatronConfig):
         return _find_training_reason(cfg, holder, name)
-    return _find_rl_reason(cfg, name) if path == "rl_config" else ""
+    return _find_rl_reason(run, name) if path == "rl_config" else ""
 
 
 def _check_needs(group: object, needs: Needs) -> str:
@@ -112,7 +115,8 @@ def _check_needs(group: object, needs: Needs) -> str:
     return "" if holds else f"{other} is {format_value(actual)}"
 
 
-def _find_dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
+def _find_dump_reason(run: Run, dumps: MsprobeConfig, name: str) -> str:
+    cfg = run.config
     if not dumps.msprobe:
         return "msprobe is false"
     kinds = ("key_data_dump", "actor_train_dump", "actor_infer_dump", "reference_dump", "critic_train_dump")
@@ -123,7 +127,7 @@ def _find_dump_reason(cfg: RunConfig, dumps: MsprobeConfig, name: str) -> str:
         return f"stage {cfg.stage} has no rollout" if needs_rollout else ""
     if cfg.rl_config is None or name not in ("reference_dump", "critic_train_dump"):
         return ""
-    objective = cfg.objective
+    objective = run.objective
     assert objective is not None
     if name == "reference_dump":
         return "" if objective.needs_reference else "no reference model is needed"
@@ -162,13 +166,14 @@ _CLIP_KEYS = ("clip_ratio", "clip_higher_enable")
 _OFF_POLICY_KEYS = _LOSS_KEYS.union(_CLIP_KEYS)
 
 
-def _find_rl_reason(cfg: RunConfig, name: str) -> str:
-    rl, stage, sizes = cfg.rl_config, cfg.stage, cfg.sizes
+def _find_rl_reason(run: Run, name: str) -> str:
+    cfg, sizes = run.config, run.sizes
+    rl, stage = cfg.rl_config, cfg.stage
     assert rl is not None and stage is not None  # one of its keys was set
     replaced = name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to
     if replaced or cfg.is_supervised:
         return "use_wandb is true" if replaced else ""
-    objective = cfg.objective
+    objective = run.objective
     assert objective is not None
     functions = rl.verifier_function if rl.rule_reward else []
     named = named_estimator(rl)
@@ -248,11 +253,12 @@ def describe_learning_rate(cfg: RunConfig) -> str:
     return text
 
 
-def find_warnings(cfg: RunConfig) -> list[str]:
+def find_warnings(run: Run) -> list[str]:
     """Return a sentence for each setting of a sound run file that may cost time or results."""
-    warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(cfg)]
+    cfg = run.config
+    warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(run)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
-        warnings += [*_warn_about_sizes(cfg), *_warn_about_old_tokens(cfg.rl_config), *_warn_about_drafts(cfg)]
+        warnings += [*_warn_about_sizes(run), *_warn_about_old_tokens(cfg.rl_config), *_warn_about_drafts(cfg)]
     if folder := cfg.derived.get(CRITIC_FOLDER):
         warnings.append(f"{CRITIC_FOLDER}: {folder.source}; the checkpoints of the critic are in {folder.value}")
     return warnings
@@ -281,18 +287,20 @@ def _warn_about_features(cfg: RunConfig) -> Iterator[str]:
                 yield f"{group}.{name}: left off where MindSpeed trains, which changes speed and memory alone: {reason}"
 
 
-def _warn_about_idle_keys(cfg: RunConfig) -> Iterator[str]:
+def _warn_about_idle_keys(run: Run) -> Iterator[str]:
     """Yield a sentence for each reason why keys of the algorithm do nothing, although they were set to a value of their own."""
+    cfg = run.config
     changed, keys = find_changed_keys(cfg), dict[str, list[str]]()
-    for name, reason in () if cfg.is_supervised else find_keys_without_effect(cfg).items():
+    for name, reason in () if cfg.is_supervised else find_keys_without_effect(run).items():
         if name in changed and name.startswith("rl_config.") and name not in cfg.ignored:
             keys.setdefault(reason, []).append(name)
     for reason, names in keys.items():
         yield f"{', '.join(names)}: no effect in this run, because {reason}"
 
 
-def _warn_about_sizes(cfg: RunConfig) -> Iterator[str]:
-    rl, generate, sizes = cfg.rl_config, cfg.generate_config, cfg.sizes
+def _warn_about_sizes(run: Run) -> Iterator[str]:
+    cfg, sizes = run.config, run.sizes
+    rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None
     if sizes is not None and sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
         yield (

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, TypedDict
 
 from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Distillation
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.schema import Range
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
 from mindspeed_rl.run.explain.effects import (
     describe_learning_rate,
@@ -19,7 +19,6 @@ from mindspeed_rl.run.explain.effects import (
 )
 from mindspeed_rl.run.formula import formula
 from mindspeed_rl.run.placement import Layout
-from mindspeed_rl.run.resolve import plan_threads
 from mindspeed_rl.run.rules.validation import missing_for_training, unavailable, validate
 
 #: the report of `explain`, which `mindspeed-rl explain --json` prints
@@ -27,7 +26,7 @@ Report = dict[str, Any]
 _LISTED_GROUPS = 4
 
 
-def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
+def explain(run: Run) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
@@ -38,8 +37,7 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
     (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
-    violations = validate(cfg, num_nodes)
-    sizes = None if cfg.sizes is None else replace(cfg.sizes, num_nodes=num_nodes)
+    cfg, sizes, violations = run.config, run.sizes, validate(run)
     # all tables divide by these numbers; the errors name those below 1
     if sizes is not None and not sizes.can_divide:
         sizes = None
@@ -67,19 +65,19 @@ def explain(cfg: RunConfig, num_nodes: int = 1) -> Report:
         "dispatch_sizes": (
             {} if rollout is None else {name: round_number(size) for name, size in rollout.dispatch_sizes().items()}
         ),
-        "resources": {} if sizes is None else _describe_resources(cfg, sizes),
-        "formula": formula(cfg),
+        "resources": {} if sizes is None else _describe_resources(run, sizes),
+        "formula": formula(run),
         "length": "",
         "unchecked": "",
         "samples": _describe_samples(cfg),
         "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.deprecated.items() if note.startswith("read as ")},
-        "warnings": find_warnings(cfg),
+        "warnings": find_warnings(run),
         "changed_keys": find_changed_keys(cfg),
-        "keys_without_effect": find_keys_without_effect(cfg),
-        "unavailable": unavailable(cfg),
-        "missing": missing_for_training(cfg),
+        "keys_without_effect": find_keys_without_effect(run),
+        "unavailable": unavailable(run),
+        "missing": missing_for_training(run),
     }
 
 
@@ -289,16 +287,16 @@ def _list_expert_groups(layout: Layout, role: MegatronConfig) -> list[list[int]]
     return [[start + step * inner for step in range(size)] for start in starts]
 
 
-def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
+def _describe_resources(run: Run, sizes: Sizes) -> dict[str, object]:
     """Return devices, phases and parallel groups of a run; groups only where the devices divide into replicas."""
-    actor, engines, num_devices = sizes.actor, cfg.placement.engines, cfg.placement.num_devices
+    cfg, actor, engines, num_devices = run.config, sizes.actor, run.placement.engines, run.placement.num_devices
     shares_experts = engines is not None and engines.expert_ranks > 1
     roles = {"actor": _describe_role(actor, cfg.with_shape("actor_config"))}
     for role in ("ref", "reward", "critic", "teacher"):
         layout = getattr(sizes, role)
         if layout is not None:
             roles[role] = _describe_role(layout, cfg.with_shape(f"{role}_config"))
-    threads = plan_threads(cfg, sizes.num_nodes)
+    threads = run.threads
     groups: dict[str, list[list[int]]] = {}
     if actor.num_npus % actor.replica_size == 0 and Range.DEVICES.contain(actor.num_npus):
         groups |= _list_parallel_groups(actor, cfg.actor_config.use_tp_pp_dp_mapping)
@@ -322,7 +320,7 @@ def _describe_resources(cfg: RunConfig, sizes: Sizes) -> dict[str, object]:
         "num_nodes": sizes.num_nodes,
         "devices_per_node": round_number(num_devices / sizes.num_nodes),
         "roles": roles,
-        "phases": _list_phases(cfg, sizes),
+        "phases": _list_phases(run, sizes),
         **({"parallel_groups": groups} if groups else {}),
         **({} if threads is None else {"threads": threads.count, "threads_reason": threads.reason}),
     }
@@ -336,20 +334,21 @@ def _describe_role(layout: Layout, role: MegatronConfig) -> dict[str, object]:
     return summary
 
 
-def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
+def _list_phases(run: Run, sizes: Sizes) -> list[_Phase]:
     """Return the phases of one iteration in order, each with its devices and their contents."""
+    cfg = run.config
     shared = f"0-{sizes.actor.num_npus - 1}" if sizes.actor.num_npus > 1 else "0"
     actor, phases = _engine(sizes.actor), list[_Phase]()
 
     def add(phase: str, devices: str, holds: str) -> None:
         phases.append({"phase": phase, "devices": devices, "holds": holds})
 
-    if cfg.rl_config is None or cfg.objective is None:
+    if cfg.rl_config is None or run.objective is None:
         add("train", shared, f"{cfg.stage} on Megatron {actor}")
         return phases
-    rl, generate, objective = cfg.rl_config, cfg.generate_config, cfg.objective
-    engines, servers = cfg.placement.engines, cfg.placement.servers
-    dedicated = {role: f"{count} dedicated" for role, count in cfg.placement.dedicated.items() if count is not None}
+    rl, generate, objective = cfg.rl_config, cfg.generate_config, run.objective
+    engines, servers = run.placement.engines, run.placement.servers
+    dedicated = {role: f"{count} dedicated" for role, count in run.placement.dedicated.items() if count is not None}
     critic = sizes.critic if objective.has_critic else None
     critics = dedicated.get("critic", shared)
     parts = ("optimizer", "grad", "param")
@@ -373,7 +372,7 @@ def _list_phases(cfg: RunConfig, sizes: Sizes) -> list[_Phase]:
     if cfg.reward_config is not None or rl.reward_model is not None:
         model = _engine(sizes.reward or sizes.actor)
         add("reward_model", dedicated.get("reward", shared), f"reward model on Megatron {model}")
-    if (judge := cfg.placement.layouts.get("judge")) is not None:
+    if (judge := run.placement.layouts.get("judge")) is not None:
         holds = f"{judge.num_npus // judge.tensor} engine(s) TP{judge.tensor} of the judge {rl.served_judge}"
         turns = "" if judge.dedicated else ", off the device in other phases"
         add("judge", dedicated.get("judge", shared), f"{holds}, replies of up to {rl.judge_max_tokens} tokens{turns}")

@@ -57,6 +57,6 @@ def start(one_process_world: None, tiny_model: Path) -> Callable[..., Supervised
         }
         tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": dict(rl_config)} if rl_config else {})
         cfg = build_run_config(tree, config_name="test")
-        return SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+        return SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
 
     return make

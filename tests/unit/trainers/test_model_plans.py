@@ -63,7 +63,7 @@ def test_every_role_can_be_planned(path: Path, model: str, tmp_path: Path) -> No
     assert cfg is not None
     cfg = with_model_configs(with_model(cfg, tmp_path, MODELS[model]))
     run = resolve(cfg, platform="npu")
-    models = plan_models(run)[0].models
+    models = plan_models(run).models
     assert "actor" in models
     for planned in models.values():
         plan = planned.plan
@@ -101,7 +101,7 @@ def test_a_policy_that_the_engine_does_not_compute_is_refused_before_a_worker_st
         with pytest.raises(ValueError, match=re.escape(said)):
             plan_models(run)
     else:
-        assert plan_models(run)[0].models["actor"].plan.model_config.linear_attention is not None
+        assert plan_models(run).models["actor"].plan.model_config.linear_attention is not None
 
 
 def test_a_written_key_that_contradicts_the_model_is_an_error(tmp_path: Path) -> None:

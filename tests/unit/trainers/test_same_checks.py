@@ -214,7 +214,7 @@ def test_an_adapter_is_trained_on_with_the_rank_that_it_needs_and_merged_for_the
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = _lora()(task, tmp_path)
-    run, _ = plan_models(resolve_run(load_run_config(str(task / "run.yaml"), None, changes), 1))
+    run = plan_models(resolve_run(load_run_config(str(task / "run.yaml"), None, changes), 1))
     actor, reference = run.models["actor"], run.models["ref"]
     # two adapters of rank 2 with scale 3, which are one of rank 4
     assert (actor.config.lora_r, actor.config.lora_alpha) == (4, 12)
