@@ -74,9 +74,9 @@ def _uneven_layouts(sizes: Sizes) -> Iterator[_SizeViolation]:
             yield _SizeViolation(
                 f"{role}_replicas",
                 ("num_npus",),
-                f"devices of the {role} ({layout.num_npus}, {key}) must be divisible by {role}_config.tensor_model_parallel_size "
-                f"x pipeline_model_parallel_size x context_parallel_size ({layout.tensor} x {layout.pipeline} x "
-                f"{layout.context} = {layout.replica_size})",
+                f"devices of the {role} ({layout.num_npus}, {key}) must be divisible by "
+                f"{role}_config.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
+                f"({layout.tensor} x {layout.pipeline} x {layout.context} = {layout.replica_size})",
             )
     rollout = sizes.rollout
     if rollout.num_npus % rollout.replica_size:
@@ -183,8 +183,8 @@ def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
         yield _SizeViolation(
             "mini_batch_in_micro_batches",
             (_MINI, _GROUP, _MICRO),
-            f"[{_MINI}:name] x [{_GROUP}:name] ({mini} x {n} = {mini * n}) must be divisible by dp_size x [{_MICRO}:name] "
-            f"({dp} x {m} = {dp * m})",
+            f"[{_MINI}:name] x [{_GROUP}:name] ({mini} x {n} = {mini * n}) must be divisible by dp_size x "
+            f"[{_MICRO}:name] ({dp} x {m} = {dp * m})",
         )
     # divisors of the rows of an iteration: rule -> (number, its description)
     divisors: dict[str, tuple[Number, str]] = {
@@ -264,10 +264,7 @@ def suggest_values(sizes: Sizes, name: str) -> list[int]:
     multiples = {unit * factor for unit in units for factor in range(1, 65)}
     far_above = multiples | {max(current, 1) * factor for factor in range(2, 17)}
     far_below = multiples | set(range(1, 65))
-    above = (
-        *range(max(current + 1, 1), current + _SCAN + 1),
-        *sorted(value for value in far_above if value > current + _SCAN),
-    )
+    above = (*range(max(current + 1, 1), current + _SCAN + 1), *sorted(value for value in far_above if value > current + _SCAN))
     below = (
         *range(current - 1, max(0, current - _SCAN - 1), -1),
         *sorted((value for value in far_below if value < current - _SCAN), reverse=True),

@@ -101,8 +101,8 @@ def _experts(role: MegatronConfig, world: int | None) -> Iterator[Broken]:
     if world is not None and world % (ranks * inner * pp):
         yield violate(
             "expert_devices",
-            f"{world} devices must be divisible by expert ranks x expert tensor parallel size x pipeline_model_parallel_size "
-            f"({ranks} x {inner} x {pp})",
+            f"{world} devices must be divisible by expert ranks x expert tensor parallel size x "
+            f"pipeline_model_parallel_size ({ranks} x {inner} x {pp})",
             keys={**{factor: getattr(role, factor) for factor in factors}, "devices": world},
         )
 
@@ -167,15 +167,14 @@ def _listed_layers(role: MegatronConfig, per_stage: list[int]) -> Iterator[Broke
     for name in ("num_layers_per_virtual_pipeline_stage", "noop_layers"):
         if getattr(role, name):
             text = f"[num_layer_list] and [{name}] exclude each other"
-            yield violate("layer_list_alone", text, {name: None}, {"num_layer_list": None})
+            yield violate("layer_list_alone", text, {name: None, "num_layer_list": None})
 
 
 def _even_layers(role: MegatronConfig, layers: int) -> Iterator[Broken]:
     pp, chunk = role.pipeline_model_parallel_size, role.num_layers_per_virtual_pipeline_stage
     if layers % pp:
         yield violate(
-            "layers",
-            f"[num_layers] must be divisible by [{_PIPELINE}], or num_layer_list must say the layers of each stage",
+            "layers", f"[num_layers] must be divisible by [{_PIPELINE}], or num_layer_list must say the layers of each stage"
         )
     elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
         key, each = "num_layers_per_virtual_pipeline_stage", layers // pp
@@ -223,7 +222,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
     }
     needed = max(rl.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
     fits = shape.max_length is not None and needed <= shape.max_length
-    suggestions = {"linear_dtype": [{_DTYPE: "bfloat16"}], "length": [{_LENGTH: shape.max_length}] if fits else []}
+    suggestions = {"linear_dtype": {_DTYPE: "bfloat16"}, "length": {_LENGTH: shape.max_length} if fits else {}}
     derived = cfg.derived.get(_LENGTH)
     request = EngineRequest(
         generate.infer_tensor_parallel_size,
@@ -236,7 +235,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
     )
     for obstacle in engine_obstacles(shape, request, cfg.platform):
         rule = obstacle.rule
-        yield violate(f"rollout.{rule}", obstacle.message, *suggestions.get(rule, ()), keys=concerned[rule])
+        yield violate(f"rollout.{rule}", obstacle.message, suggestions.get(rule), keys=concerned[rule])
 
 
 def _spread_experts(run: Run, world: int | None) -> Iterator[Broken]:
@@ -244,15 +243,15 @@ def _spread_experts(run: Run, world: int | None) -> Iterator[Broken]:
     cfg, ep, tp = run.config, run.generate.infer_expert_parallel_size, run.generate.infer_tensor_parallel_size
     both = f"[{_INFER_EXPERT}:name] x [{_INFER_TENSOR}:name] ({ep} x {tp})"
 
-    def suggest(limit: int, *totals: int | None) -> list[dict[str, object]]:
+    def suggest(limit: int, *totals: int | None) -> dict[str, object]:
         """Return the size nearest to the present one with which the devices divide these totals."""
         known = [total for total in totals if total is not None]
         options = [value for value in range(1, limit // tp + 1) if not any(total % (value * tp) for total in known)]
-        return [{_INFER_EXPERT: value} for value in sorted(options, key=lambda value: abs(value - ep))[:1]]
+        return {_INFER_EXPERT: min(options, key=lambda value: abs(value - ep))} if options else {}
 
     if ep < 1 or (world is not None and world % (ep * tp)):
         rule = "must be at least 1" if world is None else f"must divide the {world} devices"
-        yield violate("rollout.experts", f"{both} {rule}", *(suggest(world or tp, world) or [{_INFER_EXPERT: 1}]))
+        yield violate("rollout.experts", f"{both} {rule}", suggest(world or tp, world) or {_INFER_EXPERT: 1})
         return
     actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
     experts, source = cfg.with_shape("actor_config").num_experts, "num_experts"
@@ -267,8 +266,8 @@ def _spread_experts(run: Run, world: int | None) -> Iterator[Broken]:
     elif experts % (ep * tp):
         yield violate(
             "rollout.whole_experts",
-            f"{source} ({experts}) must be divisible by {both}: each of the {ep * tp} devices that share a layer's experts "
-            "holds as many whole ones",
-            *suggest(experts, experts, world),
+            f"{source} ({experts}) must be divisible by {both}: each of the {ep * tp} devices that share a layer's "
+            "experts holds as many whole ones",
+            suggest(experts, experts, world),
             keys={"num_experts": experts},
         )

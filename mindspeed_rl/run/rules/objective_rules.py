@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, KL_WITH_GRADIENT, KL_WITHOUT_GRADIENT, POLICY_LOSSES, SETTINGS
 from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Objective
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.run.record import Run
-from mindspeed_rl.run.rules.violation import Broken, Violation, needs, violate, violate_range
+from mindspeed_rl.run.rules.violation import Broken, Violation, find_key, needs, violate, violate_range
 
 
 @needs("rl_config")
@@ -21,12 +22,12 @@ def _rewards(run: Run) -> Iterator[Broken]:
     given, weights = rl.verifier_function, rl.verifier_weight
     # reward_funcs and its weights were copied to verifier_*; sentences name the key that the file has
     suffixes = ("reward_funcs", "reward_weights") if rl.reward_funcs is not None else ("verifier_function", "verifier_weight")
-    functions_key, weights_key = (f"rl_config.{name}" for name in suffixes)
+    functions_key, weights_key = (name for name in suffixes)
     if rl.rule_reward and len(given) != len(weights):
         yield violate(
             "one_weight_each",
-            f"[{functions_key}:name] ({len(given)} entries: {', '.join(given)}) and [{weights_key}:name] ({len(weights)} "
-            "entries) must have the same length",
+            f"[{functions_key}:name] ({len(given)} entries: {', '.join(given)}) and [{weights_key}:name] "
+            f"({len(weights)} entries) must have the same length",
             {weights_key: (weights + [1.0] * len(given))[: len(given)]},
             keys={functions_key: given, weights_key: weights},
         )
@@ -37,19 +38,19 @@ def _rewards(run: Run) -> Iterator[Broken]:
     if not (needs_no_score or scored_by_rules or scored_by_models):
         yield violate(
             "some_reward",
-            "nothing scores the responses: [rl_config.rule_reward:name] is false and there is no reward_config, "
-            "reward_model, judge_url or judge_model",
-            {"rl_config.rule_reward": True},
-            keys={"rl_config.reward_model": None, "reward_config": None},
+            "nothing scores the responses: [rule_reward:name] is false and there is no reward_config, reward_model, "
+            "judge_url or judge_model",
+            {"rule_reward": True},
+            keys={"reward_model": None, "reward_config": None},
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
         yield from _overlong_responses(run, cfg.response_limit, cfg.response_limit_key)
     if rl.filter_groups_enable and rl.filter_groups_metric not in given:
         yield violate(
             "filter_metric",
-            f"[rl_config.filter_groups_metric] must be one of {functions_key} ({', '.join(given)})",
-            *({"rl_config.filter_groups_metric": name} for name in given[:1]),
-            keys={"rl_config.verifier_function": given},
+            f"[filter_groups_metric] must be one of rl_config.{functions_key} ({', '.join(given)})",
+            {"filter_groups_metric": given[0]} if given else None,
+            keys={"verifier_function": given},
         )
     yield from _prompt_sampling(run)
     if rl.filter_groups_enable:
@@ -57,16 +58,14 @@ def _rewards(run: Run) -> Iterator[Broken]:
     if rl.filter_groups_enable and rl.dynamic_sample:
         yield violate(
             "one_filter",
-            "[rl_config.filter_groups_enable:name] and [rl_config.dynamic_sample:name] replace groups in two ways; set only "
-            "one of them",
-            {"rl_config.dynamic_sample": False},
-            {"rl_config.filter_groups_enable": False},
+            "[filter_groups_enable:name] and [dynamic_sample:name] replace groups in two ways; set only one of them",
+            {"dynamic_sample": False, "filter_groups_enable": False},
         )
     if "soft_overlong" in given and rl.soft_cache_length is None:
         yield violate(
             "soft_cache_length",
-            "[rl_config.soft_cache_length:name] is not set, but the reward function soft_overlong needs it",
-            keys={"rl_config.verifier_function": given},
+            "[soft_cache_length:name] is not set, but the reward function soft_overlong needs it",
+            keys={"verifier_function": given},
         )
 
 
@@ -76,15 +75,15 @@ def _overlong_responses(run: Run, limit: int, limit_key: str) -> Iterator[Broken
     if rl.rollout_max_tokens != limit:
         yield violate(
             "overlong_limit",
-            f"[rl_config.rollout_max_tokens] must equal [{limit_key}] while overlong_buffer_enable is true",
-            {"rl_config.rollout_max_tokens": limit},
+            f"[rollout_max_tokens] must equal [{limit_key}] while overlong_buffer_enable is true",
+            {"rollout_max_tokens": limit},
             keys=given,
         )
     if not 0 < rl.overlong_buffer < limit:
         yield violate(
             "overlong_buffer",
-            f"[rl_config.overlong_buffer] must be between 1 and {limit_key} - 1 ({limit - 1})",
-            {"rl_config.overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
+            f"[overlong_buffer] must be between 1 and {limit_key} - 1 ({limit - 1})",
+            {"overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
             keys=given,
         )
 
@@ -96,19 +95,19 @@ def _prompt_sampling(run: Run) -> Iterator[Broken]:
     if num_sources != num_weights or len(set(rl.prompt_sources)) != num_sources:
         yield violate(
             "prompt_sources",
-            f"[rl_config.prompt_source_weights:name] has {num_weights} weights for {num_sources} sources; each of "
-            "[rl_config.prompt_sources:name] is named once and has one",
-            {"rl_config.prompt_source_weights": [1.0] * num_sources},
+            f"[prompt_source_weights:name] has {num_weights} weights for {num_sources} sources; each of "
+            "[prompt_sources:name] is named once and has one",
+            {"prompt_source_weights": [1.0] * num_sources},
         )
     low, high = rl.prompt_skip_below, rl.prompt_skip_above
     if low is not None and high is not None and low >= high:
         yield violate(
             "prompt_skips",
-            "[rl_config.prompt_skip_below] must be less than [rl_config.prompt_skip_above]: no prompt would train",
-            {"rl_config.prompt_skip_below": None},
+            "[prompt_skip_below] must be less than [prompt_skip_above]: no prompt would train",
+            {"prompt_skip_below": None},
         )
     names = ("prompt_replay_fraction", "prompt_skip_above", "prompt_skip_below")
-    reads = [f"rl_config.{name}" for name in names if getattr(rl, name) is not None]
+    reads = [name for name in names if getattr(rl, name) is not None]
     term = None if run.objective is None else run.objective.distillation
     if reads and term is not None and not term.use_task_rewards:
         yield violate(
@@ -120,21 +119,20 @@ def _prompt_sampling(run: Run) -> Iterator[Broken]:
 
 def _fillable_groups(run: Run) -> Iterator[Broken]:
     """Check that a filter of groups can accept as many as an iteration trains on."""
-    rl, sizes, off = run.rl, run.sizes, {"rl_config.filter_groups_enable": False}
+    rl, sizes, off = run.rl, run.sizes, {"filter_groups_enable": False}
     if rl.n_samples_per_prompt == 1:
         yield violate(
             "filter_group_of_one",
-            "[rl_config.filter_groups_enable:name] accepts groups whose metric varies, and with "
-            "[rl_config.n_samples_per_prompt] none does",
-            {"rl_config.n_samples_per_prompt": 2},
+            "[filter_groups_enable:name] accepts groups whose metric varies, and with [n_samples_per_prompt] none does",
+            {"n_samples_per_prompt": 2},
             off,
         )
     if not rl.rule_reward:
         yield violate(
             "filter_without_functions",
-            f"[rl_config.filter_groups_enable:name] reads the reward function {rl.filter_groups_metric}, which does not run: "
-            "[rl_config.rule_reward:name] is false",
-            {"rl_config.rule_reward": True},
+            f"[filter_groups_enable:name] reads the reward function {rl.filter_groups_metric}, which does not run: "
+            "[rule_reward:name] is false",
+            {"rule_reward": True},
             off,
         )
     size, batches = rl.filter_groups_train_batch_size, rl.filter_groups_max_batches
@@ -142,10 +140,9 @@ def _fillable_groups(run: Run) -> Iterator[Broken]:
         return
     yield violate(
         "filter_fills",
-        f"[rl_config.filter_groups_train_batch_size] is more than the {most} prompts of "
-        "[rl_config.filter_groups_max_batches:short] rollouts: the batch never fills",
-        {"rl_config.filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts)},
-        {"rl_config.filter_groups_train_batch_size": int(most)},
+        f"[filter_groups_train_batch_size] is more than the {most} prompts of [filter_groups_max_batches:short] "
+        "rollouts: the batch never fills",
+        {"filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts), "filter_groups_train_batch_size": int(most)},
     )
 
 
@@ -158,9 +155,8 @@ def _algorithms(run: Run) -> Iterator[Broken]:
     if run.config.stage == "ray_ppo" and not objective.has_critic:
         yield violate(
             "ppo_critic",
-            "[megatron_training.stage:is] trains a critic, and [rl_config.adv_estimator:is] has none",
-            {"rl_config.adv_estimator": CRITIC_ESTIMATOR},
-            {"megatron_training.stage": "ray_grpo"},
+            "[megatron_training.stage:is] trains a critic, and [adv_estimator:is] has none",
+            {"adv_estimator": CRITIC_ESTIMATOR, "megatron_training.stage": "ray_grpo"},
         )
     if objective.loss.compares_group:
         yield from _whole_groups(run, objective)
@@ -169,56 +165,56 @@ def _algorithms(run: Run) -> Iterator[Broken]:
     if rl.num_generations is None and 0 < rl.n_samples_per_prompt < least:
         yield violate(
             "group_of_two",
-            f"[rl_config.n_samples_per_prompt] must be at least {least} for adv_estimator {objective.adv_estimator}: it "
-            "compares the responses of a prompt",
-            {"rl_config.n_samples_per_prompt": least},
-            keys={"rl_config.adv_estimator": rl.adv_estimator},
+            f"[n_samples_per_prompt] must be at least {least} for adv_estimator {objective.adv_estimator}: it compares "
+            "the responses of a prompt",
+            {"n_samples_per_prompt": least},
+            keys={"adv_estimator": rl.adv_estimator},
         )
 
 
 def _whole_groups(run: Run, objective: Objective) -> Iterator[Broken]:
     """Check that the responses of a prompt can share a micro-batch."""
-    rl, n, sizes, given = run.rl, objective.group_size, run.sizes, {"rl_config.loss_type": objective.loss_type}
+    rl, n, sizes, given = run.rl, objective.group_size, run.sizes, {"loss_type": objective.loss_type}
     if n < 2:
         yield violate(
             "loss_of_groups",
-            "[rl_config.loss_type:is] compares the responses of a prompt: [rl_config.n_samples_per_prompt] must be at least 2",
-            {"rl_config.n_samples_per_prompt": 2},
+            "[loss_type:is] compares the responses of a prompt: [n_samples_per_prompt] must be at least 2",
+            {"n_samples_per_prompt": 2},
             keys=given,
         )
         return
     if rl.use_prefix_grouper and rl.use_dynamic_bsz:
         yield violate(
             "groups_or_prefixes",
-            "[rl_config.loss_type:is] needs all responses of a prompt in one micro-batch, and "
-            "[rl_config.use_prefix_grouper:name] with use_dynamic_bsz divides them by tokens",
-            {"rl_config.use_prefix_grouper": False},
-            keys={**given, "rl_config.use_dynamic_bsz": True},
+            "[loss_type:is] needs all responses of a prompt in one micro-batch, and [use_prefix_grouper:name] with "
+            "use_dynamic_bsz divides them by tokens",
+            {"use_prefix_grouper": False},
+            keys={**given, "use_dynamic_bsz": True},
         )
     if sizes is None or not sizes.can_divide:
         return
-    micro, given = sizes.micro_batch_size, {**given, "rl_config.n_samples_per_prompt": n}
+    micro = sizes.micro_batch_size
     if micro % n and not rl.use_dynamic_bsz:
         yield violate(
             "groups_in_micro_batches",
-            f"[rl_config.loss_type:is] needs all {n} responses of a prompt in one micro-batch: "
+            f"rl_config.loss_type {objective.loss_type} needs all {n} responses of a prompt in one micro-batch: "
             f"[actor_config.micro_batch_size] must be a multiple of {n}",
             {"actor_config.micro_batch_size": math.ceil(micro / n) * n},
-            keys={**given, "actor_config.micro_batch_size": micro},
+            keys={"actor_config.micro_batch_size": micro, "n_samples_per_prompt": n},
         )
     if sizes.step_samples / sizes.actor.dp_size % n:
         yield violate(
             "groups_on_replicas",
-            f"[rl_config.loss_type:is] needs all {n} responses of a prompt on one replica: an optimizer step has "
-            f"{sizes.step_samples} responses on {sizes.actor.dp_size} replicas",
-            keys={"rl_config.mini_batch_size": rl.mini_batch_size, "rl_config.n_samples_per_prompt": n},
+            f"rl_config.loss_type {objective.loss_type} needs all {n} responses of a prompt on one replica: an "
+            f"optimizer step has {sizes.step_samples} responses on {sizes.actor.dp_size} replicas",
+            keys={"mini_batch_size": rl.mini_batch_size, "n_samples_per_prompt": n},
         )
 
 
 def algorithm_violations(rl: RLConfig, objective: Objective) -> Iterator[Violation]:
     """Yield the broken rules between the keys of losses, estimators and corrections, whatever the size of a group."""
     for item in _algorithm_keys(rl, objective):
-        yield item.fill(lambda key: getattr(rl, key.rpartition(".")[2]))
+        yield item.fill(partial(getattr, rl), find_key)
 
 
 def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
@@ -232,19 +228,19 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     if reads_covariance and rl.clip_cov_lb >= rl.clip_cov_ub:
         yield violate(
             "covariance_bounds",
-            "[rl_config.clip_cov_lb] must be below [rl_config.clip_cov_ub]: no token is between them",
-            {"rl_config.clip_cov_ub": rl.clip_cov_lb + 4},
+            "[clip_cov_lb] must be below [clip_cov_ub]: no token is between them",
+            {"clip_cov_ub": rl.clip_cov_lb + 4},
         )
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
         yield violate(
             "gdpo_kl",
-            f"[rl_config.use_kl_in_reward:name] has no place with {objective.adv_estimator}, which does not read the total "
-            "reward",
-            {"rl_config.use_kl_in_reward": False},
-            keys={"rl_config.adv_estimator": rl.adv_estimator},
+            f"[use_kl_in_reward:name] has no place with {objective.adv_estimator}, which does not read the total reward",
+            {"use_kl_in_reward": False},
+            keys={"adv_estimator": rl.adv_estimator},
         )
     low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
-    low_key, high_key = (f"rl_config.rollout_importance_sampling_threshold{end}" for end in ("_min", ""))
+    high_key = "rollout_importance_sampling_threshold"
+    low_key = f"{high_key}_min"
     if low is not None and low > high:
         yield violate("correction_bounds", f"[{low_key}] must be at most [{high_key}:short]", {low_key: high})
     correction, mode = objective.correction, objective.rollout_importance_sampling_mode
@@ -253,27 +249,25 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
             "correction_lower_bound",
             f"[{low_key}] bounds the masking modes only; it has no effect with {mode}",
             {low_key: None},
-            keys={"rl_config.rollout_importance_sampling_mode": mode},
+            keys={"rollout_importance_sampling_mode": mode},
         )
 
 
 def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     """Check the keys that bound the ratio of new to old policy, as the loss in use reads them."""
-    loss, loss_type, given = objective.loss, objective.loss_type, {"rl_config.loss_type": objective.loss_type}
+    loss, loss_type, given = objective.loss, objective.loss_type, {"loss_type": objective.loss_type}
     if objective.normalizer == "constant" and objective.max_response_length is None:
         yield violate(
             "constant_length",
-            "[rl_config.loss_type:is] divides by max_response_length ([generate_config.sampling_config.max_tokens:name]), "
-            "which is not set",
-            keys={**given, "generate_config.sampling_config.max_tokens": None},
+            "[loss_type:is] divides by max_response_length ([max_tokens:name]), which is not set",
+            keys={**given, "max_tokens": None},
         )
     # for losses that read both: for one that takes clip_ratio_high as a cap the order means nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
         yield violate(
             "clip_order",
-            "[rl_config.clip_ratio_low] must be at most [rl_config.clip_ratio_high]",
-            {"rl_config.clip_ratio_low": rl.clip_ratio_high},
-            {"rl_config.clip_ratio_high": rl.clip_ratio_low},
+            "[clip_ratio_low] must be at most [clip_ratio_high]",
+            {"clip_ratio_low": rl.clip_ratio_high, "clip_ratio_high": rl.clip_ratio_low},
         )
     for name, bounds in loss.bounds.items():
         if not bounds.contain(getattr(objective, name)):
@@ -281,24 +275,23 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     if rl.clip_ratio_c is not None and rl.delta is not None:
         yield violate(
             "one_negative_bound",
-            "[rl_config.clip_ratio_c] and [rl_config.delta] bound the same branch; set only one",
-            {"rl_config.clip_ratio_c": None},
-            {"rl_config.delta": None},
+            "[clip_ratio_c] and [delta] bound the same branch; set only one",
+            {"clip_ratio_c": None, "delta": None},
         )
     upper = 1 + objective.clip_ratio_high
     if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
         yield violate(
             "two_sided_clip",
-            f"[rl_config.delta] must be at least 1 + the upper clip ratio ({upper:g}): below it the bound cuts ratios that "
-            "the clip leaves alone",
-            {"rl_config.delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
+            f"[delta] must be at least 1 + the upper clip ratio ({upper:g}): below it the bound cuts ratios that the "
+            "clip leaves alone",
+            {"delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
         if getattr(rl, name) is not None and not loss.may_read(name):
             yield violate(
                 "bound_without_clip",
-                f"[rl_config.{name}] has no effect with loss_type {loss_type}, which does not clip this way",
-                {f"rl_config.{name}": None},
+                f"[{name}] has no effect with loss_type {loss_type}, which does not clip this way",
+                {name: None},
                 keys=given,
             )
     if objective.level not in loss.levels:
@@ -310,28 +303,28 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         ]
         yield violate(
             "gspo_level",
-            f"[rl_config.importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is that of the "
-            f"{loss.level}",
-            {"rl_config.importance_sampling_level": loss.level},
-            *({"rl_config.loss_type": name} for name in others),
-            keys={**given, "rl_config.importance_sampling_level": objective.level},
+            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is that of the {loss.level}",
+            {"importance_sampling_level": loss.level},
+            *({"loss_type": name} for name in others),
+            keys={**given, "importance_sampling_level": objective.level},
         )
 
 
 def _violate_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds) -> Broken:
     """Report a number outside the bounds of one loss; the clip ratios are read only with clip_higher_enable."""
     value = getattr(rl, name)
-    suggested: dict[str, object] = {f"rl_config.{name}": value if bounds.contain(value) else bounds.default}
-    keys, condition = {"rl_config.loss_type": loss_type, f"rl_config.{name}": value}, ""
+    suggested: dict[str, object] = {name: value if bounds.contain(value) else bounds.default}
+    keys, condition = {"loss_type": loss_type, name: value}, ""
     if name in ("clip_ratio_low", "clip_ratio_high"):
-        keys["rl_config.clip_higher_enable"] = rl.clip_higher_enable
-        suggested["rl_config.clip_higher_enable"] = True
+        keys["clip_higher_enable"] = rl.clip_higher_enable
+        suggested["clip_higher_enable"] = True
         condition = f"needs clip_higher_enable (is {str(rl.clip_higher_enable).lower()}) and "
-    options = [{} if None in suggested.values() else suggested]  # bounds without a default propose none
-    options += [{f"rl_config.{key}": other for key, other in bounds.otherwise.items()}]
+    # bounds without a default propose none
+    options = [{} if None in suggested.values() else suggested, bounds.otherwise]
     return violate(
         bounds.rule,
-        f"[rl_config.loss_type:is] {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
+        f"[loss_type:is] {condition}takes {name} ({value:g}) as {bounds.meaning}, which must be {bounds}",
+        None,
         *filter(None, options),
         keys=keys,
     )
@@ -339,11 +332,11 @@ def _violate_loss_bounds(rl: RLConfig, loss_type: str, name: str, bounds: Bounds
 
 #: keys with the same meaning
 _ALIASES = {
-    "rl_config.num_generations": "rl_config.n_samples_per_prompt",
-    "rl_config.num_iterations": "rl_config.epochs",
-    "rl_config.max_completion_length": "generate_config.sampling_config.max_tokens",
-    "rl_config.reward_funcs": "rl_config.verifier_function",
-    "rl_config.reward_weights": "rl_config.verifier_weight",
+    "num_generations": "n_samples_per_prompt",
+    "num_iterations": "epochs",
+    "max_completion_length": "max_tokens",
+    "reward_funcs": "verifier_function",
+    "reward_weights": "verifier_weight",
 }
 
 
@@ -355,14 +348,13 @@ def _second_names(run: Run) -> Iterator[Broken]:
     # the values as written: second spellings have overwritten the first by now
     written = cfg.aliased
     # without num_generations it is upstream's beta, which nothing reads
-    aliases = _ALIASES if rl.num_generations is None else {**_ALIASES, "rl_config.beta": "rl_config.init_kl_coef"}
-    for first, second in aliases.items():
+    aliases = _ALIASES if rl.num_generations is None else {**_ALIASES, "beta": "init_kl_coef"}
+    for first, second in ((find_key(first), find_key(second)) for first, second in aliases.items()):
         if first in written and second in written and written[first] != written[second]:
             yield violate(
                 "same_meaning",
                 f"{first} ({written[first]}) and {second} ({written[second]}) say the same thing and must have the same value",
-                {second: written[first]},
-                {first: written[second]},
+                {second: written[first], first: written[second]},
                 keys={first: written[first], second: written[second]},
             )
     if rl.num_generations is None:
@@ -370,32 +362,29 @@ def _second_names(run: Run) -> Iterator[Broken]:
             if name in set_rl and getattr(rl, name) is not None:
                 yield violate(
                     "completion_counting",
-                    f"[rl_config.{name}] belongs to completion-level counting, which needs [rl_config.num_generations:name]; "
-                    "with n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
-                    {f"rl_config.{name}": None},
+                    f"[{name}] belongs to completion-level counting, which needs [num_generations:name]; with "
+                    "n_samples_per_prompt the keys are global_batch_size and mini_batch_size, both in prompts",
+                    {name: None},
                 )
     elif "mini_batch_size" in set_rl and cfg.actor_config.global_batch_size is not None and rl.n_samples_per_prompt > 0:
         step, n = cfg.actor_config.global_batch_size, rl.n_samples_per_prompt
         if rl.mini_batch_size * n != step:
             yield violate(
                 "same_meaning",
-                f"[rl_config.mini_batch_size:name] ({rl.mini_batch_size} prompts x num_generations {n}) and "
-                f"[megatron_training.global_batch_size:name] ({step} completions) both say the size of an optimizer step and "
-                "must agree",
-                *([{"rl_config.mini_batch_size": step // n}] if step % n == 0 else []),
+                f"[mini_batch_size:name] ({rl.mini_batch_size} prompts x num_generations {n}) and "
+                f"[global_batch_size:name] ({step} completions) both say the size of an optimizer step and must agree",
+                {"mini_batch_size": step // n} if step % n == 0 else None,
             )
     if rl.reward_weights is not None and rl.reward_funcs is None:
         yield violate(
             "weights_without_functions",
-            "[rl_config.reward_weights:name] is set without [rl_config.reward_funcs:name]; beside verifier_function the key "
-            "is verifier_weight",
+            "[reward_weights:name] is set without [reward_funcs:name]; beside verifier_function the key is verifier_weight",
         )
     if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
         yield violate(
             "one_warmup",
             "[actor_config.lr_warmup_fraction] and [actor_config.lr_warmup_iters] exclude each other",
-            {"actor_config.lr_warmup_iters": 0},
-            {"actor_config.lr_warmup_fraction": None},
+            {"actor_config.lr_warmup_iters": 0, "actor_config.lr_warmup_fraction": None},
         )
 
 
@@ -413,14 +402,14 @@ def _distillation(run: Run) -> Iterator[Broken]:
         yield from _teacher_columns(run)
         yield from _teacher_rewards(run)
     elif has_devices:
-        name = "teacher_config" if rl.teacher_resource is None else "rl_config.teacher_resource"
+        name = "teacher_config" if rl.teacher_resource is None else "teacher_resource"
         text = f"[{name}:name] is set but [{_TERM}.enabled:name] is false"
         yield violate("teacher_without_distillation", text, keys={name: "present"})
 
 
 def _reject(rule: str, name: str, text: str, **suggested: object) -> Broken:
     """Report a key of the term, with values of other keys of it that are each a suggestion."""
-    return violate(rule, f"[{_TERM}.{name}] {text}", *({f"{_TERM}.{key}": value} for key, value in suggested.items()))
+    return violate(rule, f"[{_TERM}.{name}] {text}", {f"{_TERM}.{key}": value for key, value in suggested.items()})
 
 
 def _teachers(run: Run, has_devices: bool) -> Iterator[Broken]:
@@ -466,9 +455,9 @@ def _teacher_columns(run: Run) -> Iterator[Broken]:
         if (column := getattr(keys, name)) is not None and column not in kept:
             yield violate(
                 "teacher_columns",
-                f"[{_TERM}.{name}] must be among [megatron_training.dataset_additional_keys:name] "
-                f"({', '.join(kept) or 'none'}), the columns that rows keep",
-                {"megatron_training.dataset_additional_keys": [*kept, column]},
+                f"[{_TERM}.{name}] must be among [dataset_additional_keys:name] ({', '.join(kept) or 'none'}), the "
+                "columns that rows keep",
+                {"dataset_additional_keys": [*kept, column]},
             )
     if keys.teacher_prompt is not None and rl.multi_turn_enable:
         text = "replaces the prompt of a single turn: it excludes multi_turn_enable"
@@ -488,7 +477,7 @@ def _teacher_rewards(run: Run) -> Iterator[Broken]:
     if "ref" in roles and (rl.share_backbone or run.placement.dedicated.get("ref")):
         yield _reject("reference_teacher", "teacher_models", "has ref, which must be a model on the actor's devices")
     if not keys.use_task_rewards and (rl.dynamic_sample or rl.filter_groups_enable):
-        name = f"rl_config.{'dynamic_sample' if rl.dynamic_sample else 'filter_groups_enable'}"
+        name = "dynamic_sample" if rl.dynamic_sample else "filter_groups_enable"
         yield violate(
             "filter_without_rewards",
             f"[{name}:name] replaces groups by their rewards, which do not train: [{_TERM}.use_task_rewards:name] is false",

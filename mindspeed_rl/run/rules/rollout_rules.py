@@ -16,7 +16,6 @@ from mindspeed_rl.run.rules.violation import Broken, needs, violate
 
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
-_TEMPERATURE = "generate_config.sampling_config.temperature"
 #: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
 _OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
 _BY_KEY = "use the key generate_config.{}"
@@ -24,15 +23,16 @@ _BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
 #: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
 _OWN_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
-        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode "
-        "generation_config override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
+        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode generation_config "
+        "override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
         "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats "
         "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
         _BY_ROLLOUT,
     ),
     **dict.fromkeys(
         "data_parallel_size data_parallel_rank data_parallel_size_local data_parallel_start_rank data_parallel_address "
-        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes node_rank "
+        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes "
+        "node_rank "
         "master_addr master_port".split(),
         "replicas follow from rl_config.actor_resource or rollout_resource and infer_tensor_parallel_size",
     ),
@@ -70,15 +70,15 @@ _SWITCHES = {
 def _replay(run: Run) -> Iterator[Broken]:
     """Check `rl_config.router_replay`."""
     mode = run.rl.router_replay.mode
-    switches = {f"rl_config.{name}": getattr(run.rl, name) for name in _SWITCHES}
+    switches = {name: getattr(run.rl, name) for name in _SWITCHES}
     for key, configured in switches.items():
-        if configured is not None and configured != (mode in _SWITCHES[key.removeprefix("rl_config.")]):
+        if configured is not None and configured != (mode in _SWITCHES[key]):
             yield violate("replay_spelling", f"[{key}] says the same as [{_MODE}], and the two differ", {key: None})
     if mode == "disabled":
         return
     off = {_MODE: "disabled"} | {key: None for key, configured in switches.items() if configured}
     for reason in _reasons(run, _obstacles):
-        yield violate("router_replay", f"[{_MODE}] cannot be used here: {reason}", off)
+        yield violate("router_replay", f"[{_MODE}] cannot be used here: {reason}", None, off)
 
 
 @needs("generate_config")
@@ -117,8 +117,8 @@ def _obstacles_of_recording(run: Run) -> Iterator[str]:
         return
     if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
         yield (
-            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is followed by "
-            "one optimizer step; R3 needs no such pass"
+            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
+            "followed by one optimizer step; R3 needs no such pass"
         )
 
 
@@ -141,39 +141,37 @@ def _turns(run: Run) -> Iterator[Broken]:
     if 0 < rl.max_total_response_length < one:
         yield violate(
             "tool_response_length",
-            "[rl_config.max_total_response_length] must be at least [generate_config.sampling_config.max_tokens]",
-            {"rl_config.max_total_response_length": one},
+            "[max_total_response_length] must be at least [max_tokens]",
+            {"max_total_response_length": one},
         )
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
         yield violate(
             "partial_rollout_turns",
-            "[rl_config.partial_rollout_max_split] lets a response take several iterations, and tools and environments of a "
+            "[partial_rollout_max_split] lets a response take several iterations, and tools and environments of a "
             "sample of several turns cannot be put aside so long",
-            {"rl_config.partial_rollout_max_split": 1},
-            {"rl_config.multi_turn_enable": False},
-            keys={"rl_config.multi_turn_enable": True},
+            {"partial_rollout_max_split": 1, "multi_turn_enable": False},
+            keys={"multi_turn_enable": True},
         )
     if rl.use_dynamic_bsz and not rl.use_remove_padding:
         yield violate(
             "turns_are_packed",
-            "[rl_config.use_dynamic_bsz:name] counts the tokens of a sample of several turns as they are packed, so with "
-            "rl_config.multi_turn_enable it needs [rl_config.use_remove_padding:name]",
-            {"rl_config.use_remove_padding": True},
-            {"rl_config.use_dynamic_bsz": False},
+            "[use_dynamic_bsz:name] counts the tokens of a sample of several turns as they are packed, so with "
+            "rl_config.multi_turn_enable it needs [use_remove_padding:name]",
+            {"use_remove_padding": True, "use_dynamic_bsz": False},
         )
-    needed, given = AGENT_LOOP_KEYS.get(loop), {"rl_config.agent_loop": loop}
+    needed, given = AGENT_LOOP_KEYS.get(loop), {"agent_loop": loop}
     if needed is not None and getattr(rl, needed) is None:
-        yield violate("agent_loop_needs", f"[rl_config.agent_loop:is] needs [rl_config.{needed}:name]", keys=given)
+        yield violate("agent_loop_needs", f"[agent_loop:is] needs [{needed}:name]", keys=given)
     if rl.agent is not None and bool(rl.agent.command) == bool(rl.agent.url):
         program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
         yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
         yield violate(
             "verifier_reads_output",
-            f"[rl_config.verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent",
-            {"rl_config.verifier_reads": "response"},
+            f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent",
+            {"verifier_reads": "response"},
             keys=given,
         )
 
@@ -188,16 +186,14 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
             yield _own_setting(f"additional_config.{name}", f"is set by this suite; {instead}")
     if generate.cudagraph_capture_sizes is not None and sizes in (generate.compilation_config or {}):
         both = f"generate_config.compilation_config.{sizes}"
-        text = f"[generate_config.{sizes}:name] and {both} are both set; keep one of them"
+        text = f"[{sizes}:name] and {both} are both set; keep one of them"
         yield violate("capture_sizes_twice", text, keys={both: "..."})
     tokens, sequences = generate.max_num_batched_tokens, generate.max_num_seqs
     if "max_num_batched_tokens" in run.config.set_keys.get("generate_config", ()) and tokens < sequences:
         yield violate(
             "step_tokens",
-            "[generate_config.max_num_batched_tokens] must be at least [generate_config.max_num_seqs]: a step of the engine "
-            "has a token of each response",
-            {"generate_config.max_num_batched_tokens": sequences},
-            {"generate_config.max_num_seqs": tokens},
+            "[max_num_batched_tokens] must be at least [max_num_seqs]: a step of the engine has a token of each response",
+            {"max_num_batched_tokens": sequences, "max_num_seqs": tokens},
         )
 
 
@@ -232,9 +228,9 @@ def _engine_arguments(run: Run) -> Iterator[Broken]:
         if splits > 1 and getattr(sampling, name):
             yield violate(
                 "response_in_one",
-                f"[{prefix}.{name}:name] looks at the response from its start, and [rl_config.partial_rollout_max_split] "
+                f"[{prefix}.{name}:name] looks at the response from its start, and [partial_rollout_max_split] "
                 "continues it as a new request",
-                {"rl_config.partial_rollout_max_split": 1},
+                {"partial_rollout_max_split": 1},
             )
 
 
@@ -345,7 +341,7 @@ def _quantization(run: Run) -> Iterator[Broken]:
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
     ):
         if is_on:
-            given = {} if other is None else {f"generate_config.{other}": getattr(generate, other)}
+            given = {} if other is None else {other: getattr(generate, other)}
             yield violate("quantization", f"[{key}] is not available {reason}", {key: None}, keys=given)
 
 
@@ -416,10 +412,10 @@ def _temperature(run: Run) -> Iterator[Broken]:
     if 0.0 < run.generate.sampling_config.temperature < MIN_TEMPERATURE:
         yield violate(
             "temperature",
-            f"[{_TEMPERATURE}] must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with which the rollout "
-            "engine samples",
-            {_TEMPERATURE: MIN_TEMPERATURE},
-            {_TEMPERATURE: 0.0},
+            f"[temperature] must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with which the "
+            "rollout engine samples",
+            {"temperature": MIN_TEMPERATURE},
+            {"temperature": 0.0},
         )
 
 
@@ -447,12 +443,11 @@ def _budgets(run: Run) -> Iterator[Broken]:
         if value is not None and value < needed:
             yield violate(
                 "packing_budget",
-                f"[rl_config.{name}] must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
-                f"max_prompt_length [rl_config.max_prompt_length:value] + {limit_key} {cfg.response_limit} and max_model_len "
+                f"[{name}] must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
+                f"max_prompt_length [max_prompt_length:value] + {limit_key} {cfg.response_limit} and max_model_len "
                 f"{generate.max_model_len})",
-                {f"rl_config.{name}": needed},
-                {"rl_config.use_dynamic_bsz": False},
-                keys={f"rl_config.{name}": value},
+                {name: needed, "use_dynamic_bsz": False},
+                keys={name: value},
             )
 
 

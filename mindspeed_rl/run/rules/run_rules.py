@@ -33,19 +33,16 @@ def _number_format(run: Run) -> Iterator[Broken]:
     if actor.bf16 != (generate.dtype == "bfloat16"):
         yield violate(
             "same_number_format",
-            "[megatron_training.bf16] and [generate_config.dtype] must agree: trainer and rollout engine compute in the same "
-            "format",
-            {"generate_config.dtype": "bfloat16" if actor.bf16 else "float32"},
-            {"megatron_training.bf16": not actor.bf16},
+            "[bf16] and [dtype] must agree: trainer and rollout engine compute in the same format",
+            {"dtype": "bfloat16" if actor.bf16 else "float32", "bf16": not actor.bf16},
         )
     trained, sampled = actor.fp32_lm_head, generate.fp32_lm_head
     if sampled is not None and not run.config.is_supervised and sampled != trained:
         yield violate(
             "same_head_format",
-            "[generate_config.fp32_lm_head] must be that of the actor: trainer and rollout engine compute logits in the same "
-            "format",
-            {"actor_config.fp32_lm_head": sampled},
-            {"generate_config.fp32_lm_head": trained},
+            "[generate_config.fp32_lm_head] must be that of the actor: trainer and rollout engine compute logits in "
+            "the same format",
+            {"actor_config.fp32_lm_head": sampled, "generate_config.fp32_lm_head": trained},
             keys={"actor_config.fp32_lm_head": trained},
         )
 
@@ -53,46 +50,36 @@ def _number_format(run: Run) -> Iterator[Broken]:
 @needs("rl_config", "generate_config")
 def _lengths(run: Run) -> Iterator[Broken]:
     prompt, seq, response = run.rl.max_prompt_length, run.config.actor_config.seq_length, run.config.response_limit
-    max_len, key = run.generate.max_model_len, "generate_config.max_model_len"
+    max_len = run.generate.max_model_len
     # long enough for both, or the other rule would break next
-    longer = {key: max(prompt + response, seq or 0)}
+    longer = {"max_model_len": max(prompt + response, seq or 0)}
     if seq is not None and max_len < seq:
-        text = f"[{key}] must be at least [megatron_training.seq_length]"
-        yield violate("seq_length_fits_engine", text, longer, {"megatron_training.seq_length": max_len})
+        text = "[max_model_len] must be at least [seq_length]"
+        yield violate("seq_length_fits_engine", text, longer | {"seq_length": max_len})
     if prompt > max_len:
-        yield violate(
-            "prompts_fit_engine",
-            f"[rl_config.max_prompt_length] must be at most [{key}]: a longer prompt leaves no room for a response",
-            longer,
-            # proposed only where it leaves room for a prompt
-            *([{"rl_config.max_prompt_length": max_len - response}] if max_len > response else []),
-        )
+        text = "[max_prompt_length] must be at most [max_model_len]: a longer prompt leaves no room for a response"
+        # proposed only where it leaves room for a prompt
+        shorter = {"max_prompt_length": max_len - response} if max_len > response else {}
+        yield violate("prompts_fit_engine", text, longer | shorter)
 
 
 def _packing(run: Run) -> Iterator[Broken]:
     cfg, actor, rl = run.config, run.config.actor_config, run.config.rl_config
     if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
-        needed = ("megatron_training.pack", "megatron_training.reset_attention_mask")
-        yield violate(
-            "neat_pack",
-            "[megatron_training.neat_pack:name] needs pack and reset_attention_mask",
-            dict.fromkeys(needed, True),
-            keys=dict(zip(needed, (actor.pack, actor.reset_attention_mask))),
-        )
+        text = "[neat_pack:name] needs [pack:last] and [reset_attention_mask:last]"
+        yield violate("neat_pack", text, None, {"pack": True, "reset_attention_mask": True})
     metadata = cfg.model_metadata.get("actor_config")
     if rl is not None and rl.is_multimodal and metadata is not None and not metadata.reads_images:
-        text = f"[rl_config.is_multimodal:name] is true, but {metadata.folder} is a model of text"
-        yield violate("model_of_images", text, {"rl_config.is_multimodal": False})
+        text = f"[is_multimodal:name] is true, but {metadata.folder} is a model of text"
+        yield violate("model_of_images", text, {"is_multimodal": False})
     is_ring = actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo"
     if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and is_ring:
         yield violate(
             "prefixes_are_whole",
-            f"[rl_config.use_prefix_grouper:name] with actor_config.context_parallel_size ({actor.context_parallel_size}) "
-            "needs context_parallel_algo: ulysses_cp_algo. Ring attention passes on slices of every sequence, and a token "
-            "that several sequences share would have a place in none of them",
-            {"rl_config.use_prefix_grouper": False},
-            {"actor_config.context_parallel_algo": "ulysses_cp_algo"},
-            keys={"actor_config.context_parallel_algo": actor.context_parallel_algo},
+            f"[use_prefix_grouper:name] with actor_config.context_parallel_size ({actor.context_parallel_size}) needs "
+            "[actor_config.context_parallel_algo:last]: ulysses_cp_algo. Ring attention passes on slices of every sequence, "
+            "and a token that several sequences share would have a place in none of them",
+            {"use_prefix_grouper": False, "actor_config.context_parallel_algo": "ulysses_cp_algo"},
         )
 
 
@@ -111,21 +98,16 @@ def _prediction_layers(run: Run) -> Iterator[Broken]:
     if rl is not None and not cfg.is_supervised and rl.use_prefix_grouper:
         yield violate(
             "prediction_prefixes",
-            f"[{count}] excludes [rl_config.use_prefix_grouper:name]: a prediction layer reads the token after each one, so "
-            "that the end of a shared prompt has no state that is the same in all samples",
-            {"rl_config.use_prefix_grouper": False},
-            {count: 0},
+            f"[{count}] excludes [use_prefix_grouper:name]: a prediction layer reads the token after each one, so that "
+            "the end of a shared prompt has no state that is the same in all samples",
+            {"use_prefix_grouper": False, count: 0},
         )
     if generate is not None and not cfg.is_supervised and generate.lora_push == "adapter":
         yield violate(
             "prediction_adapters",
-            f"[{count}] excludes [generate_config.lora_push:name]: adapter, as vLLM's adapters have no prediction layers",
-            {"generate_config.lora_push": "merged"},
-            {count: 0},
+            f"[{count}] excludes [lora_push:name]: adapter, as vLLM's adapters have no prediction layers",
+            {"lora_push": "merged", count: 0},
         )
-
-
-_INTEGRATED = "rl_config.use_integrated_worker"
 
 
 @needs("rl_config")
@@ -136,59 +118,51 @@ def _roles(run: Run) -> Iterator[Broken]:
     if rl.share_backbone and not cfg.actor_config.lora_target_modules:
         yield violate(
             "share_backbone_lora",
-            "[rl_config.share_backbone:name] needs [megatron_training.lora_target_modules:name]: the reference is the actor "
-            "with its adapters off",
-            {"rl_config.share_backbone": False},
+            "[share_backbone:name] needs [lora_target_modules:name]: the reference is the actor with its adapters off",
+            {"share_backbone": False},
         )
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
         yield violate(
             "share_backbone_stage",
-            "[rl_config.share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference "
-            "model",
-            {"rl_config.share_backbone": False},
+            "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model",
+            {"share_backbone": False},
         )
     if objective.has_critic and cfg.critic_config is None:
-        text = "[rl_config.adv_estimator:is] needs the group critic_config: it learns the values"
-        yield violate("critic_group", text, keys={"critic_config": None})
+        yield violate("critic_group", "[adv_estimator:is] needs the group [critic_config:name]: it learns the values")
 
 
 def _integrated_roles(run: Run) -> Iterator[Broken]:
     """Check roles that share the actor's workers."""
-    rl, on = run.rl, {_INTEGRATED: True}
+    rl = run.rl
     if rl.reference_resource is not None:
         yield violate(
             "integrated_reference",
-            "rl_config.reference_resource must be left out while use_integrated_worker is true: the reference shares the "
+            "[reference_resource:name] must be left out while [use_integrated_worker:last] is true: the reference shares the "
             "actor's devices",
-            {"rl_config.reference_resource": None},
-            keys={**on, "rl_config.reference_resource": rl.reference_resource.num_npus},
+            {"reference_resource": None},
         )
     # only keys of the file count: cfg.ref_config is the actor's where there is no such group
     if "ref_config" in run.config.set_keys:
         yield violate(
             "integrated_reference",
-            f"the group ref_config must be left out while {_INTEGRATED} is true: the reference uses the actor's settings "
-            "(its weights: rl_config.integrated_mode_config.ref_model_load_path)",
+            "the group [ref_config:name] must be left out while [use_integrated_worker:name] is true: the reference uses the "
+            "actor's settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
             {"ref_config": None},
-            keys={**on, "ref_config": "present"},
         )
     if rl.rollout_resource is not None:
         yield violate(
             "integrated_rollout",
-            "rl_config.rollout_resource must be left out while use_integrated_worker is true: the rollout shares the actor's "
-            "devices",
-            {"rl_config.rollout_resource": None},
-            {_INTEGRATED: False},
-            keys={**on, "rl_config.rollout_resource": rl.rollout_resource.num_npus},
+            "[rollout_resource:name] must be left out while [use_integrated_worker:last] is true: the rollout shares the "
+            "actor's devices",
+            {"rollout_resource": None, "use_integrated_worker": False},
         )
     if rl.reward_resource is not None and run.config.reward_config is None:
         yield violate(
             "reward_group",
-            "rl_config.reward_resource is set but there is no group reward_config for the reward model",
-            {"rl_config.reward_resource": None},
-            keys={"rl_config.reward_resource": rl.reward_resource.num_npus, "reward_config": None},
+            "[reward_resource:name] is set but there is no group [reward_config:name] for the reward model",
+            {"reward_resource": None},
         )
 
 
@@ -198,16 +172,14 @@ def _separate_roles(run: Run) -> Iterator[Broken]:
     if rl.integrated_mode_config is not None:
         yield violate(
             "integrated_mode",
-            "rl_config.integrated_mode_config must be left out while use_integrated_worker is false",
-            {"rl_config.integrated_mode_config": None},
-            keys={_INTEGRATED: False, "rl_config.integrated_mode_config": "present"},
+            "[integrated_mode_config:name] must be left out while [use_integrated_worker:last] is false",
+            {"integrated_mode_config": None},
         )
     if rl.reference_resource is not None and "ref_config" not in run.config.set_keys:
         yield violate(
             "own_role_group",
-            "rl_config.reference_resource is set but there is no group ref_config for the reference",
-            {"rl_config.reference_resource": None},
-            keys={"rl_config.reference_resource": rl.reference_resource.num_npus, "ref_config": None},
+            "[reference_resource:name] is set but there is no group [ref_config:name] for the reference",
+            {"reference_resource": None},
         )
 
 
@@ -224,47 +196,40 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
     if devices is not None and tensor >= 1 and devices % tensor:
         yield violate(
             "rollout_devices",
-            "[rl_config.rollout_resource.num_npus] must be divisible by [generate_config.infer_tensor_parallel_size]: a server "
-            "has that many devices",
+            "[rl_config.rollout_resource.num_npus] must be divisible by [infer_tensor_parallel_size]: a server has "
+            "that many devices",
             {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},  # rounded up: one server at least
-            keys={"rl_config.rollout_resource.num_npus": devices},
         )
     judge = placement.layouts.get("judge")
     if judge is not None and judge.tensor >= 1 and (judge.num_npus < judge.tensor or judge.num_npus % judge.tensor):
         key = f"rl_config.{'judge' if judge.dedicated else 'actor'}_resource.num_npus"
         yield violate(
             "judge_devices",
-            f"[{key}] must be divisible by [rl_config.judge_tensor_parallel_size]: an engine of the judge has that many "
-            "devices",
-            {"rl_config.judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)},
-            keys={key: judge.num_npus, "rl_config.judge_tensor_parallel_size": judge.tensor},
+            f"[{key}] must be divisible by [judge_tensor_parallel_size]: an engine of the judge has that many devices",
+            {"judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)},
         )
     if rl.served_judge is not None and rl.rule_reward and "judge" in rl.verifier_function:
         others = [pair for pair in zip(rl.verifier_function, rl.verifier_weight) if pair[0] != "judge"]
         names, weights = ([pair[item] for pair in others] for item in (0, 1))
         yield violate(
             "served_judge_name",
-            "[rl_config.verifier_function:name] has judge, the client of a server at judge_url; a judge that the run serves "
-            "is added by judge_model alone, with judge_weight",
-            {"rl_config.verifier_function": names, "rl_config.verifier_weight": weights},
-            keys={"rl_config.judge_model": rl.judge_model},
+            "[verifier_function:name] has judge, the client of a server at judge_url; a judge that the run serves is "
+            "added by [judge_model:last] alone, with judge_weight",
+            None,
+            {"verifier_function": names, "verifier_weight": weights},
         )
-    references = placement.dedicated.get("ref")
-    if references is not None and (rl.share_backbone or rl.sync_ref_model):
-        key = f"rl_config.{'share_backbone' if rl.share_backbone else 'sync_ref_model'}"
+    if placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
+        key = "share_backbone" if rl.share_backbone else "sync_ref_model"
         yield violate(
             "reference_beside_actor",
-            f"[{key}:name] needs the reference on the actor's devices; leave [rl_config.reference_resource:name] out",
-            {"rl_config.reference_resource": None},
-            {key: False},
-            keys={"rl_config.reference_resource": references},
+            f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out",
+            {"reference_resource": None, key: False},
         )
     if placement.disaggregated and generate.infer_expert_parallel_size > 1:
         yield violate(
             "server_experts",
-            "[generate_config.infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on "
-            "its own devices",
-            {"generate_config.infer_expert_parallel_size": 1},
+            "[infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on its own devices",
+            {"infer_expert_parallel_size": 1},
         )
     yield from _servers(run)
 
@@ -272,59 +237,53 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
 def _servers(run: Run) -> Iterator[Broken]:
     """Check standalone servers, which were started by hand."""
     hosts, ports = run.generate.vllm_server_host, run.generate.vllm_server_port
-    host_key, port_key = "generate_config.vllm_server_host", "generate_config.vllm_server_port"
     if hosts is None:
         return
-    devices = run.placement.dedicated.get("rollout")
-    if devices is not None:
+    if run.placement.dedicated.get("rollout") is not None:
         yield violate(
             "one_kind_of_server",
-            f"[{host_key}:name] and [rl_config.rollout_resource:name] exclude each other: the rollout is on servers that were "
+            "[vllm_server_host:name] and [rollout_resource:name] exclude each other: the rollout is on servers that were "
             "started by hand, or on devices of this run",
-            {"rl_config.rollout_resource": None},
-            {host_key: None},
-            keys={"rl_config.rollout_resource": devices},
+            {"rollout_resource": None, "vllm_server_host": None},
         )
     num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
     if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
-        text = f"[{port_key}:name] has {num_ports} entries for {num_hosts} hosts; give one for all or one for each"
-        yield violate("server_ports", text, keys={host_key: hosts})
+        text = f"[vllm_server_port:name] has {num_ports} entries for {num_hosts} hosts; give one for all or one for each"
+        yield violate("server_ports", text, keys={"vllm_server_host": hosts})
     wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
     if wrong:
-        yield violate("server_port", f"[{port_key}:name] ({wrong[0]}) must lie in 1..65535", {port_key: 8000})
+        text = f"[vllm_server_port:name] ({wrong[0]}) must lie in 1..65535"
+        yield violate("server_port", text, {"vllm_server_port": 8000})
 
 
-_SPLIT = "rl_config.partial_rollout_max_split"
+_SPLIT = "partial_rollout_max_split"
+_WHOLE: dict[str, object] = {_SPLIT: 1}
 
 
 @needs("rl_config", "generate_config")
 def _rollout_modes(run: Run) -> Iterator[Broken]:
     """Check how rollouts are split over iterations, and what follows them."""
-    rl, actor, is_split, whole = run.rl, run.config.actor_config, run.rl.partial_rollout_max_split > 1, {_SPLIT: 1}
+    rl, is_split = run.rl, run.rl.partial_rollout_max_split > 1
     # upstream's rule: a response that continues in a later rollout loses its position
     if is_split and rl.guarantee_order:
-        text = f"[{_SPLIT}] above 1 and [rl_config.guarantee_order:name] exclude each other"
-        yield violate("partial_rollout_order", text, whole, {"rl_config.guarantee_order": False})
+        text = f"[{_SPLIT}] above 1 and [guarantee_order:name] exclude each other"
+        yield violate("partial_rollout_order", text, _WHOLE | {"guarantee_order": False})
     if is_split and rl.over_sample_rate > rl.partial_rollout_max_split:
         yield violate(
             "over_sample_rate",
-            f"[rl_config.over_sample_rate] must be at most [{_SPLIT}]: prompts would wait for more iterations than tokens may "
-            "be old",
-            {"rl_config.over_sample_rate": 1.0},
+            f"[over_sample_rate] must be at most [{_SPLIT}]: prompts would wait for more iterations than tokens may be old",
+            {"over_sample_rate": 1.0},
         )
-    if is_split and actor.num_layers_per_virtual_pipeline_stage:
-        chunk = {"actor_config.num_layers_per_virtual_pipeline_stage": actor.num_layers_per_virtual_pipeline_stage}
-        text = f"[{_SPLIT}:name] above 1 and num_layers_per_virtual_pipeline_stage exclude each other"
-        yield violate("partial_rollout_vpp", text, whole, keys=chunk)
+    if is_split and run.config.actor_config.num_layers_per_virtual_pipeline_stage:
+        chunk = "[actor_config.num_layers_per_virtual_pipeline_stage:last]"
+        yield violate("partial_rollout_vpp", f"[{_SPLIT}:name] above 1 and {chunk} exclude each other", _WHOLE)
     if rl.spare_samples_per_prompt and rl.trainer_mode != "async" and rl.partial_rollout_max_split == 1:
         reason = ": which samples end first depends on the time, and this mode repeats exactly"
         yield violate(
             "spare_samples",
-            "[rl_config.spare_samples_per_prompt] needs [rl_config.trainer_mode:name] async, or sync with "
-            f"partial_rollout_max_split above 1, but the mode is {rl.trainer_mode}"
-            f"{reason if rl.trainer_mode == 'one_step_off' else ''}",
-            {"rl_config.spare_samples_per_prompt": 0},
-            {"rl_config.trainer_mode": "async"},
+            "[spare_samples_per_prompt] needs [trainer_mode:name] async, or sync with partial_rollout_max_split above "
+            f"1, but the mode is {rl.trainer_mode}{reason if rl.trainer_mode == 'one_step_off' else ''}",
+            {"spare_samples_per_prompt": 0, "trainer_mode": "async"},
         )
     if rl.keep_spare_samples and rl.spare_samples_per_prompt:
         yield from _second_groups(run)
@@ -335,29 +294,27 @@ def _rollout_modes(run: Run) -> Iterator[Broken]:
 
 def _second_groups(run: Run) -> Iterator[Broken]:
     """Check that the second group of a prompt has room in a later iteration."""
-    rl, key, is_async = run.rl, "rl_config.keep_spare_samples", run.rl.trainer_mode == "async"
+    rl, key, is_async = run.rl, "keep_spare_samples", run.rl.trainer_mode == "async"
     if rl.spare_samples_per_prompt > rl.n_samples_per_prompt:
         yield violate(
             "second_group_size",
-            f"[rl_config.spare_samples_per_prompt] must be at most [rl_config.n_samples_per_prompt:short] with {key}: the "
-            "second group of a prompt has as many samples as the first",
-            {"rl_config.spare_samples_per_prompt": rl.n_samples_per_prompt},
+            f"[spare_samples_per_prompt] must be at most [n_samples_per_prompt:short] with rl_config.{key}: the second group "
+            "of a prompt has as many samples as the first",
+            {"spare_samples_per_prompt": rl.n_samples_per_prompt},
         )
     name = "max_off_policy_threshold" if is_async else "over_sample_rate"
     if getattr(rl, name) < 1:
         yield violate(
             "second_group_room",
-            f"[rl_config.{name}] must be at least 1 with [{key}:name]: the second group of a prompt trains in a later "
-            "iteration",
-            {f"rl_config.{name}": 1.0},
-            {key: False},
+            f"[{name}] must be at least 1 with [{key}:name]: the second group of a prompt trains in a later iteration",
+            {name: 1.0, key: False},
         )
     if is_async and rl.max_off_policy_strategy == "wait":
         yield violate(
             "second_group_order",
-            f"[rl_config.max_off_policy_strategy:is] and [{key}:name] exclude each other: groups in strict order wait for the "
+            f"[max_off_policy_strategy:is] and [{key}:name] exclude each other: groups in strict order wait for the "
             "samples that were to continue later",
-            {"rl_config.max_off_policy_strategy": "pace"},
+            {"max_off_policy_strategy": "pace"},
         )
 
 
@@ -367,30 +324,28 @@ def _overlapping_modes(run: Run) -> Iterator[Broken]:
     if mode != "sync" and rl.partial_rollout_max_split > 1:
         yield violate(
             "partial_rollout_mode",
-            f"[{_SPLIT}] splits the rollouts of trainer_mode sync; with trainer_mode {mode} responses are generated while "
-            "others train, and rl_config.partial_rollout lets new weights interrupt them",
-            {_SPLIT: 1},
-            keys={"rl_config.trainer_mode": mode},
+            f"[{_SPLIT}] splits the rollouts of trainer_mode sync; with trainer_mode [trainer_mode:value] responses are "
+            "generated while others train, and rl_config.partial_rollout lets new weights interrupt them",
+            _WHOLE,
         )
     if run.placement.disaggregated and rl.partial_rollout_max_split > 1:
         yield violate(
             "partial_rollout_apart",
             f"[{_SPLIT}] splits rollouts on the training devices; with rollout servers set rl_config.trainer_mode: async",
-            {_SPLIT: 1},
+            _WHOLE,
             keys={"the rollout": "on devices of its own"},
         )
     # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
-        text = "[rl_config.async_generate] says the same as [rl_config.trainer_mode], and the two differ"
-        yield violate("async_generate_mode", text, {"rl_config.async_generate": None})
+        text = "[async_generate] says the same as [trainer_mode], and the two differ"
+        yield violate("async_generate_mode", text, {"async_generate": None})
     limit = rl.off_policy_token_limit
     if mode == "one_step_off" and limit is not None and limit < 1:
         yield violate(
             "token_limit_one_step",
-            "[rl_config.off_policy_token_limit] must be at least 1 with trainer_mode one_step_off, whose tokens are all one "
+            "[off_policy_token_limit] must be at least 1 with trainer_mode [trainer_mode:value], whose tokens are all one "
             "version old: none would train",
-            {"rl_config.off_policy_token_limit": None},
-            keys={"rl_config.trainer_mode": mode},
+            {"off_policy_token_limit": None},
         )
 
 
@@ -402,9 +357,8 @@ def _asynchronous(run: Run) -> Iterator[Broken]:
     if rl.num_warmup_batches > ahead:
         yield violate(
             "warmup_batches",
-            f"[rl_config.num_warmup_batches] may be at most {ahead}, as many as [rl_config.max_off_policy_threshold] lets the "
-            "rollout be ahead",
-            {"rl_config.num_warmup_batches": ahead},
+            f"[num_warmup_batches] may be at most {ahead}, as many as [max_off_policy_threshold] lets the rollout be ahead",
+            {"num_warmup_batches": ahead},
         )
     step = rl.parameter_sync_step
     for name, is_used in {"save_interval": actor.save, "eval_interval": actor.has_held_out_data}.items():
@@ -412,10 +366,10 @@ def _asynchronous(run: Run) -> Iterator[Broken]:
         if is_used and every and every % step:
             yield violate(
                 f"sync_step_{name}",
-                f"[actor_config.{name}] must be a multiple of [rl_config.parameter_sync_step]: between two pushes the rollout "
+                f"[actor_config.{name}] must be a multiple of [parameter_sync_step]: between two pushes the rollout "
                 "engine holds other weights than the trainer",
                 {f"actor_config.{name}": -(-every // step) * step},
-                {"rl_config.parameter_sync_step": 1},
+                {"parameter_sync_step": 1},
             )
 
 
@@ -440,16 +394,16 @@ def _dumps(run: Run) -> Iterator[Broken]:
         return
     for first, last in (("step_start", "step_end"), ("token_range_start", "token_range_end")):
         if getattr(dumps, first) > getattr(dumps, last):
-            text = f"[msprobe_config.{first}] is after [msprobe_config.{last}:short]"
-            yield violate("dump_range", text, {f"msprobe_config.{last}": getattr(dumps, first)})
+            text = f"[{first}] is after [{last}:short]"
+            yield violate("dump_range", text, {last: getattr(dumps, first)})
     if not dumps.actor_infer_dump or run.config.is_supervised:
         return
     if run.placement.disaggregated:
         text = f"[{engine}:name] needs the rollout engine in the workers, not in servers of its own"
         yield violate("dump_engine", text, {engine: False})
     if generate is not None and not generate.enforce_eager:
-        text = f"[{engine}:name] needs [generate_config.enforce_eager:name]: true; a captured graph calls no hooks"
-        yield violate("dump_engine", text, {"generate_config.enforce_eager": True})
+        text = f"[{engine}:name] needs [enforce_eager:name]: true; a captured graph calls no hooks"
+        yield violate("dump_engine", text, {"enforce_eager": True})
 
 
 #: keys that split or join matrices, or that belong to another optimizer -> the reason
@@ -488,8 +442,8 @@ def _adapters(run: Run) -> Iterator[Broken]:
     if actor.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
         yield violate(
             "lora_overlap",
-            "[actor_config.moe_alltoall_overlap_comm:name] has expert layers of its own, which have no adapters; leave it out "
-            "with linear_fc1 or linear_fc2 in lora_target_modules",
+            "[actor_config.moe_alltoall_overlap_comm:name] has expert layers of its own, which have no adapters; leave "
+            "it out with linear_fc1 or linear_fc2 in lora_target_modules",
             {"actor_config.moe_alltoall_overlap_comm": False},
             keys={key: targets},
         )
@@ -529,10 +483,9 @@ def _shared_backbone(run: Run) -> Iterator[Broken]:
     if run.rl.share_backbone and run.rl.sync_ref_model:
         yield violate(
             "share_backbone_sync",
-            "[rl_config.share_backbone:name] and [rl_config.sync_ref_model:name] exclude each other: the reference is the "
-            "frozen base of the adapters and cannot follow the actor",
-            {"rl_config.sync_ref_model": False},
-            {"rl_config.share_backbone": False},
+            "[share_backbone:name] and [sync_ref_model:name] exclude each other: the reference is the frozen base of "
+            "the adapters and cannot follow the actor",
+            {"sync_ref_model": False, "share_backbone": False},
         )
 
 
@@ -550,14 +503,13 @@ def _length(run: Run) -> Iterator[Broken]:
         yield violate(
             "one_length",
             "[actor_config.train_epochs] and [actor_config.train_iters] say the length of the run twice",
-            {"actor_config.train_epochs": None},
-            {"actor_config.train_iters": None},
+            {"actor_config.train_epochs": None, "actor_config.train_iters": None},
         )
     if epochs is not None and run.config.stage == "pretrain":
         yield violate(
             "epochs_of_rows",
-            "[megatron_training.train_epochs] counts passes over rows; stage pretrain takes train_iters",
-            {"megatron_training.train_epochs": None},
+            "[train_epochs] counts passes over rows; stage pretrain takes train_iters",
+            {"train_epochs": None},
             keys={"megatron_training.stage": "pretrain"},
         )
 
@@ -569,7 +521,7 @@ def _rates(run: Run) -> Iterator[Broken]:
         value, key = getattr(actor, name), f"actor_config.{name}"
         if actor.lr is not None and value > actor.lr:
             text = f"[{key}] must be at most [actor_config.lr]"
-            yield violate("rates", text, {key: actor.lr}, {"actor_config.lr": value})
+            yield violate("rates", text, {key: actor.lr, "actor_config.lr": value})
 
 
 def _data(run: Run) -> Iterator[Broken]:
@@ -587,7 +539,7 @@ def _held_out(run: Run) -> Iterator[Broken]:
     actor, skip = run.config.actor_config, "megatron_training.skip_train"
     if run.config.is_supervised and actor.skip_train and not actor.has_held_out_data:
         text = f"[{skip}:name]: there is nothing to evaluate on; set eval_data_path or split"
-        yield violate("held_out", text, {skip: False}, keys={"megatron_training.eval_data_path": None})
+        yield violate("held_out", text, {skip: False}, keys={"eval_data_path": None})
 
 
 #: paths that are empty by default

@@ -15,8 +15,7 @@ from mindspeed_rl.run.rules.batch_rules import ROLLOUT_SIZES, find_size_violatio
 from mindspeed_rl.run.rules.layout_rules import layout_violations
 from mindspeed_rl.run.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.run.rules.run_rules import RUN_RULES
-from mindspeed_rl.run.rules.violation import Broken, Violation, fill_keys, read_key, violate_range
-
+from mindspeed_rl.run.rules.violation import Broken, Violation, fill_keys, find_key, read_key, violate_range
 
 #: all rules but those of sizes and layouts, in the order of the report
 _RULES = (*RUN_RULES, *OBJECTIVE_RULES)
@@ -28,7 +27,7 @@ def validate(run: Run) -> list[Violation]:
     outside = [item.fill(read) for item in _out_of_range(run)]
     # rules of sizes mean nothing for numbers out of range, and the search for suggestions would not end
     sizes = [] if outside else [*_batch_violations(run), *_suggest_layouts(run)]
-    return [*outside, *sizes, *(item.fill(read) for rule in _RULES for item in rule(run))]
+    return [*outside, *sizes, *(item.fill(read, find_key) for rule in _RULES for item in rule(run))]
 
 
 def is_valid(run: Run) -> bool:
@@ -58,7 +57,7 @@ def _out_of_range(run: Run) -> Iterator[Broken]:
 
 
 def _list_values(cfg: RunConfig, path: str) -> dict[str, object]:
-    """Return the values of a key by dotted name: one for each role where it is one of theirs, None where its group is left out."""
+    """Return the values of a key by dotted name, of each role where it is one of theirs; None where its group is left out."""
     group, _, name = path.rpartition(".")
     if group == "megatron_training":
         roles = {role: getattr(cfg, role) for role in ROLE_GROUPS}

@@ -8,26 +8,28 @@ A rule is a generator over a draft of a run. It yields one `violate(...)` for ea
         if low is not None and high is not None and low >= high:
             yield violate(
                 "prompt_skips",
-                "[rl_config.prompt_skip_below] must be less than [rl_config.prompt_skip_above]: no prompt would train",
-                {"rl_config.prompt_skip_below": None},
+                "[prompt_skip_below] must be less than [prompt_skip_above]: no prompt would train",
+                {"prompt_skip_below": None},
             )
 
 A key is named once, in brackets: it becomes "rl_config.prompt_skip_below (0.5)" in the message, and a key of the violation
-with the value that the run has. `[key:name]`, `[key:value]`, `[key:is]` and `[key:short]` show it in another form, `_FORMS`.
-What follows the sentence are suggestions, each a set of new values; `keys` has the keys that the sentence does not name, or
-whose values the run file does not have. The rule takes effect in the tuple at the end of its file.
+with the value that the run has. `[key:name]`, `[key:value]` and others show it in another form, see `_FORMS`.
+The group is left out where only one has the key; a key of a role that is not the shared one is `actor_config.lr`. Values that
+satisfy the rule follow the sentence; `keys` has the keys that the sentence does not name, or whose values the run file does
+not have. A rule takes effect by its place in the tuple at the end of its file.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import wraps
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.errors import link_reference
-from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
+from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys, collect_names
+from mindspeed_rl.config.keys.rl import Resource
 from mindspeed_rl.run.record import Run
 
 
@@ -58,8 +60,15 @@ class Violation:
 
 
 #: form of a key in a sentence -> its text, from dotted name, last part of the name, and value
-_FORMS = {None: "{name} ({value})", "name": "{name}", "value": "{value}", "is": "{name} {value}", "short": "{last} ({value})"}
-_KEY = re.compile(r"\[(?P<key>[a-z_]+(?:\.\w+)*)(?::(?P<form>name|value|is|short))?\]")
+_FORMS = {
+    None: "{name} ({value})",
+    "short": "{last} ({value})",
+    "is": "{name} {value}",
+    "name": "{name}",
+    "last": "{last}",
+    "value": "{value}",
+}
+_KEY = re.compile(r"\[(?P<key>[a-z_]\w*(?:\.\w+)*)(?::(?P<form>name|value|is|short|last))?\]")
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,21 @@ def fill_keys(sentence: str, read: Callable[[str], object], rename: Callable[[st
     return _KEY.sub(show, sentence), values
 
 
-def violate(rule: str, sentence: str, *suggestions: Mapping[str, object], keys: Mapping[str, object] | None = None) -> Broken:
-    """Report a broken rule; see the top of this file."""
-    return Broken(rule, sentence, suggestions, keys or {})
+def violate(
+    rule: str,
+    sentence: str,
+    each: Mapping[str, object] | None = None,
+    *together: Mapping[str, object],
+    keys: Mapping[str, object] | None = None,
+) -> Broken:
+    """Report a broken rule; see the top of this file.
+
+    Args:
+        each: new values of keys, each of which is a suggestion.
+        together: suggestions of several keys.
+    """
+    suggestions = ({key: value} for key, value in (each or {}).items())
+    return Broken(rule, sentence, (*suggestions, *together), keys or {})
 
 
 Rule = Callable[[Run], Iterator[Broken]]
@@ -128,12 +149,22 @@ def needs(*groups: str) -> Callable[[Rule], Rule]:
     return restrict
 
 
-def read_key(run: Run, path: str) -> object:
-    """Return the value of a key by its dotted name; the shared group is read through the actor, which may complete it.
+def find_key(name: str) -> str:
+    """Return the dotted name of a key that sentences name without its group; any other text as it is."""
+    return collect_names().here.get(name, name)
+
+
+def read_key(run: Run, name: str) -> object:
+    """Return the value of a key that a sentence names: the devices of a resource, and "present" for another group.
+
+    The shared group is read through the actor, which may complete it.
 
     Raises:
         KeyError: there is no such key.
     """
+    path = find_key(name)
+    if path in ROLE_GROUPS:
+        return "present" if path in run.config.set_keys else None
     group, _, name = path.partition(".")
     if (f"megatron_training.{name}" if group in ROLE_GROUPS else path) not in collect_keys():
         raise KeyError(path)
@@ -142,6 +173,8 @@ def read_key(run: Run, path: str) -> object:
     value = run.config.actor_config if group == "megatron_training" else getattr(run.config, group)
     for part in name.split("."):
         value = getattr(value, part)
+    if is_dataclass(value):
+        return value.num_npus if isinstance(value, Resource) else "present"
     return value
 
 
