@@ -40,8 +40,8 @@ def find_size_violations(sizes: Sizes) -> Iterator[_SizeViolation]:
     if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
-        sentence = f"[num_npus] must be divisible by the number of nodes ({sizes.num_nodes})"
-        yield _SizeViolation("devices_per_node", ("num_npus",), sentence)
+        text = f"[num_npus] must be divisible by the number of nodes ({sizes.num_nodes})"
+        yield _SizeViolation("devices_per_node", ("num_npus",), text)
     # where a layout is uneven dp_size is a fraction, and every rule that divides by it would break with it
     uneven = list(_uneven_layouts(sizes))
     yield from uneven
@@ -91,8 +91,8 @@ def _uneven_layouts(sizes: Sizes) -> Iterator[_SizeViolation]:
 def _supervised(sizes: Sizes) -> Iterator[_SizeViolation]:
     m, dp = sizes.micro_batch_size, sizes.actor.dp_size
     if sizes.global_batch_size % (m * dp):
-        sentence = f"[{_STEP}] must be divisible by [{_MICRO}:name] x dp_size ({m} x {dp})"
-        yield _SizeViolation("step_micro_batches", (_STEP, _MICRO), sentence)
+        text = f"[{_STEP}] must be divisible by [{_MICRO}:name] x dp_size ({m} x {dp})"
+        yield _SizeViolation("step_micro_batches", (_STEP, _MICRO), text)
 
 
 def _list_rollout_names(sizes: Sizes) -> tuple[str, ...]:
@@ -105,11 +105,11 @@ def _completions(sizes: Sizes) -> Iterator[_SizeViolation]:
     """Check the rules of the GSPO guide that hold for every layout; every unit is a completion unless the name has prompts."""
     total, devices = sizes.rollout_samples, sizes.actor.num_npus
     if sizes.generation_batch_size is not None and sizes.steps_per_generation is not None:
-        sentence = " and ".join(f"[{name}]" for name in ROLLOUT_SIZES)
-        yield _SizeViolation("one_rollout_size", (), f"{sentence} both set the size of a rollout; set only one of them")
+        text = " and ".join(f"[{name}]" for name in ROLLOUT_SIZES)
+        yield _SizeViolation("one_rollout_size", (), f"{text} both set the size of a rollout; set only one of them")
     if sizes.group_size < 2:
-        sentence = f"[{_GROUP}] must be at least 2: advantages compare the completions of one prompt"
-        yield _SizeViolation("group_of_two", (_GROUP,), sentence)
+        text = f"[{_GROUP}] must be at least 2: advantages compare the completions of one prompt"
+        yield _SizeViolation("group_of_two", (_GROUP,), text)
     if total % sizes.global_batch_size:
         yield _SizeViolation(
             "whole_steps",
@@ -133,8 +133,8 @@ def _completions_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
     prompts = f"num_rollout_prompts ({round_number(sizes.rollout_prompts)})"
     each = f"num_rollout_prompts_per_dp_group ({round_number(sizes.rollout_prompts / dp)}) = {prompts} / dp_size ({dp})"
     if total % (n * dp):
-        sentence = f"{prompts} = generation_batch_size ({total}) / num_generations ({n}) must be divisible by dp_size ({dp})"
-        yield _SizeViolation("rollout_prompts_per_dp", names, sentence)
+        text = f"{prompts} = generation_batch_size ({total}) / num_generations ({n}) must be divisible by dp_size ({dp})"
+        yield _SizeViolation("rollout_prompts_per_dp", names, text)
     if total < n * dp:
         yield _SizeViolation("rollout_prompt_each", names, f"{each} must be at least 1")
     elif total % (n * dp * m):
@@ -146,8 +146,8 @@ def _completions_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
     elif step % (n * dp * m):
         yield _SizeViolation("train_micro_batches", (_STEP, _GROUP, _MICRO), f"{train} must be divisible by [{_MICRO}]")
     if total % replicas:
-        sentence = f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas"
-        yield _SizeViolation("rollout_rows_per_replica", names, sentence)
+        text = f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas"
+        yield _SizeViolation("rollout_rows_per_replica", names, text)
 
 
 def _prompts(sizes: Sizes) -> Iterator[_SizeViolation]:
@@ -155,11 +155,11 @@ def _prompts(sizes: Sizes) -> Iterator[_SizeViolation]:
     n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
     name = _STEP if sizes.train_prompts is None else "train_prompts"
     if prompts * n % m:
-        sentence = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n}) must be divisible by [{_MICRO}]"
-        yield _SizeViolation("samples_in_micro_batches", (_STEP, _GROUP, _MICRO), sentence)
+        text = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n}) must be divisible by [{_MICRO}]"
+        yield _SizeViolation("samples_in_micro_batches", (_STEP, _GROUP, _MICRO), text)
     if (prompts if sizes.train_prompts is None else sizes.train_prompts) % mini:
-        sentence = f"[{name}] must be divisible by [{_MINI}:name] ({mini}): both count prompts"
-        yield _SizeViolation("whole_mini_batches", (_MINI, name), sentence)
+        text = f"[{name}] must be divisible by [{_MINI}:name] ({mini}): both count prompts"
+        yield _SizeViolation("whole_mini_batches", (_MINI, name), text)
 
 
 def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
@@ -174,11 +174,11 @@ def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
             continue
         samples = f"[{name}:name] x [{_GROUP}:name]"
         if count * n % dp:
-            sentence = f"{samples} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
-            yield _SizeViolation("samples_per_dp", (name, _GROUP), sentence)
+            text = f"{samples} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
+            yield _SizeViolation("samples_per_dp", (name, _GROUP), text)
         elif count * n // dp % m:
-            sentence = f"{samples} / dp_size ({count} x {n} / {dp} = {count * n // dp}) must be divisible by [{_MICRO}]"
-            yield _SizeViolation("samples_per_dp_in_micro_batches", (name, _GROUP, _MICRO), sentence)
+            text = f"{samples} / dp_size ({count} x {n} / {dp} = {count * n // dp}) must be divisible by [{_MICRO}]"
+            yield _SizeViolation("samples_per_dp_in_micro_batches", (name, _GROUP, _MICRO), text)
     if mini * n % (dp * m):
         yield _SizeViolation(
             "mini_batch_in_micro_batches",
@@ -202,8 +202,8 @@ def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
         divisors["samples_per_node"] = sizes.num_nodes, f"the number of nodes ({sizes.num_nodes}): rules score on every node"
     for rule, (divisor, text) in divisors.items():
         if rows % divisor:
-            sentence = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n} = {rows}) must be divisible by {text}"
-            yield _SizeViolation(rule, (_STEP, _GROUP), sentence)
+            text = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n} = {rows}) must be divisible by {text}"
+            yield _SizeViolation(rule, (_STEP, _GROUP), text)
 
 
 def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:

@@ -56,36 +56,22 @@ def _rewards(run: Run) -> Iterator[Broken]:
     if rl.filter_groups_enable:
         yield from _fillable_groups(run)
     if rl.filter_groups_enable and rl.dynamic_sample:
-        yield violate(
-            "one_filter",
-            "[filter_groups_enable:name] and [dynamic_sample:name] replace groups in two ways; set only one of them",
-            {"dynamic_sample": False, "filter_groups_enable": False},
-        )
+        text = "[filter_groups_enable:name] and [dynamic_sample:name] replace groups in two ways; set only one of them"
+        yield violate("one_filter", text, {"dynamic_sample": False, "filter_groups_enable": False})
     if "soft_overlong" in given and rl.soft_cache_length is None:
-        yield violate(
-            "soft_cache_length",
-            "[soft_cache_length:name] is not set, but the reward function soft_overlong needs it",
-            keys={"verifier_function": given},
-        )
+        text = "[soft_cache_length:name] is not set, but the reward function soft_overlong needs it"
+        yield violate("soft_cache_length", text, keys={"verifier_function": given})
 
 
 def _overlong_responses(run: Run, limit: int, limit_key: str) -> Iterator[Broken]:
     """Check the keys of the penalty of long responses against the maximum tokens of a response."""
     rl, given = run.rl, {limit_key: limit}
     if rl.rollout_max_tokens != limit:
-        yield violate(
-            "overlong_limit",
-            f"[rollout_max_tokens] must equal [{limit_key}] while overlong_buffer_enable is true",
-            {"rollout_max_tokens": limit},
-            keys=given,
-        )
+        text = f"[rollout_max_tokens] must equal [{limit_key}] while overlong_buffer_enable is true"
+        yield violate("overlong_limit", text, {"rollout_max_tokens": limit}, keys=given)
     if not 0 < rl.overlong_buffer < limit:
-        yield violate(
-            "overlong_buffer",
-            f"[overlong_buffer] must be between 1 and {limit_key} - 1 ({limit - 1})",
-            {"overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)},
-            keys=given,
-        )
+        text = f"[overlong_buffer] must be between 1 and {limit_key} - 1 ({limit - 1})"
+        yield violate("overlong_buffer", text, {"overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)}, keys=given)
 
 
 def _prompt_sampling(run: Run) -> Iterator[Broken]:
@@ -101,11 +87,8 @@ def _prompt_sampling(run: Run) -> Iterator[Broken]:
         )
     low, high = rl.prompt_skip_below, rl.prompt_skip_above
     if low is not None and high is not None and low >= high:
-        yield violate(
-            "prompt_skips",
-            "[prompt_skip_below] must be less than [prompt_skip_above]: no prompt would train",
-            {"prompt_skip_below": None},
-        )
+        text = "[prompt_skip_below] must be less than [prompt_skip_above]: no prompt would train"
+        yield violate("prompt_skips", text, {"prompt_skip_below": None})
     names = ("prompt_replay_fraction", "prompt_skip_above", "prompt_skip_below")
     reads = [name for name in names if getattr(rl, name) is not None]
     term = None if run.objective is None else run.objective.distillation
@@ -121,12 +104,8 @@ def _fillable_groups(run: Run) -> Iterator[Broken]:
     """Check that a filter of groups can accept as many as an iteration trains on."""
     rl, sizes, off = run.rl, run.sizes, {"filter_groups_enable": False}
     if rl.n_samples_per_prompt == 1:
-        yield violate(
-            "filter_group_of_one",
-            "[filter_groups_enable:name] accepts groups whose metric varies, and with [n_samples_per_prompt] none does",
-            {"n_samples_per_prompt": 2},
-            off,
-        )
+        text = "[filter_groups_enable:name] accepts groups whose metric varies, and with [n_samples_per_prompt] none does"
+        yield violate("filter_group_of_one", text, {"n_samples_per_prompt": 2}, off)
     if not rl.rule_reward:
         yield violate(
             "filter_without_functions",
@@ -153,11 +132,8 @@ def _algorithms(run: Run) -> Iterator[Broken]:
     assert objective is not None
     yield from _algorithm_keys(rl, objective)
     if run.config.stage == "ray_ppo" and not objective.has_critic:
-        yield violate(
-            "ppo_critic",
-            "[megatron_training.stage:is] trains a critic, and [adv_estimator:is] has none",
-            {"adv_estimator": CRITIC_ESTIMATOR, "megatron_training.stage": "ray_grpo"},
-        )
+        text = "[megatron_training.stage:is] trains a critic, and [adv_estimator:is] has none"
+        yield violate("ppo_critic", text, {"adv_estimator": CRITIC_ESTIMATOR, "megatron_training.stage": "ray_grpo"})
     if objective.loss.compares_group:
         yield from _whole_groups(run, objective)
     least = objective.min_group_size
@@ -176,12 +152,8 @@ def _whole_groups(run: Run, objective: Objective) -> Iterator[Broken]:
     """Check that the responses of a prompt can share a micro-batch."""
     rl, n, sizes, given = run.rl, objective.group_size, run.sizes, {"loss_type": objective.loss_type}
     if n < 2:
-        yield violate(
-            "loss_of_groups",
-            "[loss_type:is] compares the responses of a prompt: [n_samples_per_prompt] must be at least 2",
-            {"n_samples_per_prompt": 2},
-            keys=given,
-        )
+        text = "[loss_type:is] compares the responses of a prompt: [n_samples_per_prompt] must be at least 2"
+        yield violate("loss_of_groups", text, {"n_samples_per_prompt": 2}, keys=given)
         return
     if rl.use_prefix_grouper and rl.use_dynamic_bsz:
         yield violate(
@@ -226,18 +198,11 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     yield from _losses(rl, objective)
     reads_covariance = objective.loss.reads is not None and objective.loss.may_read("clip_cov_lb")
     if reads_covariance and rl.clip_cov_lb >= rl.clip_cov_ub:
-        yield violate(
-            "covariance_bounds",
-            "[clip_cov_lb] must be below [clip_cov_ub]: no token is between them",
-            {"clip_cov_ub": rl.clip_cov_lb + 4},
-        )
+        text = "[clip_cov_lb] must be below [clip_cov_ub]: no token is between them"
+        yield violate("covariance_bounds", text, {"clip_cov_ub": rl.clip_cov_lb + 4})
     if rl.use_kl_in_reward and not objective.advantage.kl_in_reward:
-        yield violate(
-            "gdpo_kl",
-            f"[use_kl_in_reward:name] has no place with {objective.adv_estimator}, which does not read the total reward",
-            {"use_kl_in_reward": False},
-            keys={"adv_estimator": rl.adv_estimator},
-        )
+        text = f"[use_kl_in_reward:name] has no place with {objective.adv_estimator}, which does not read the total reward"
+        yield violate("gdpo_kl", text, {"use_kl_in_reward": False}, keys={"adv_estimator": rl.adv_estimator})
     low, high = rl.rollout_importance_sampling_threshold_min, rl.rollout_importance_sampling_threshold
     high_key = "rollout_importance_sampling_threshold"
     low_key = f"{high_key}_min"
@@ -245,39 +210,26 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         yield violate("correction_bounds", f"[{low_key}] must be at most [{high_key}:short]", {low_key: high})
     correction, mode = objective.correction, objective.rollout_importance_sampling_mode
     if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
-        yield violate(
-            "correction_lower_bound",
-            f"[{low_key}] bounds the masking modes only; it has no effect with {mode}",
-            {low_key: None},
-            keys={"rollout_importance_sampling_mode": mode},
-        )
+        text = f"[{low_key}] bounds the masking modes only; it has no effect with {mode}"
+        yield violate("correction_lower_bound", text, {low_key: None}, keys={"rollout_importance_sampling_mode": mode})
 
 
 def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     """Check the keys that bound the ratio of new to old policy, as the loss in use reads them."""
     loss, loss_type, given = objective.loss, objective.loss_type, {"loss_type": objective.loss_type}
     if objective.normalizer == "constant" and objective.max_response_length is None:
-        yield violate(
-            "constant_length",
-            "[loss_type:is] divides by max_response_length ([max_tokens:name]), which is not set",
-            keys={**given, "max_tokens": None},
-        )
+        text = "[loss_type:is] divides by max_response_length ([max_tokens:name]), which is not set"
+        yield violate("constant_length", text, keys={**given, "max_tokens": None})
     # for losses that read both: for one that takes clip_ratio_high as a cap the order means nothing
     if rl.clip_higher_enable and rl.clip_ratio_low > rl.clip_ratio_high and loss.may_read("clip_ratio_low"):
-        yield violate(
-            "clip_order",
-            "[clip_ratio_low] must be at most [clip_ratio_high]",
-            {"clip_ratio_low": rl.clip_ratio_high, "clip_ratio_high": rl.clip_ratio_low},
-        )
+        text = "[clip_ratio_low] must be at most [clip_ratio_high]"
+        yield violate("clip_order", text, {"clip_ratio_low": rl.clip_ratio_high, "clip_ratio_high": rl.clip_ratio_low})
     for name, bounds in loss.bounds.items():
         if not bounds.contain(getattr(objective, name)):
             yield _violate_loss_bounds(rl, loss_type, name, bounds)
     if rl.clip_ratio_c is not None and rl.delta is not None:
-        yield violate(
-            "one_negative_bound",
-            "[clip_ratio_c] and [delta] bound the same branch; set only one",
-            {"clip_ratio_c": None, "delta": None},
-        )
+        text = "[clip_ratio_c] and [delta] bound the same branch; set only one"
+        yield violate("one_negative_bound", text, {"clip_ratio_c": None, "delta": None})
     upper = 1 + objective.clip_ratio_high
     if rl.delta is not None and loss.may_read("delta") and rl.delta < upper:
         yield violate(
@@ -288,12 +240,8 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         )
     for name in ("clip_ratio_c", "delta"):
         if getattr(rl, name) is not None and not loss.may_read(name):
-            yield violate(
-                "bound_without_clip",
-                f"[{name}] has no effect with loss_type {loss_type}, which does not clip this way",
-                {name: None},
-                keys=given,
-            )
+            text = f"[{name}] has no effect with loss_type {loss_type}, which does not clip this way"
+            yield violate("bound_without_clip", text, {name: None}, keys=given)
     if objective.level not in loss.levels:
         # losses that take another level and are otherwise the same
         others = [
@@ -381,11 +329,8 @@ def _second_names(run: Run) -> Iterator[Broken]:
             "[reward_weights:name] is set without [reward_funcs:name]; beside verifier_function the key is verifier_weight",
         )
     if cfg.actor_config.lr_warmup_fraction and cfg.actor_config.lr_warmup_iters:
-        yield violate(
-            "one_warmup",
-            "[actor_config.lr_warmup_fraction] and [actor_config.lr_warmup_iters] exclude each other",
-            {"actor_config.lr_warmup_iters": 0, "actor_config.lr_warmup_fraction": None},
-        )
+        text = "[actor_config.lr_warmup_fraction] and [actor_config.lr_warmup_iters] exclude each other"
+        yield violate("one_warmup", text, {"actor_config.lr_warmup_iters": 0, "actor_config.lr_warmup_fraction": None})
 
 
 _TERM = "rl_config.distillation"
@@ -439,11 +384,8 @@ def _teachers(run: Run, has_devices: bool) -> Iterator[Broken]:
     temperature = None if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
     if (keys.teacher_temperature or temperature or 1.0) != 1.0:
         text = "must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling"
-        yield violate(
-            "server_temperature",
-            f"[{_TERM}.teacher_temperature:name] ({keys.teacher_temperature}) {text} ({temperature})",
-            {f"{_TERM}.teacher_temperature": 1.0},
-        )
+        text = f"[{_TERM}.teacher_temperature:name] ({keys.teacher_temperature}) {text} ({temperature})"
+        yield violate("server_temperature", text, {f"{_TERM}.teacher_temperature": 1.0})
     if has_devices:
         yield _reject("server_devices", "teacher_models", "are servers: leave out teacher_resource and teacher_config")
 

@@ -139,11 +139,8 @@ def _turns(run: Run) -> Iterator[Broken]:
     if not rl.multi_turn_enable:
         return
     if 0 < rl.max_total_response_length < one:
-        yield violate(
-            "tool_response_length",
-            "[max_total_response_length] must be at least [max_tokens]",
-            {"max_total_response_length": one},
-        )
+        text = "[max_total_response_length] must be at least [max_tokens]"
+        yield violate("tool_response_length", text, {"max_total_response_length": one})
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
@@ -168,12 +165,8 @@ def _turns(run: Run) -> Iterator[Broken]:
         program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
         yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
-        yield violate(
-            "verifier_reads_output",
-            f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent",
-            {"verifier_reads": "response"},
-            keys=given,
-        )
+        text = f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent"
+        yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
 
 
 @needs("generate_config")
@@ -190,11 +183,8 @@ def _engine_settings(run: Run) -> Iterator[Broken]:
         yield violate("capture_sizes_twice", text, keys={both: "..."})
     tokens, sequences = generate.max_num_batched_tokens, generate.max_num_seqs
     if "max_num_batched_tokens" in run.config.set_keys.get("generate_config", ()) and tokens < sequences:
-        yield violate(
-            "step_tokens",
-            "[max_num_batched_tokens] must be at least [max_num_seqs]: a step of the engine has a token of each response",
-            {"max_num_batched_tokens": sequences, "max_num_seqs": tokens},
-        )
+        text = "[max_num_batched_tokens] must be at least [max_num_seqs]: a step of the engine has a token of each response"
+        yield violate("step_tokens", text, {"max_num_batched_tokens": sequences, "max_num_seqs": tokens})
 
 
 def _own_setting(name: str, problem: str, rule: str = "own_engine_setting") -> Broken:

@@ -103,11 +103,8 @@ def _prediction_layers(run: Run) -> Iterator[Broken]:
             {"use_prefix_grouper": False, count: 0},
         )
     if generate is not None and not cfg.is_supervised and generate.lora_push == "adapter":
-        yield violate(
-            "prediction_adapters",
-            f"[{count}] excludes [lora_push:name]: adapter, as vLLM's adapters have no prediction layers",
-            {"lora_push": "merged", count: 0},
-        )
+        text = f"[{count}] excludes [lora_push:name]: adapter, as vLLM's adapters have no prediction layers"
+        yield violate("prediction_adapters", text, {"lora_push": "merged", count: 0})
 
 
 @needs("rl_config")
@@ -116,19 +113,13 @@ def _roles(run: Run) -> Iterator[Broken]:
     cfg, rl, objective = run.config, run.rl, run.objective
     yield from _integrated_roles(run) if rl.use_integrated_worker else _separate_roles(run)
     if rl.share_backbone and not cfg.actor_config.lora_target_modules:
-        yield violate(
-            "share_backbone_lora",
-            "[share_backbone:name] needs [lora_target_modules:name]: the reference is the actor with its adapters off",
-            {"share_backbone": False},
-        )
+        text = "[share_backbone:name] needs [lora_target_modules:name]: the reference is the actor with its adapters off"
+        yield violate("share_backbone_lora", text, {"share_backbone": False})
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
     if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
-        yield violate(
-            "share_backbone_stage",
-            "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model",
-            {"share_backbone": False},
-        )
+        text = "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model"
+        yield violate("share_backbone_stage", text, {"share_backbone": False})
     if objective.has_critic and cfg.critic_config is None:
         yield violate("critic_group", "[adv_estimator:is] needs the group [critic_config:name]: it learns the values")
 
@@ -159,28 +150,19 @@ def _integrated_roles(run: Run) -> Iterator[Broken]:
             {"rollout_resource": None, "use_integrated_worker": False},
         )
     if rl.reward_resource is not None and run.config.reward_config is None:
-        yield violate(
-            "reward_group",
-            "[reward_resource:name] is set but there is no group [reward_config:name] for the reward model",
-            {"reward_resource": None},
-        )
+        text = "[reward_resource:name] is set but there is no group [reward_config:name] for the reward model"
+        yield violate("reward_group", text, {"reward_resource": None})
 
 
 def _separate_roles(run: Run) -> Iterator[Broken]:
     """Check roles with workers of their own."""
     rl = run.rl
     if rl.integrated_mode_config is not None:
-        yield violate(
-            "integrated_mode",
-            "[integrated_mode_config:name] must be left out while [use_integrated_worker:last] is false",
-            {"integrated_mode_config": None},
-        )
+        text = "[integrated_mode_config:name] must be left out while [use_integrated_worker:last] is false"
+        yield violate("integrated_mode", text, {"integrated_mode_config": None})
     if rl.reference_resource is not None and "ref_config" not in run.config.set_keys:
-        yield violate(
-            "own_role_group",
-            "[reference_resource:name] is set but there is no group [ref_config:name] for the reference",
-            {"reference_resource": None},
-        )
+        text = "[reference_resource:name] is set but there is no group [ref_config:name] for the reference"
+        yield violate("own_role_group", text, {"reference_resource": None})
 
 
 @needs("rl_config", "generate_config")
@@ -203,11 +185,8 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
     judge = placement.layouts.get("judge")
     if judge is not None and judge.tensor >= 1 and (judge.num_npus < judge.tensor or judge.num_npus % judge.tensor):
         key = f"rl_config.{'judge' if judge.dedicated else 'actor'}_resource.num_npus"
-        yield violate(
-            "judge_devices",
-            f"[{key}] must be divisible by [judge_tensor_parallel_size]: an engine of the judge has that many devices",
-            {"judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)},
-        )
+        text = f"[{key}] must be divisible by [judge_tensor_parallel_size]: an engine of the judge has that many devices"
+        yield violate("judge_devices", text, {"judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)})
     if rl.served_judge is not None and rl.rule_reward and "judge" in rl.verifier_function:
         others = [pair for pair in zip(rl.verifier_function, rl.verifier_weight) if pair[0] != "judge"]
         names, weights = ([pair[item] for pair in others] for item in (0, 1))
@@ -220,11 +199,8 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
         )
     if placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
         key = "share_backbone" if rl.share_backbone else "sync_ref_model"
-        yield violate(
-            "reference_beside_actor",
-            f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out",
-            {"reference_resource": None, key: False},
-        )
+        text = f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out"
+        yield violate("reference_beside_actor", text, {"reference_resource": None, key: False})
     if placement.disaggregated and generate.infer_expert_parallel_size > 1:
         yield violate(
             "server_experts",
@@ -304,11 +280,8 @@ def _second_groups(run: Run) -> Iterator[Broken]:
         )
     name = "max_off_policy_threshold" if is_async else "over_sample_rate"
     if getattr(rl, name) < 1:
-        yield violate(
-            "second_group_room",
-            f"[{name}] must be at least 1 with [{key}:name]: the second group of a prompt trains in a later iteration",
-            {name: 1.0, key: False},
-        )
+        text = f"[{name}] must be at least 1 with [{key}:name]: the second group of a prompt trains in a later iteration"
+        yield violate("second_group_room", text, {name: 1.0, key: False})
     if is_async and rl.max_off_policy_strategy == "wait":
         yield violate(
             "second_group_order",
@@ -329,12 +302,8 @@ def _overlapping_modes(run: Run) -> Iterator[Broken]:
             _WHOLE,
         )
     if run.placement.disaggregated and rl.partial_rollout_max_split > 1:
-        yield violate(
-            "partial_rollout_apart",
-            f"[{_SPLIT}] splits rollouts on the training devices; with rollout servers set rl_config.trainer_mode: async",
-            _WHOLE,
-            keys={"the rollout": "on devices of its own"},
-        )
+        text = f"[{_SPLIT}] splits rollouts on the training devices; with rollout servers set rl_config.trainer_mode: async"
+        yield violate("partial_rollout_apart", text, _WHOLE, keys={"the rollout": "on devices of its own"})
     # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
     if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
         text = "[async_generate] says the same as [trainer_mode], and the two differ"
@@ -459,12 +428,8 @@ def _pushed_adapters(run: Run) -> Iterator[Broken]:
     if run.generate.lora_push == "merged":
         return
     if not actor.lora_target_modules:
-        yield violate(
-            "lora_push_needs_lora",
-            f"[{_PUSH}:name]: adapter needs adapters; set lora_target_modules or leave it out",
-            merged,
-            keys={"actor_config.lora_target_modules": None},
-        )
+        text = f"[{_PUSH}:name]: adapter needs adapters; set lora_target_modules or leave it out"
+        yield violate("lora_push_needs_lora", text, merged, keys={"actor_config.lora_target_modules": None})
     reasons = {
         "the rollout servers take merged weights": run.placement.disaggregated,
         "the engine takes no adapters of experts": bool(actor.num_experts),
@@ -500,18 +465,11 @@ def _split(run: Run) -> Iterator[Broken]:
 def _length(run: Run) -> Iterator[Broken]:
     epochs, iters = run.config.actor_config.train_epochs, run.config.actor_config.train_iters
     if epochs is not None and iters is not None:
-        yield violate(
-            "one_length",
-            "[actor_config.train_epochs] and [actor_config.train_iters] say the length of the run twice",
-            {"actor_config.train_epochs": None, "actor_config.train_iters": None},
-        )
+        text = "[actor_config.train_epochs] and [actor_config.train_iters] say the length of the run twice"
+        yield violate("one_length", text, {"actor_config.train_epochs": None, "actor_config.train_iters": None})
     if epochs is not None and run.config.stage == "pretrain":
-        yield violate(
-            "epochs_of_rows",
-            "[train_epochs] counts passes over rows; stage pretrain takes train_iters",
-            {"train_epochs": None},
-            keys={"megatron_training.stage": "pretrain"},
-        )
+        text = "[train_epochs] counts passes over rows; stage pretrain takes train_iters"
+        yield violate("epochs_of_rows", text, {"train_epochs": None}, keys={"megatron_training.stage": "pretrain"})
 
 
 def _rates(run: Run) -> Iterator[Broken]:
