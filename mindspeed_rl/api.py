@@ -58,8 +58,8 @@ class Result:
     """The files and metrics of a run.
 
     Attributes:
-        folder: of the run: report.html, metrics.jsonl, logs.
-        metrics: of each iteration, in order, as in metrics.jsonl; those of a resumed run from its first iteration on.
+        folder: run folder: report.html, metrics.jsonl, logs.
+        metrics: metrics of each iteration, in order, as in metrics.jsonl; from the first iteration on, also in a resumed run.
         checkpoint: folder that holds the checkpoints; None if the run saves none.
         model: Hugging Face folder of the newest checkpoint; None without `save_hf`.
         ended_early: `on_iteration` returned False.
@@ -147,7 +147,7 @@ def train(
     Args:
         run: from `Run.load`.
         reward: reward functions in place of the run file's: functions of this program (a closure or one of a notebook, too), or
-            names. Each counts with weight 1. They run in processes of their own, as those of plug-in files do.
+            names. Each counts with weight 1. They run in processes of their own, as the functions of plug-in files do.
         on_iteration: called after each iteration, when its files are written; if it returns False, the run saves and ends.
 
     Raises:

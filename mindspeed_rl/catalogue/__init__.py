@@ -222,7 +222,7 @@ class _Stage:
     """Defaults of a stage.
 
     Attributes:
-        loss_type: of a run file without loss_type.
+        loss_type: loss type of a run file that sets none.
         sequence_loss_type: the same with token_level_loss false; None where that key has no effect.
         kl_in_loss: the KL to the reference is in the loss unless use_kl_in_reward puts it into the reward; False: in neither.
     """

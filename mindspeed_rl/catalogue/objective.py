@@ -29,8 +29,8 @@ class Distillation:
 
     Attributes:
         coef: weight of the divergence; 1 without task rewards.
-        weights: of the divergences to the teachers that judge a row; one where a column chooses the teacher.
-        estimator: of a mode over sampled tokens; None over the teacher's most probable ones.
+        weights: weights of the divergences to the teachers that judge a row; one where a column chooses the teacher.
+        estimator: estimator of a mode over sampled tokens; None over the teacher's most probable ones.
         teachers: folders of weights, addresses of servers, or roles of the run.
     """
 
@@ -105,7 +105,7 @@ class Objective:
         clip_ratio_low, clip_ratio_high: the ratio is clipped to 1 - low .. 1 + high, where the loss clips at all.
         max_response_length: maximum tokens of a response; None where the run file does not set it.
         group_size: responses of a prompt.
-        kl_coef: coefficient of the KL the run starts with; for an adaptive one, `dataclasses.replace` gives that of a step.
+        kl_coef: coefficient of the KL the run starts with; for an adaptive one, `dataclasses.replace` sets a step's.
         kl_place: where the KL to the reference goes; None with a coefficient of 0, or where the stage has no KL.
         distillation: the term of the teachers; None without any.
     """
@@ -188,7 +188,7 @@ class Objective:
         needs = {need for part in parts if part is not None for need in part.needs}
         if self.kl_place is not None or (self.distillation is not None and "ref" in self.distillation.teachers):
             needs.add("reference")
-        # the KL of a reward is that of the policy that sampled the response, before any update
+        # the KL of a reward belongs to the policy that sampled the response, before any update
         if self.kl_place == "reward":
             needs.add("old_log_probs")
         if self.masks_by_entropy:

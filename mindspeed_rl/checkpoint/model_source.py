@@ -83,7 +83,7 @@ def _find_base(adapter: Path, base_model: str | None) -> Path:
         raise ValueError(f"{adapter} is an adapter that names no base model; name the folder of its base in base_model.")
     if weights_kind(Path(base).expanduser()) not in ("hf", "megatron"):
         raise ValueError(
-            f"{adapter} is an adapter of {base}, which is no folder with Hugging Face or Megatron weights; name the folder of "
+            f"{adapter} is an adapter of {base}, which has no Hugging Face or Megatron weights; name the folder of "
             "its base in base_model."
         )
     return Path(base).expanduser()
@@ -95,7 +95,7 @@ def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrained
 
 
 def base_of(config: MegatronConfig, role: str) -> ModelSource:
-    """Find the base weights of adapters that were saved alone: those of `pretrained_checkpoint`.
+    """Find the base weights of adapters that were saved without them: in `pretrained_checkpoint`.
 
     Raises:
         ValueError: the key is not set, or names another checkpoint of ours.
@@ -176,8 +176,8 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     """Check that actor and critic both resume or both start anew.
 
     Args:
-        config, source: of the critic.
-        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
+        config, source: configuration and model source of the critic.
+        resume_iteration: the iteration after which the actor goes on; None when it starts only from weights.
 
     Raises:
         ValueError: one of them would go on and the other start anew.
@@ -186,7 +186,7 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     if resume_iteration is None and resumes:
         raise ValueError(
             f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
-            "critic_config.finetune: true to take its weights alone."
+            "critic_config.finetune: true to take only its weights."
         )
     if resume_iteration is not None and not (resumes and (source.weights / f"iter_{resume_iteration:07d}").is_dir()):
         raise ValueError(

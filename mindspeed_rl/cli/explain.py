@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
     Where a file that the run names is on this machine, all checks of `train` run, and what it would refuse is an error.
-    Elsewhere, for example on a laptop, keys alone are checked: a file that lacks keys, or needs a feature that this version
+    Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a feature that this version
     does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in any case.
 
     Args:

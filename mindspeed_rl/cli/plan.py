@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments after `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
     """
     parser = argparse.ArgumentParser(
-        prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; shapes and formulas alone."
+        prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; only shapes and formulas."
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     memory = kinds.add_parser("memory", help="bytes of a device by owner and phase, and what to change to fit")
@@ -150,7 +150,7 @@ def _tokens(text: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 2048 or 2k")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, like 2048 or 2k")
     return count
 
 

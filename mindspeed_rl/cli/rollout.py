@@ -45,7 +45,7 @@ def make_parser() -> Parser:
     """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder; default: that of --config-name's actor")
+    add("--model", type=Path, help="Hugging Face folder; default: the actor's of --config-name")
     add("--join", type=Path, metavar="RUN", help="folder of a run that goes: serve it, with its settings, until either ends")
     add("--config-name", help="run file whose generate_config the engine has")
     add("--config-dir", help="folder of the run file; default: the project's configs/")

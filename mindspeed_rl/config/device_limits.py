@@ -12,5 +12,5 @@ _ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def engine_adapter_rank(rank: int) -> int:
-    """Return the rank of adapters that an engine is built for, where those of this rank are pushed (`lora_push: adapter`)."""
+    """Return the rank of adapters that an engine is built for, where this rank is pushed (`lora_push: adapter`)."""
     return next(size for size in _ADAPTER_RANKS if size >= rank)

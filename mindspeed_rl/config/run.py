@@ -83,12 +83,12 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True for the stages that learn from a dataset alone."""
+        """True for the stages that learn only from a dataset."""
         return self.stage in SUPERVISED_STAGES
 
     @cached_property
     def reward_model_keys(self) -> MegatronConfig | None:
-        """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
+        """Keys of the reward model: the keys of reward_config, or the actor's with the weights of `rl_config.reward_model`.
 
         None where only functions score.
         """
@@ -109,7 +109,7 @@ class RunConfig:
         )
 
     def read_judge_keys(self) -> GenerateConfig:
-        """Return the engine's keys of the judge that the run serves: those of the rollout, but its lengths and layout."""
+        """Return the engine's keys of the judge that the run serves: the rollout's, with lengths and layout of its own."""
         rl, generate = self.rl_config, self.generate_config
         assert rl is not None and generate is not None and rl.served_judge is not None
         path = Path(rl.served_judge).expanduser() / "config.json"
@@ -122,7 +122,7 @@ class RunConfig:
             infer_expert_parallel_size=1,
             enable_expert_parallel=False,
             max_model_len=rl.judge_max_model_len or min(most, longest),
-            # of the rollout's model alone
+            # only of the rollout's model
             speculative_config=None,
             quantization=None,
             fp32_lm_head=None,
@@ -133,7 +133,7 @@ class RunConfig:
         )
 
     def read_teacher_keys(self, folder: str) -> MegatronConfig:
-        """Return the keys of the teacher with weights in a folder: those of teacher_config, or the actor's, but its shape."""
+        """Return the keys of the teacher with weights in a folder: teacher_config's, or the actor's, with its own shape."""
         return replace(
             (self.teacher_config or self.actor_config).without_model_keys(),
             load=folder,
@@ -152,7 +152,7 @@ class RunConfig:
 
     @property
     def reads_images(self) -> bool:
-        """True where the actor's files are those of a model of images."""
+        """True where the actor's files have a model of images."""
         metadata = self.model_metadata.get("actor_config")
         return metadata is not None and metadata.reads_images
 

@@ -189,7 +189,7 @@ def _build_outputs(generated: Generated, prompt_length: int, collected: _TensorC
 
     num_tokens = len(generated.token_ids)
     positions = join_steps("positions")
-    positions = positions[0] if positions.dim() > 1 else positions  # of text alone all three are equal
+    positions = positions[0] if positions.dim() > 1 else positions  # of only text all three are equal
     read = torch.full((prompt_length + num_tokens,), -1)
     read[positions] = join_steps("input_ids").to(read.dtype)
     rows = torch.full_like(read, -1)

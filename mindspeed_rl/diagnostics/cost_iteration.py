@@ -35,17 +35,17 @@ class CountJob:
     """The iteration that is counted.
 
     Attributes:
-        config, plan: of the actor, with the layers that are counted.
+        config, plan: configuration and model plan of the actor, with the layers that are counted.
         columns: columns that the policy loss reads besides advantages, masks and the rollout's log-probs.
         temperature: logits are divided by it.
         platform: name of the device kind.
         world_size: ranks.
-        rows, tokens: of an update on one rank, and of each row.
-        engine_ranks, engines_sharing_experts: of a rollout engine, and of a model's experts; where the ranks that are counted
-            do not divide by them, the largest number that divides both.
-        engine_dtype: of the rollout's weights.
+        rows, tokens: number of rows of an update on one rank, and the tokens of each row.
+        engine_ranks, engines_sharing_experts: number of ranks of a rollout engine, and of its engines that share a model's
+            experts; where the ranks that are counted do not divide by them, the largest number that divides both.
+        engine_dtype: dtype of the rollout's weights.
         bucket_bytes: limit of the bytes in flight on a rank during a push.
-        plain: Megatron alone trains, in place of the suite's engine.
+        plain: only Megatron trains, in place of the suite's engine.
     """
 
     config: MegatronConfig
@@ -75,9 +75,9 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
     """Return the costs of one iteration of a rank, as a table or as one JSON object.
 
     Args:
-        name: of the run file.
-        layers: of the model that is counted, in place of all.
-        rows, tokens: of an update on one rank, and of each row.
+        name: name of the run file.
+        layers: number of layers of the model that is counted, in place of all.
+        rows, tokens: number of rows of an update on one rank, and the tokens of each row.
 
     Raises:
         ValueError: this run file cannot be counted, or no device is usable.

@@ -169,7 +169,7 @@ def _join_ranks(ranks: Sequence[TrainerOutputs]) -> dict[str, Tensor]:
 def _measure_gap(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> ActivationGap:
     ours, engine = (torch.cat([pair[side].to(torch.float64) for pair in pairs]) for side in (0, 1))
     gaps = (ours - engine).abs().amax(1)
-    scale = max(float(ours.abs().max()), 1e-30)  # of zeros alone
+    scale = max(float(ours.abs().max()), 1e-30)  # of only zeros
     largest = float(gaps.max())
     return ActivationGap(name, largest / scale, float((gaps > 0.1 * largest).double().mean()) if largest else 0.0)
 

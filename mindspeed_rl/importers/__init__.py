@@ -1,1 +1,1 @@
-"""Run files from the commands and files of other projects: one module per project; nothing in the package imports this folder."""
+"""Run files from the commands of other projects: one module per project; nothing else in the package imports this folder."""

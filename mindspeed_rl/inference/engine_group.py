@@ -32,7 +32,7 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
     """Place and start the workers of the engines.
 
     Args:
-        settings: of the engines.
+        settings: settings of the engines.
         platform_name: name of the device kind.
         folder: takes the logs.
     """

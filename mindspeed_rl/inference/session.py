@@ -104,7 +104,7 @@ class Session:
     """The resolved options before the engine starts.
 
     Attributes:
-        settings: of the engine, with the limit of prompt and answer.
+        settings: settings of the engine, with the limit of prompt and answer.
     """
 
     model: ModelFiles

@@ -1,4 +1,4 @@
-"""Changes after which a run fits, nearest first: those that cost nothing, those that cost time, those of the layout."""
+"""Changes after which a run fits, nearest first: changes that cost nothing, changes that cost time, other layouts."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class FitRequest:
     Attributes:
         block: the model block's keys; `model` is its name.
         prompt, response: maximum tokens.
-        prompts, samples: of an iteration, and of a prompt.
+        prompts, samples: number of prompts of an iteration, and of samples of a prompt.
     """
 
     model: str

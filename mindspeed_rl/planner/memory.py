@@ -1,13 +1,13 @@
 """Bytes of a device by owner and phase.
 
-The phases are those of `run/phases.py`, with the owners that are on the device in each: training state that the run file
+The phases are named as in `run/phases.py`, with the owners that are on the device in each: training state that the run file
 offloads leaves before a weight sync and returns model by model; reference and critic are offloaded after their pass or update.
 
 Bytes of activations are a model, not a count. For each token of a layer backward needs (arXiv:2205.05198, without dropout and
 with attention that saves no scores): the inputs of both norms and of both first projections (4 hidden; divided by TP with
 sequence parallelism), query, key, value and the output of attention (divided by TP), and three widths of the gated MLP
 (divided by TP). An expert layer saves, for each token that its rank receives, the input of its expert and four of the expert's
-widths. Recomputed layers save their input alone. A vision tower saves as much for each patch of the images of a micro-batch
+widths. Recomputed layers save only their input. A vision tower saves as much for each patch of the images of a micro-batch
 where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks at a time.
 """
 
@@ -38,7 +38,7 @@ _MIB = 1 << 20
 FRAGMENTATION = 0.05
 #: buffers of a communicator: one to send, one to receive
 HCCL_BUFFERS = 2
-#: tokens of the busiest expert rank over those of an even split: in one layer, and over the layers of a stage
+#: tokens of the busiest expert rank divided by the tokens of an even split: in one layer, and over the layers of a stage
 EXPERT_IMBALANCE = 1.5
 MEAN_EXPERT_IMBALANCE = 1.2
 
@@ -79,7 +79,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices with equal bytes: those of a pipeline stage, or of a role.
+    """Devices with equal bytes: a pipeline stage's, or a role's.
 
     Attributes:
         ranks: ranges of their ranks, as text.
@@ -132,7 +132,7 @@ class MemoryPlan:
         return "tight" if self.fullest.peak.total <= self.capacity else "over"
 
     def only(self, *names: str) -> MemoryPlan:
-        """Return the plan of these phases alone."""
+        """Return the plan of only these phases."""
         groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
         return replace(self, groups=tuple(one for one in groups if one.phases))
 
@@ -435,7 +435,7 @@ class _LayerBytes:
     Attributes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
-        index: of its indexer, which the layers after it keep until backward.
+        index: bytes of the tokens that its indexer chooses, which the layers after it keep until backward.
     """
 
     saved: float
@@ -453,8 +453,8 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     heads, width = model_config.num_attention_heads, model_config.kv_channels
     index = 0.0
     if (sparse := model_config.sparse_attention) is not None:
-        # queries and keys, and float32 weights of the heads; each context-parallel rank has those of all tokens
-        index = config.context_parallel_size * ((sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads)
+        # each context-parallel rank has those of all tokens
+        index = config.context_parallel_size * sparse.count_saved(itemsize)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
@@ -462,11 +462,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
         if layer not in model_config.layers_without_indexer:
             attention += index
     elif linear is not None and layer in linear.layers:
-        keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
-        # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,
-        # values, output and its norm, and the inverse of each chunk (engine/gated_delta.py)
-        wide = 4 * keys + 3 * values + 64 * linear.num_value_heads
-        attention = (linear.num_key_heads * sum(linear.convolved) + 3 * values + 4 / itemsize * wide) / tp
+        attention = linear.count_saved(itemsize) / tp
     else:
         attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
         if model_config.attention_output_gate:
@@ -499,9 +495,10 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
 
     Args:
         config: keys of the role.
-        plan: of the model.
-        tokens: of a micro-batch of one replica.
-        micro_batches: of an optimizer step on one replica; the schedule limits how many of them a stage has in flight.
+        plan: plan of the model.
+        tokens: number of tokens of a micro-batch of one replica.
+        micro_batches: number of micro-batches of an optimizer step on one replica; the schedule limits how many of them a
+            stage has in flight.
         stage: index of the pipeline stage.
     """
     layout, model_config = plan.layout, plan.model_config

@@ -49,8 +49,8 @@ class _Prediction:
         device: kind of device that it is made for.
         summary: verdict, peak and seconds of an iteration in a line, or why nothing is predicted.
         seconds: by phase.
-        gib: of the fullest device, by phase and owner.
-        totals: of the fullest device by phase, as far as the run measures it.
+        gib: memory of the fullest device in GiB, by phase and owner.
+        totals: total memory of the fullest device by phase, as far as the run measures it.
         assumed: sentences about the numbers that are taken as given.
         missing: why nothing is predicted; empty where something is.
     """
@@ -91,7 +91,7 @@ class _Prediction:
                 if owner not in Phase.EXACT and not device.sleeps:
                     continue
                 names = [f"memory/{phase}/{owner}_gib"]
-                if phase == "update":  # supervised stages measure it under the owner's name alone
+                if phase == "update":  # supervised stages measure it only under the owner's name
                     names.append(f"memory/{owner}_gib")
                 names = [name.replace(" ", "_").lower() for name in names]  # as `runtime/device_memory.py` names them
                 measured = next((medians[name] for name in names if name in medians), None)
@@ -156,7 +156,7 @@ def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
 
 
 def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:
-    """Return the bytes that a run measures: torch counts its own allocations alone, and the CPU counts the process."""
+    """Return the bytes that a run measures: torch counts only its own allocations, and the CPU counts the process."""
     owners = {name: count for name, count in phase.owners.items() if counts_all or name not in Phase.FIXED}
     measured = Phase(phase.name, owners)
     return _Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
@@ -184,7 +184,7 @@ class _Measured:
     """The measurements of a run folder.
 
     Attributes:
-        medians: of every metric over the later half of the iterations.
+        medians: medians of every metric over the later half of the iterations.
         run: the draft of its run file; the folder does not record the number of machines, on which no second depends.
     """
 
@@ -204,7 +204,7 @@ def read_measured(folder: str | Path) -> _Measured:
         history = History(read_lines(path / "metrics.jsonl"))
         report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
+        raise ValueError(f"--calibrate: {path} is not a folder of a run that wrote a report: {error}.") from None
     medians = _compute_later_medians(history)
     if "timing/all" not in medians and "timing/update" not in medians:
         raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
@@ -223,7 +223,7 @@ def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> di
     """Build a run file's groups and model blocks.
 
     Args:
-        values: of all keys of all groups.
+        values: values of all keys of all groups.
         written: values that the run file sets, by group.
     """
     tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}

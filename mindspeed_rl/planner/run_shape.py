@@ -22,7 +22,7 @@ class Model:
     """A role's model on its devices.
 
     Attributes:
-        elements: of each pipeline stage.
+        elements: number of elements of each pipeline stage.
         devices: the actor's, or those dedicated to the role.
         dp, expert_dp: ranks that hold the same dense parameters, and the same experts.
     """
@@ -95,7 +95,7 @@ class Model:
         same parameters where the optimizer is distributed.
 
         Args:
-            elements: of a rank.
+            elements: number of elements of a rank.
             stepped: the first step, which creates the moments, was made.
         """
         if not self.trains:
@@ -182,7 +182,7 @@ class RunShape:
         """Return the most tokens that images take in a row; 0 for a model of text.
 
         Args:
-            model: of any role.
+            model: model of any role.
             prompt: tokens in which the images are; None: the longest prompt, or row of a supervised stage.
         """
         vision, config, rl, generate = model.plan.model_config.vision, model.config, self.cfg.rl_config, self.generate

@@ -46,7 +46,7 @@ class TimePlan:
         parts: seconds of the parts of a phase, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
         overlaps: generation continues while the actor trains, on dedicated devices.
-        factors: measured seconds over those of the model, by phase, where a run calibrates it.
+        factors: measured seconds divided by the model's, by phase, where a run calibrates it.
     """
 
     device: str
@@ -90,7 +90,7 @@ class ModeTime:
     """An iteration in one trainer_mode.
 
     Attributes:
-        rollout_fraction: of the devices that generate; 1.0 where all do both in turn.
+        rollout_fraction: fraction of the devices that generate; 1.0 where all do both in turn.
         trainer_idle, engine_idle: fraction of the time in which they wait for the other side.
     """
 
@@ -114,7 +114,7 @@ def plan_time(
         draft: the run, sound or not.
         device: kind of the devices.
         samples: known means; the others are assumed from the run file's limits.
-        efficiency: default is that of the device.
+        efficiency: the device's by default.
         shape: models of the run, where they are planned already.
 
     Raises:

@@ -113,7 +113,7 @@ class Sizes:
 
     @property
     def mini_batch_prompts(self) -> int:
-        """Prompts of one optimizer step when counting prompts; at most those of the rollout."""
+        """Prompts of one optimizer step when counting prompts; at most the rollout's."""
         return min(self.mini_batch_size, self.global_batch_size if self.train_prompts is None else self.train_prompts)
 
     @property
@@ -334,7 +334,7 @@ def batch_table(sizes: Sizes, train_iters: int | None) -> dict[str, str | int | 
     """Return the table that `explain` prints; numbers with a remainder are shown as fractions.
 
     The names are the guides': prompts where the name has the word, otherwise completions (samples in supervised stages);
-    global_batch_size alone is as in the run file, in the unit that `counting` names.
+    only global_batch_size is as in the run file, in the unit that `counting` names.
     """
     dp = sizes.actor.dp_size
     steps = sizes.steps_per_rollout * sizes.epochs

@@ -12,7 +12,7 @@ ROUTED_LENGTHS = "routed_lengths"
 
 
 def name_routed_column(stage: int) -> str:
-    """Return the column with the experts of a row's tokens in a pipeline stage: no stage reads those of others."""
+    """Return the column with the experts of a row's tokens in a pipeline stage: no stage reads another's."""
     return f"routed_experts_{stage}"
 
 

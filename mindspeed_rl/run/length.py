@@ -15,7 +15,7 @@ def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0)) -
 
     Args:
         run: with its batch.
-        num_prompts: of its data.
+        num_prompts: number of prompts of its data.
         done: iterations before a resume, and prompts of their rollouts, which may have been of another number.
 
     Raises:

@@ -176,7 +176,7 @@ def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | Non
         folder = Path(name).expanduser().absolute()
         there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not there.is_dir():
-            violations.append(f"{key}: {folder} cannot be written to: {there} is no folder")
+            violations.append(f"{key}: {folder} cannot be written to: {there} is not a folder")
         elif not os.access(there, os.W_OK | os.X_OK):
             violations.append(f"{key}: {folder} cannot be written to: no permission for {there}")
     if violations:
@@ -248,7 +248,7 @@ def check_judge_folder(folder: Path) -> None:
     key, path = "rl_config.judge_model", folder / "config.json"
     if not path.is_file():
         raise ValueError(
-            f"{key}: '{folder}' is no folder with config.json, weights and tokenizer of a model; as the name of a model on a "
+            f"{key}: '{folder}' is not a folder with config.json, weights and tokenizer of a model; as a model's name on a "
             "server it needs rl_config.judge_url"
         )
     if not any(folder.glob("*.safetensors")):
@@ -294,7 +294,7 @@ def plan_models(run: Run) -> Run:
     resume = find_resume_point(run, source)
     resumes_after = resume.iteration or None
     if cfg.is_supervised:
-        # with adapters alone the reference is the policy without them
+        # with only adapters the reference is the policy without them
         if cfg.stage in ("dpo", "kto") and (actor.ref_model or not actor.lora_target_modules):
             config, reference = reference_of(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]

@@ -21,7 +21,7 @@ _FAMILIES: tuple[tuple[dict[str, Any], type[Algorithm]], ...] = (
 
 
 def _list_plugin_folders(rl: RLConfig) -> tuple[str, ...]:
-    """Return the folders of plug-in modules in addition to sys.path: the working directory and those of plug-in files."""
+    """Return the folders of plug-in modules in addition to sys.path: the working directory and the folders of plug-in files."""
     files = (Path(path).expanduser().resolve() for path in rl.external_plugins)
     # a console script has its folder on sys.path, not the working directory
     return tuple(dict.fromkeys((str(Path.cwd()), *(str(file.parent) for file in files))))

@@ -172,5 +172,5 @@ class Phases:
 
 
 ALL_PHASES = tuple(phase for phase in vars(Phases).values() if isinstance(phase, Phase))
-#: name of a phase -> key of `rl_config.deadlines`; phases of other workers have that of an update
+#: name of a phase -> key of `rl_config.deadlines`; phases of other workers have the update's
 PHASE_DEADLINES: Mapping[str, str] = {phase.name: phase.deadline for phase in ALL_PHASES}

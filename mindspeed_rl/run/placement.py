@@ -152,7 +152,7 @@ class Placement:
 
     @property
     def disaggregated(self) -> bool:
-        """True where rollout servers generate, those of the run or standalone ones, and not the actor's workers."""
+        """True where rollout servers generate, the run's own or standalone ones, and not the actor's workers."""
         return "rollout" in self.dedicated or bool(self.servers)
 
     @property

@@ -35,7 +35,7 @@ class Run:
         num_nodes: machines the devices are spread over.
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
-        threads: of each worker; None where the libraries choose.
+        threads: number of threads of each worker; None where the libraries choose.
         models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from
             `run.models.plan_models`; empty before.
         resume: the checkpoint or weights that the run starts from, from `run.models.plan_models`; None before.

@@ -21,7 +21,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
 
     Args:
         actor: the actor's weights.
-        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
+        resume_iteration: the iteration after which the actor goes on; None when it starts only from weights.
 
     Raises:
         ValueError: the weights do not exist, or nothing says what the actor started from.
@@ -39,7 +39,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
         config = config.without_model_keys()  # which say what the group's own weights are
     config = dataclasses.replace(
         config,
-        # weights alone: a reference takes up no state of a run
+        # only weights: a reference takes up no state of a run
         load=path,
         pretrained_checkpoint=None,
         finetune=True,

@@ -34,8 +34,8 @@ class ResumePoint:
 
     Attributes:
         weights: the folder that the weights are read from.
-        iteration: after which the run resumes; 0 for one that starts from weights alone.
-        state: of the trainer; empty for a run that starts from weights alone.
+        iteration: last iteration before the run resumes; 0 for a run that starts only from weights.
+        state: state of the trainer; empty for a run that starts from weights without a state.
         changes: keys that have another value than in the run that wrote the checkpoint.
         notes: sentences on what they do to the run.
     """
@@ -56,10 +56,10 @@ class ResumePoint:
         return any(change.on_resume == effect for change in self.changes)
 
     def describe_order_change(self, order: list[int]) -> str:
-        """Return a sentence where the data, or their order, are not those of the checkpoint; empty where they are.
+        """Return a sentence where the data, or their order, differ from the checkpoint; empty where they do not.
 
         Args:
-            order: of this run; see `trainers.prompt_loader.describe_order`.
+            order: prompt order of this run; see `trainers.prompt_loader.describe_order`.
         """
         if self.state.get("rollout", self.state).get("order", order) == order:
             return ""
@@ -71,7 +71,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
     """Return the point that a run with these weights starts from.
 
     Args:
-        source: of the actor, or of the model that a supervised stage trains.
+        source: source of the actor, or of the model that a supervised stage trains.
 
     Raises:
         ValueError: this run cannot resume from the checkpoint, or nothing is left to do.
@@ -146,7 +146,7 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
         check_small_files(folder)
         record = json.loads(path.read_text(encoding="utf-8"))
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
-            raise DamagedCheckpointError(f"{path} is no record of a run")
+            raise DamagedCheckpointError(f"{path} is not a record of a run")
     except (OSError, ValueError) as error:
         reason = error if str(folder) in str(error) else f"{path}: {error}"
         advice = "load_previous: true resumes from the one before, load_iteration names another"

@@ -57,7 +57,7 @@ class WaitMonitor:
     """Deadlines of the driver's waits for a group of workers, and the report of long ones.
 
     Attributes:
-        folder: of the run; the heartbeat files of the processes are below it.
+        folder: run folder; the heartbeat files of the processes are below it.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ def wait_all(
 
     Args:
         futures: one for each worker.
-        names: of the workers.
+        names: names of the workers.
         phase: shown in messages; its first word decides the deadline.
         plane: aborted when a worker fails, so that no request waits for its rows.
         monitor: its deadlines; the defaults of a run when None.

@@ -33,7 +33,7 @@ class HostFiles:
 
     Attributes:
         host: its machine.
-        files: of each path; None where nothing exists.
+        files: files at each path; None where nothing exists.
     """
 
     host: str
@@ -62,7 +62,7 @@ def check_shared_files(
 
     Args:
         run: its files and folders are compared.
-        names: of the processes.
+        names: names of the processes.
         read: calls `read_host_files` in each of them.
         saves: groups of the run file whose models they save.
 

@@ -46,8 +46,8 @@ class _ResponseChunk:
     """The next tokens of a response; see `Generated`.
 
     Attributes:
-        token_ids, log_probs: of the tokens.
-        version: of the weights.
+        token_ids, log_probs: ids and log-probs of the tokens.
+        version: version of the weights.
         finish: None while more chunks follow.
     """
 
@@ -61,7 +61,7 @@ class AsyncEngine:
     """One vLLM engine of a server. All methods are coroutines of one event loop.
 
     Attributes:
-        version: of the weights; -1 before the first.
+        version: version of the weights; -1 before the first.
         llm: vLLM's own object, for other interfaces.
     """
 
@@ -70,7 +70,7 @@ class AsyncEngine:
 
         Args:
             arguments: from `build_engine_arguments`, with executor and worker extension.
-            image_rules: of a model of images.
+            image_rules: image rules of a model of images.
         """
         self._image_rules = image_rules
         # until the first result has arrived: the engine reports that it is ready before it opens the socket of its results
@@ -218,7 +218,7 @@ def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -
     """Build the service of a server.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         engine: shared with other interfaces; None for a new one.
     """
     generate = settings.generate

@@ -111,7 +111,7 @@ def _read_request(request: _Request) -> _Work:
 class RolloutService:
     """All methods are coroutines of one event loop; arguments and results are JSON values.
 
-    Names of methods, arguments and fields are those of the HTTP interface.
+    Methods, arguments and fields are named as in the HTTP interface.
     """
 
     def __init__(self, engine: AsyncEngine, metadata: Mapping[str, object]) -> None:
@@ -137,7 +137,7 @@ class RolloutService:
             return await self._engine.join(arguments["meeting"], arguments["first_rank"])
         # names come over HTTP: no other method may be reachable
         if name not in (*_OWN_CALLS, *_ENGINE_CALLS):
-            raise ValueError(f"{name} is no call of a rollout server; there are {', '.join((*_OWN_CALLS, *_ENGINE_CALLS))}.")
+            raise ValueError(f"{name} is not a call of a rollout server; there are {', '.join((*_OWN_CALLS, *_ENGINE_CALLS))}.")
         return await getattr(self if name in _OWN_CALLS else self._engine, name)(**arguments)
 
     async def describe(self) -> dict[str, object]:

@@ -32,12 +32,12 @@ class ServerSettings:
         hf_folder: has config.json, and the tokenizer for other interfaces.
         generate: keys of the engines.
         platform: name of the device kind.
-        folder: of the run, for run.log and logs/; None without such files.
+        folder: run folder, for run.log and logs/; None without such files.
         with_tokenizer: the engine reads and writes text, for other interfaces than ours.
         load_weights: the engine loads the folder's weights instead of waiting for a weight sync.
         heartbeat_interval_s: between two heartbeats.
         min_pixels, max_pixels: limits of images; None: the model's own.
-        title: of the servers in messages, before their index.
+        title: title of the servers in messages, before their index.
         exact_slices: as `RunConfig` has them.
         sleeps: the engine is offloaded between its phases: others use its devices in them.
     """
@@ -57,7 +57,7 @@ class ServerSettings:
 
 
 def describe_log_probs(exact_slices: int) -> str:
-    """Return the kind of a server's log-probs, which must be that of the run; `exact_slices` as in the settings."""
+    """Return the kind of a server's log-probs, which must be the run's; `exact_slices` as in the settings."""
     return f"{_LOG_PROBS}, exact in {exact_slices} slices" if exact_slices else _LOG_PROBS
 
 
@@ -87,8 +87,8 @@ class ServerProcess:
         """Keep the settings.
 
         Args:
-            settings: of all servers.
-            index: of this one.
+            settings: settings of all servers.
+            index: index of this one.
             devices: ids of devices that it shares with other processes; None: those that Ray assigns to it.
         """
         self._settings, self._index, self._devices = settings, index, devices

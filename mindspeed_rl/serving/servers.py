@@ -83,11 +83,11 @@ class ServerProcesses:
         """Place the processes and start them; `collect` waits for them.
 
         Args:
-            settings: of all of them.
+            settings: settings of all of them.
             env: environment of the processes.
             limits_s: the deadlines of the run, by key.
-            num_devices: of all of them together.
-            slots: (node, ids of devices) of each device, where they share those of other processes; else Ray assigns them.
+            num_devices: number of devices of all of them together.
+            slots: (node, ids of devices) of each device, where they share devices with other processes; else Ray assigns them.
 
         Raises:
             TimeoutError: they cannot be placed.
@@ -170,7 +170,7 @@ class RolloutServers:
 
     Attributes:
         pool: all servers as one engine; its coroutines run in `loop`.
-        loop: of the pool.
+        loop: event loop of the pool.
         weights: syncs to all of them.
     """
 
@@ -182,11 +182,11 @@ class RolloutServers:
         *,
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
-        """Start servers on dedicated devices, or connect to those of the run file; `set_up` waits for them.
+        """Start servers on dedicated devices, or connect to the servers of the run file; `set_up` waits for them.
 
         Args:
             run: its servers.
-            settings: of the run's own servers.
+            settings: settings of the run's own servers.
             env: environment of their processes.
             report: called with a line for every server that is lost or replaced.
 
@@ -345,7 +345,7 @@ class JudgeServers:
     """The engines of a generative judge that the run serves: on the actor's devices in turn, or on dedicated ones.
 
     Attributes:
-        shares_devices: of the actor; the engines are off them outside of `generate`.
+        shares_devices: True where the engines use the actor's devices; they are off them outside of `generate`.
     """
 
     def __init__(self, run: Run, env: Mapping[str, str], slots: Sequence[tuple[str, list[str]]]) -> None:

@@ -64,11 +64,11 @@ def serve(
     """Serve until the process is interrupted, then end the engine.
 
     Args:
-        folder: of the model; its weights are loaded where it has any.
+        folder: model folder; its weights are loaded where it has any.
         generate: keys of the engine.
-        names: of the model, for clients of the OpenAI-compatible paths.
+        names: names of the model, for clients of the OpenAI-compatible paths.
         listening: a bound socket.
-        token: of every call.
+        token: token that every call must have.
         platform_name: name of the device kind.
         pixels: limits of images, as `ServerSettings` has them, and so `exact_slices`.
     """
@@ -124,8 +124,8 @@ class _GuardedApp:
         Args:
             service: answers our calls.
             inner: vLLM's application; None answers 404.
-            token: of calls, as `Authorization: Bearer <token>`.
-            prefix: of the paths of our calls.
+            token: token that calls must have, as `Authorization: Bearer <token>`.
+            prefix: prefix of the paths of our calls.
         """
         self._service, self._inner, self._prefix = service, inner, prefix + "/"
         self._expected = f"Bearer {token}".encode()
@@ -219,7 +219,7 @@ async def _respond(send: _Send, status: int, value: object, scope: _Scope | None
     """Respond with JSON.
 
     Args:
-        scope: of the connection where it may be a websocket, which is refused before it is opened.
+        scope: scope of the connection where it may be a websocket, which is refused before it is opened.
     """
     kind = "http"
     if scope is not None and scope["type"] == "websocket":

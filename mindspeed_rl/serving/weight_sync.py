@@ -90,7 +90,7 @@ class WeightSync:
 
         Args:
             pool: the servers.
-            loop: of the pool's coroutines.
+            loop: event loop of the pool's coroutines.
             replace_lost: starts servers in place of lost ones, where possible.
             num_trainers: the first members of every group.
             timeout_s: longest silence in a sync.
@@ -108,7 +108,7 @@ class WeightSync:
         """Send the trainers' weights to all servers, with proof; remove a server that fails, and continue with the others.
 
         Args:
-            version: of the weights.
+            version: version of the weights.
             join: builds a group of trainers and servers.
             send: the trainers send; returns their result, and the error that broke the group or None.
             leave: the trainers leave a broken group.

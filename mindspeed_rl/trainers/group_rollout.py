@@ -29,7 +29,7 @@ from mindspeed_rl.workers.reward_group import RewardGroup
 
 
 def _response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
+    """Return the data plane's columns of complete groups: the rollout's, and the scores where they are there."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     columns = build_response_columns(trajectories, with_images=has_references(groups[0].item["columns"]))
     if all(group.results is not None for group in groups):
@@ -49,7 +49,7 @@ def _write_record(path: Path, iteration: int, version: int, groups: Sequence[Pro
 
     Args:
         iteration: the first is 1, as in the metrics.
-        version: of the weights that train.
+        version: version of the weights that train.
     """
     line = {
         "iteration": iteration,
@@ -182,7 +182,7 @@ class GroupRollout(Rollout):
         return trained + fill, [*reports, WorkerReport(metrics)]
 
     def _put(self, groups: list[PromptGroup]) -> list[WorkerReport]:
-        """Replace the rows of the data plane by those of these groups, scored."""
+        """Replace the rows of the data plane by the rows of these groups, scored."""
         repeat = self._plan.n_samples_per_prompt
         columns = prompt_rows([group.item for group in groups], repeat) | _response_rows(groups)
         self._plane.clear(len(groups))
@@ -192,7 +192,7 @@ class GroupRollout(Rollout):
         return [*scored, WorkerReport(compute_response_metrics(trajectories))]
 
     def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
-        """Add the models' scores to rows that are too few, as a rule, to be dispatched as those of an iteration."""
+        """Add the models' scores to rows that are too few, as a rule, to be dispatched like an iteration's."""
         if self._model_rewards.fleet is None:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)

@@ -40,7 +40,7 @@ class Requests:
         seed: (index of the prompt, index of the sample) -> of the response.
         group_size: samples of a prompt that train.
         num_spare: samples of a prompt that are generated in addition, until enough others have ended.
-        keeps_spare: those that have not ended by then continue in a second group of their prompt.
+        keeps_spare: True where samples that have not ended by then continue in a second group of their prompt.
     """
 
     item: Callable[[int], PromptItem]
@@ -175,7 +175,7 @@ class StreamingSource:
     def snapshot(self) -> tuple[list[PromptGroup], int, int]:
         """Return the groups in flight, the index of the next prompt, and how many were taken.
 
-        Tokens are those of the last interruption.
+        Tokens are counted at the last interruption.
         """
         # lists are copied: responses go on arriving while the snapshot is written
         copies = (replace(group, samples=list(group.samples), ids=list(group.ids)) for group in self._groups.values())
@@ -380,7 +380,7 @@ class PartialSource:
 
         Args:
             slice_tokens: by which a response grows at once.
-            over_sample_rate: prompts under way beyond those of an iteration, as a fraction of them.
+            over_sample_rate: prompts under way beyond an iteration's, as a fraction of them.
         """
         self._continue, self._requests, self.admission = continue_responses, requests, admission
         self._slice_tokens = slice_tokens

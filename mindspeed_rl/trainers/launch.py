@@ -142,7 +142,7 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     """Return the plan of a run as rows of a table for the console; `mindspeed-rl explain` shows all of it.
 
     Args:
-        num_devices: of all roles.
+        num_devices: number of devices of all roles.
     """
     cfg, plan, actor = run.config, run.plan, run.config.actor_config
     rows = {

@@ -23,14 +23,13 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import BatchPlan
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.workers.agents import read_tool_schemas
 from mindspeed_rl.workers.responses import read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from mindspeed_rl.trainers.advantages import TrainBatch
 
 
 class PromptLoader:
@@ -90,7 +89,7 @@ class PromptLoader:
             self._choice.observe([index - self._pass_start for index in self.batch], groups)
 
     def on_batch(self, batch: TrainBatch) -> None:
-        """Take note of the rewards that train, with those of a reward model."""
+        """Take note of the rewards that train, with a reward model's."""
         self.observe(batch.inputs.rewards.masked_fill(~batch.inputs.valid, torch.nan))
 
     def report(self) -> list[WorkerReport]:
@@ -141,7 +140,7 @@ def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]
 
 
 def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset | None]:
-    """Return the prompts to train on, and those of the evaluations: a second dataset, or the part that `split` holds back."""
+    """Return the prompts to train on, and the evaluations': a second dataset, or the part that `split` holds back."""
     actor = run.config.actor_config
     tools = read_tool_schemas(run.rl, tokenizer)
     limit = run.generate.limit_mm_image_per_prompt

@@ -80,7 +80,7 @@ class RLInputs:
     Attributes:
         run: with its length.
         held_out: None without evaluation.
-        num_devices: of all roles.
+        num_devices: number of devices of all roles.
         summary: lines for the console.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
@@ -235,7 +235,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
         readers |= dict.fromkeys(run.objective.distillation.models.values(), "rl_config.distillation.teacher_models")
     for role, key in readers.items():
         folder = None if role not in run.models else run.models[role].source.hf_folder
-        # a folder of weights alone has no tokens to compare
+        # a folder with only weights has no tokens to compare
         if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             continue
         other = load_tokenizer(folder, use_fast=not run.config.actor_config.tokenizer_not_use_fast)

@@ -75,7 +75,7 @@ class RolloutLogger(RunLogger):
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
     def record_examples(self, iteration: int, examples: Sequence[tuple[PromptItem, list[int], RewardResult]]) -> None:
-        """Append responses to held-out prompts to examples.jsonl; the report shows those of the first and last evaluation."""
+        """Append responses to held-out prompts to examples.jsonl; the report shows the first and the last evaluation."""
         decode = self._tokenizer.decode
         with contextlib.suppress(OSError), (self._run.folder / EXAMPLES).open("a", encoding="utf-8") as file:
             for index, (item, response, result) in enumerate(examples):

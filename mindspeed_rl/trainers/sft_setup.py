@@ -59,7 +59,7 @@ class SupervisedInputs:
     """The inputs of a run, checked before anything is started.
 
     Attributes:
-        num_devices: of the workers.
+        num_devices: number of devices of the workers.
         summary: lines for the console.
         images: a line with the tokens of images; empty for a model of text.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
@@ -148,7 +148,7 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
 def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
     """Return samples and tokens a second over all devices, and model operations a second and device.
 
-    They are those of the update alone: saving and evaluating do not count.
+    They cover only the update: saving and evaluating do not count.
     """
     seconds = results.get("timing/update", 0.0)
     if not seconds:
@@ -195,7 +195,7 @@ _COLUMNS = {
 
 
 def _count_rows(stage: str, data_path: object, split: str | None) -> int:
-    """Return the rows that train: those of the first share of split."""
+    """Return the number of rows that train: the first share of split."""
     halves = 2 if stage == "kto" and is_paired(str(data_path)) else 1
     column = _COLUMNS["dpo" if halves == 2 else stage][0]
     num_rows = len(read_index(column_prefix(Path(str(data_path)).expanduser(), column)).lengths)
@@ -206,8 +206,9 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
     """Check the files that the workers will read.
 
     Args:
-        config: of the trained model.
-        vocab_size: of the model, with which token ids are compared; None checks that the files exist and no more.
+        config: configuration of the trained model.
+        vocab_size: vocabulary size of the model, with which token ids are compared; None checks that the files exist and no
+            more.
 
     Raises:
         ValueError: data_path is not set, or a file or column that the stage needs does not exist, or is damaged.
@@ -223,7 +224,7 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
                 hint = "give the whole prefix, with _text_document"
             else:
                 columns = list_packed_columns(Path(str(prefix)).expanduser())
-                # both answers of a pair are judged alone, too
+                # both answers of a pair are judged by themselves, too
                 stage = "dpo" if config.stage == "kto" and is_paired(str(prefix)) else config.stage
                 missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"

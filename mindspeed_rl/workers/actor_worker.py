@@ -30,7 +30,7 @@ class ActorWorker(ActorPhases):
             run: the resolved run.
             plane: where rows come from.
             run_id: unique to the run and equal on all its ranks.
-            rank: of this process.
+            rank: rank of this process.
         """
         super().__init__(run, rank)
         # offloads the models: vLLM does not start on a device that has less free memory than its part

@@ -27,7 +27,7 @@ class _DedicatedWorker(DeviceWorker):
 
     Attributes:
         role: name of the model in `Run.models` that decides the layout.
-        title: of the workers, in logs.
+        title: title of the workers, in logs.
     """
 
     role: str
@@ -41,8 +41,8 @@ class _DedicatedWorker(DeviceWorker):
         Args:
             run: the resolved run.
             plane: where rows come from.
-            resumed_at: iteration after which the actor resumes; None when it starts from weights alone.
-            rank: of this process.
+            resumed_at: iteration after which the actor resumes; None when it starts only from weights.
+            rank: rank of this process.
         """
         super().__init__(run, rank, self.title)
         model, actor = run.models[self.role], run.models["actor"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
     _Target = Role | RolloutReplica | None
-    #: something extra, such as a profiler, that gives the context of a phase; its arguments are those of `DeviceWorker.phase`
+    #: something extra, such as a profiler, that gives the context of a phase; it takes the arguments of `DeviceWorker.phase`
     _PhaseHook = Callable[[Phase, _Target, int | None], AbstractContextManager["LossObserver | None"]]
 
 _Result = TypeVar("_Result")
@@ -126,7 +126,7 @@ class _PhaseProfiler:
         Args:
             config: the group of the run file.
             run_dir: takes the traces, below `profile/`, when `profile_save_path` is empty.
-            rank: of this process.
+            rank: rank of this process.
         """
         self._config, self._rank = config, rank
         self._folder = Path(config.profile_save_path) if config.profile_save_path else run_dir / "profile"

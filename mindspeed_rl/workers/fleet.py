@@ -193,7 +193,7 @@ class Fleet:
 
         Args:
             requests: token ids.
-            sampling: of the replies.
+            sampling: sampling parameters of the replies.
             in_rollout: the rollout engines have their memory, and need it afterwards.
         """
         assert self.judge is not None
@@ -229,9 +229,7 @@ class Fleet:
 
     def update_actor(self, plan: UpdatePlan) -> list[WorkerReport]:
         """Make all optimizer steps of the iteration."""
-        # called from here, not by `RemoteGroup.call`: the way to the loss has one call less
-        futures = [process.call.remote(Phases.UPDATE_ACTOR.name, plan) for process in self.actor.processes]
-        return self.actor.wait(Phases.UPDATE_ACTOR, futures)
+        return self.actor.call(Phases.UPDATE_ACTOR, plan)
 
     def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
         """Make all steps of the critic of the iteration."""

@@ -28,7 +28,7 @@ def read_image_rules(model: RoleModel) -> ImageRules | None:
 
 
 def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: bool = False) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete trajectories, a row each; with those of a model of images.
+    """Return the data plane's columns of complete trajectories, a row each; with the columns of a model of images.
 
     `responses` and the columns aligned to it are all tokens after the prompts; `response_mask` is True on those that the actor
     sampled, and is made nowhere else.

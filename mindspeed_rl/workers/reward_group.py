@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: columns of the data plane that a sample is made of
 SAMPLE_COLUMNS = ("prompt_ids", "responses", "labels", "extra", "truncated", "trajectories")
-#: reward workers that a run replaces before it gives up: the cause of more losses is no accident
+#: reward workers that a run replaces before it gives up: the cause of more losses is not an accident
 _MAX_REPLACED = 5
 
 
@@ -49,7 +49,7 @@ class SampleReader:
     """Makes samples for reward functions and judges of token ids.
 
     Attributes:
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         reads: `rl_config.verifier_reads`.
         max_tokens: longest response.
     """
@@ -166,7 +166,7 @@ class RewardGroup:
     """One reward worker a node, each of which scores a part of the rows.
 
     Attributes:
-        accuracies: names of functions whose score is an accuracy; those of the user too after `check`.
+        accuracies: names of functions whose score is an accuracy; after `check` also the user's.
     """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:

@@ -61,7 +61,7 @@ def _build_routing_arguments(key: str) -> EngineArguments:
     """Return the arguments with which an engine reports the experts of each token.
 
     Args:
-        key: of the run file that needs it, for the error.
+        key: key of the run file that needs it, for the error.
 
     Raises:
         ValueError: this vLLM cannot report them.
@@ -79,8 +79,8 @@ class RolloutReplica:
     over the world.
 
     Attributes:
-        rank: of this process among all.
-        layout: of the engines.
+        rank: rank of this process among all.
+        layout: layout of the engines.
         replica: index of the rollout engine that this rank belongs to.
         num_replicas: rollout engines of the run.
         order: in which the samples of a dispatch start.
@@ -96,7 +96,7 @@ class RolloutReplica:
         Args:
             run: the resolved run.
             plane: where `generate` takes its prompts; None where it is not called.
-            tokenizer: of the actor.
+            tokenizer: tokenizer of the actor.
             run_id: unique to the run and equal on all its ranks.
         """
         config, actor = run.generate, run.models["actor"]
@@ -152,8 +152,8 @@ class RolloutReplica:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
         Args:
-            stream: of the actor's weights.
-            version: of the weights.
+            stream: stream of the actor's weights.
+            version: version of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
         """
         self.engine.restore_memory("weights")
@@ -217,7 +217,7 @@ class RolloutReplica:
         """Generate a response for all rows of this replica, each sampled with a seed of its own.
 
         Args:
-            rollout_index: of the rollout in the run, a part of the seeds.
+            rollout_index: index of the rollout in the run, a part of the seeds.
         """
         metrics = self.host.run(lambda: self._generate_all(rollout_index)) or Metrics()
         if self._expert_counts is not None:

@@ -46,7 +46,7 @@ class ServerRollout:
     Attributes:
         servers: their pool is a `RolloutEngine`.
         agents: make samples with it, in the loop of the servers.
-        sampling: of training responses.
+        sampling: sampling parameters of training responses.
     """
 
     def __init__(self, run: Run, plane: DataPlane, trainers: RemoteGroup) -> None:
@@ -217,7 +217,7 @@ class ServerRollout:
         """Return the result of work in the loop of the servers. When no server is left, one is started and given the weights.
 
         Args:
-            future: of the work.
+            future: future of the work.
             phase: the work is for this phase.
             others: phases whose failure ends the wait.
 

@@ -1,4 +1,4 @@
-"""Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are those of a student's prompt and response.
+"""Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are a student's prompt and response.
 
 The driver sends one request for each sequence of a row, many at a time, directly (no proxies, no redirects).
 """
@@ -71,7 +71,7 @@ class TeacherServers:
         """Connect to nothing yet.
 
         Args:
-            plane: where rows come from; None for `check` alone.
+            plane: where rows come from; None for only `check`.
             timeout_s: longest wait for rows.
         """
         self._term, self._keys, self._plane, self._timeout_s = term, keys, plane, timeout_s

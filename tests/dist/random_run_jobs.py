@@ -179,7 +179,7 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
             composition.steps[name].append([])
             found.append(None if sharded else collect_gradients(engine))
 
-        engine.on_gradients = collect
+        engine.on_gradients.append(collect)
         if name == "update_critic":
             metrics.merge(worker.update_critic(schedule.steps(ITERATION)).metrics)
         else:

@@ -51,7 +51,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
     """
     with engine_of(setting) as engine:
         found: dict[str, Any] = {}
-        engine.on_gradients = lambda: found.update(collect_gradients(engine))
+        engine.on_gradients.append(lambda: found.update(collect_gradients(engine)))
         mine = my_rows(_rows_of(loss, rows))
         if loss == "tokens":
             engine.train_step(mine, setting.batching, _token_loss)

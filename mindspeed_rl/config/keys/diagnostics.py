@@ -76,7 +76,7 @@ class ProfilerGroups:
 
 @dataclass(frozen=True, kw_only=True)
 class MsprobeConfig:
-    """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one."""
+    """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with another run's."""
 
     msprobe: bool = key(False, "write dumps", "是否导出", on_resume="exact")
     dump_path: str = key("./msprobe_dump", "folder of the dumps", "导出的文件夹", on_resume="exact")

@@ -149,7 +149,7 @@ class GenerateConfig:
         "further arguments of vLLM's engine, by vLLM's names; those that this suite sets are refused",
         "vLLM 引擎的其他参数，名称同 vLLM；由本套件设置的会被拒绝", elsewhere="vllm_engine_kwargs engine_kwargs.vllm",
         on_resume="exact")
-    additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to those of this suite",
+    additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to this suite's",
         "vllm-ascend 自己的设置，名称同 vllm-ascend，与本套件设置的并用", only_on="npu", on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",
         only_on="npu", on_resume="exact")

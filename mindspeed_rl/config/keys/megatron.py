@@ -21,7 +21,7 @@ LEFT_OFF_FEATURES = {
     "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes; "
     "recompute_granularity: selective with recompute_modules: [mlp], or [moe_act] in experts, frees this memory too",
     "reuse_fp32_param": f"{_OWN_ARGUMENTS}; swap_optimizer frees more memory",
-    "swap_attention": "its hooks are set by Megatron-LM's own training program alone, and read its arguments at run time; "
+    "swap_attention": "its hooks are set only by Megatron-LM's own training program, and read its arguments at run time; "
     "recompute_granularity frees this memory by computing it again",
     "use_ascend_coc": _OWN_ARGUMENTS,
     "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,

@@ -62,7 +62,7 @@ def render_page(language: _Language) -> str:
 def _render_row(key: str, name: str, record: Algorithm, language: _Language) -> str:
     advice, rl = ADVICE[key][name], RLConfig(n_samples_per_prompt=8)
     rl = replace(rl, loss_type=name) if isinstance(record, PolicyLoss) else replace(rl, adv_estimator=name)
-    if "clip_ratio_high" in record.bounds:  # the clip of a ratio is no cap
+    if "clip_ratio_high" in record.bounds:  # the clip of a ratio is not a cap
         rl = replace(rl, clip_higher_enable=True, clip_ratio_high=record.bounds["clip_ratio_high"].default or 1.0)
     objective = build_objective(rl, "ray_grpo", max_response_length=1024)
     formula = (record.format_formula(objective.numbers()) or record.target).replace("|", "\\|")

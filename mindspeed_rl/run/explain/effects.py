@@ -284,7 +284,7 @@ def _warn_about_features(cfg: RunConfig) -> Iterator[str]:
     for group, role in roles.items() if cfg.platform in ("auto", "npu") else ():
         for name, reason in LEFT_OFF_FEATURES.items() if role is not None else ():
             if getattr(role, name):
-                yield f"{group}.{name}: left off where MindSpeed trains, which changes speed and memory alone: {reason}"
+                yield f"{group}.{name}: left off where MindSpeed trains, which changes only speed and memory: {reason}"
 
 
 def _warn_about_idle_keys(run: Run) -> Iterator[str]:

@@ -83,7 +83,7 @@ _SECTIONS: dict[str, str] = {
     "Device profiler: phases, steps and content of traces; one group, `integrated`, for the workers that share a device.": (
         "设备 profiler 记录的阶段、步与内容；只有一组 `integrated`，用于共用设备的工作进程。"
     ),
-    "Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one.": (
+    "Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with another run's.": (
         "精度导出：一次运行的张量，由 `mindspeed-rl diff-dump` 与另一次运行比较。"
     ),
     "Accepted without effect.": "接受但不起作用的键。",

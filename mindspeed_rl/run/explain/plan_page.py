@@ -118,7 +118,7 @@ def render(report: Report) -> str:
     parts: list[str] = []
     run = report["run"]
     if run:
-        model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is that of `load`
+        model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is the one of `load`
         parts.append(f"{run['config_name']}: stage {run['stage']}, {model}platform {run['platform']}")
     if report["batch"]:
         batch = dict(report["batch"])

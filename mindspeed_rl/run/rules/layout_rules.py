@@ -179,7 +179,7 @@ def _even_layers(role: MegatronConfig, layers: int) -> Iterator[Broken]:
     elif chunk is not None and (chunk < 1 or layers // pp % chunk or pp < 2):
         key, each = "num_layers_per_virtual_pipeline_stage", layers // pp
         rule = "needs at least two pipeline stages" if pp < 2 else f"must divide the {each} layers of a pipeline stage"
-        # not all layers of a stage: one chunk is no interleaving
+        # not all layers of a stage: one chunk is not interleaving
         options = [value for value in range(1, each) if each % value == 0] if pp > 1 else []
         suggested = min(options, key=lambda value: abs(value - chunk), default=None)
         yield violate("chunks", f"[{key}] {rule}", {key: suggested}, keys={_PIPELINE: pp})
@@ -255,7 +255,7 @@ def _spread_experts(run: Run, world: int | None) -> Iterator[Broken]:
         return
     actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
     experts, source = cfg.with_shape("actor_config").num_experts, "num_experts"
-    if actor.num_layers is None:  # the shape is that of config.json
+    if actor.num_layers is None:  # the shape follows from config.json
         if metadata is None:
             return
         source = f"the experts of {metadata.folder}"

@@ -15,12 +15,12 @@ from mindspeed_rl.config.run import RunConfig
 
 @dataclass(frozen=True)
 class KeyChange:
-    """A key whose value differs from that of the run that wrote a checkpoint.
+    """A key whose value differs from the run that wrote a checkpoint.
 
     Attributes:
         name: dotted.
         on_resume: its class; see `Key.on_resume`.
-        saved, value: of the checkpoint and of this run, as JSON.
+        saved, value: values in the checkpoint and in this run, as JSON.
     """
 
     name: str

@@ -201,7 +201,7 @@ def _engine_arguments(run: Run) -> Iterator[Broken]:
             yield _own_setting(f"engine_kwargs.{name}", f"is set by this suite: {_OWN_ARGUMENTS[name]}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            problem = f"is no argument of the installed vLLM's engine{hint}"
+            problem = f"is not an argument of the installed vLLM's engine{hint}"
             yield _own_setting(f"engine_kwargs.{name}", problem, "engine_argument")
     sampling, prefix = run.generate.sampling_config, "generate_config.sampling_config"
     if "" in sampling.stop:
@@ -275,7 +275,7 @@ def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
             yield _reject_draft(drafts, name, f"is set by this suite: {_BY_ROLLOUT}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            yield _reject_draft(drafts, name, f"is no key of the installed vLLM's speculative_config{hint}")
+            yield _reject_draft(drafts, name, f"is not a key of the installed vLLM's speculative_config{hint}")
     has_default = method in ("mtp", "eagle", "eagle3")  # a number in the draft's config.json
     if not (tokens is None and has_default) and not (type(tokens) is int and 1 <= tokens <= _MAX_DRAFT):
         text = f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}"
@@ -371,7 +371,7 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
-            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order with it alone"),
+            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order only with it"),
         ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),

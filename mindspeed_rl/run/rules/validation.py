@@ -41,7 +41,7 @@ def is_valid(run: Run) -> bool:
 
 
 def _out_of_range(run: Run) -> Iterator[Broken]:
-    """Check the numbers of a run file against the ranges of their keys; those of algorithms have their rules."""
+    """Check the numbers of a run file against the ranges of their keys; numbers of algorithms have their rules."""
     for path, key in collect_keys().items():
         if key.range is None:
             continue
@@ -52,7 +52,7 @@ def _out_of_range(run: Run) -> Iterator[Broken]:
             if outside and value not in checked:  # a shared key is reported once
                 checked.append(value)
                 item = violate_range(where, outside[0], key.range)
-                # a suggestion for one item of a list is no value of the key
+                # a suggestion for one item of a list is not a value of the key
                 yield replace(item, suggestions=()) if isinstance(value, list) else item
 
 

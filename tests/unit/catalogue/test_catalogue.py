@@ -143,6 +143,7 @@ def test_the_formula_of_a_policy_loss_is_what_its_function_computes(loss_type: s
             old = math.log(p := math.exp(-1.2)) - math.log(ratio)
             tensors["log_probs"] = torch.tensor([[-1.2]], dtype=torch.float64)
             tensors["old_log_probs"] = torch.tensor([[old]], dtype=torch.float64)
+            tensors |= dict.fromkeys(("drift", "log_ratio"), tensors["log_probs"] - tensors["old_log_probs"])
             inputs = PolicyInputs(**tensors, mask=mask, marked=torch.full_like(mask, is_marked))
             losses, _ = made.loss.load()(inputs, made)
             q = math.exp(old)

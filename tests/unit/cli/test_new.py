@@ -102,7 +102,7 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
     ("words", "error"),
     [
         (["there"], "there exists already; choose another name"),
-        (["a b"], "'a b' is no name for a task"),
+        (["a b"], "'a b' is not a name for a task"),
         (["x", "--kind", "math"], "invalid choice: 'math'"),
         (["x", "--model", "there"], "--model there holds no config.json"),
     ],

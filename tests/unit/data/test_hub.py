@@ -108,7 +108,7 @@ def test_what_is_misspelt_is_a_sentence(prefix: str, hub: Hub) -> None:
         fetch(HubName(prefix, "own/tyni"), "load")
     with pytest.raises(NotFetchedError, match="load: '.*own/tiny' is not in the cache; train fetches it, or mindspeed-rl"):
         fetch(HubName(prefix, "own/tiny"), "load", downloads=False)
-    with pytest.raises(ValueError, match="'hf://a/b/c' is no name on a hub; write hf://owner/name"):
+    with pytest.raises(ValueError, match="'hf://a/b/c' is not a name on a hub; write hf://owner/name"):
         parse_hub_name("hf://a/b/c")
 
 

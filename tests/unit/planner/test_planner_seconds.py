@@ -160,7 +160,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     factors = json.loads(capsys.readouterr().out)["factors"]
     assert factors["rollout"] == pytest.approx(3.0) and factors["update"] == pytest.approx(0.5)
     assert command.main(["time", "--config-name", "grpo_tiny_cpu", "--calibrate", str(tmp_path / "none")]) == 2
-    assert "is no folder of a run" in capsys.readouterr().err
+    assert "is not a folder of a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
