@@ -108,12 +108,12 @@ DISTILLATION_LINES: tuple[Formula, ...] = (
     _line_where("distill", "trains_policy", (False,), "no policy term: rewards of the task do not train"),
 )
 
-#: the terms of the loss in front of `ADDED_LOSSES`
+#: the terms of the loss in front of `ADDED_LOSSES`; one that is subtracted begins with its sign
 TERMS: tuple[Formula, ...] = (
     _line_where("", "trains_policy", (True,), "aggregate(L)"),
     _line_where("", "distillation_in_loss", (True,), "{distillation_coef:g} * aggregate(D)"),
     _line_unless("", "kl_in_loss", 0.0, "{kl_in_loss:g} * aggregate(KL)"),
-    _line_unless("", "entropy_coeff", 0.0, "{entropy_weight:g} * aggregate(entropy)"),
+    _line_unless("", "entropy_coeff", 0.0, "{entropy_sign}{entropy_weight:g} * aggregate(entropy)"),
 )
 
 #: after the loss: the tokens and groups that are left out of it, and the loss of the critic

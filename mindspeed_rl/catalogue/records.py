@@ -81,7 +81,7 @@ class Choice:
     """
 
     setting: str
-    texts: Mapping[object, str]
+    texts: Mapping[Any, str]
     otherwise: str = ""
 
 

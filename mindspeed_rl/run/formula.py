@@ -44,7 +44,7 @@ def formula(run: Run) -> str:
         *_fill(LINES, numbers),
         *([] if term is None else _fill(DISTILLATION_LINES, term.numbers())),
         *(_label("added", form) for form in forms),
-        _label("loss", " + ".join(terms).replace("+ -", "- ")),
+        _label("loss", " + ".join(terms).replace("+ - ", "- ")),
         *_fill(LAST_LINES, numbers),
     ]
     return "\n".join(lines)
@@ -80,7 +80,8 @@ def _read_numbers(run: Run, objective: Objective) -> dict[str, Any]:
         "max_response_length": "max_tokens" if objective.max_response_length is None else objective.max_response_length,
         "kl_limits": objective.kl.clamp if objective.kl_clamp else None,
         "kl_in_loss": objective.kl_in_loss,
-        "entropy_weight": -objective.entropy_coeff,
+        "entropy_sign": "- " if objective.entropy_coeff > 0 else "",
+        "entropy_weight": abs(objective.entropy_coeff),
         "trains_policy": term is None or term.trains_policy,
         "distillation_in_loss": term is not None and not term.use_policy_gradient,
         "distillation_coef": 0.0 if term is None else term.coef,
