@@ -68,28 +68,21 @@ class Distillation:
         """True where the teachers are servers."""
         return any("://" in teacher for teacher in self.teachers)
 
-    def describe(self) -> list[str]:
-        """Return the lines of the plan page about the term."""
-        names = {
-            "forward_kl": "sum p (log p - log q)",
-            "reverse_kl": "sum q (log q - log p)",
-            "jsd": f"{self.beta:g} KL(p || m) + {1 - self.beta:g} KL(q || m), m = {self.beta:g} p + {1 - self.beta:g} q",
+    @property
+    def trains_policy(self) -> bool:
+        """True where the loss has a policy term next to the divergence, or with it."""
+        return self.use_task_rewards or self.use_policy_gradient
+
+    def numbers(self) -> dict[str, Any]:
+        """Return all settings as plain values: what the formulas of the term are filled with."""
+        formula = "" if self.estimator is None else str(self.estimator.formula)
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(self)} | {
+            "estimator": formula.replace("pi_ref", "p").replace("pi", "q"),
+            "beta_rest": 1 - self.beta,
+            "trains_policy": self.trains_policy,
+            "num_weights": len(self.weights),
+            "weight_list": " ".join(f"{weight:g}" for weight in self.weights),
         }
-        if self.estimator is not None:
-            text = str(self.estimator.formula).replace("pi_ref", "p").replace("pi", "q") + " at sampled tokens"
-        else:
-            rest = "the rest lumped into one token" if self.topk_rest == "lump" else "the rest dropped"
-            text = f"{names[self.kind]} over the teacher's {self.topk} most probable tokens, {rest}"
-        if self.loss_max_clamp is not None:
-            text += f", within +-{self.loss_max_clamp:g}"
-        weights = " ".join(f"{weight:g}" for weight in self.weights)
-        mean = "" if len(self.weights) == 1 else f" (mean over teachers, weights {weights})"
-        lines = [f"distill     D = {text}{mean}; q the student, p the teacher"]
-        if self.use_policy_gradient:
-            lines.append(f"advantage   {'A' if self.use_task_rewards else '0'} - {self.coef:g} * D, D without gradient")
-        elif not self.use_task_rewards:
-            lines.append("distill     no policy term: rewards of the task do not train")
-        return lines
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,8 +81,20 @@ class Choice:
     """
 
     setting: str
-    texts: Mapping[object, str]
+    texts: Mapping[Any, str]
     otherwise: str = ""
+
+
+def fill_formula(formula: str, choices: Mapping[str, Choice], numbers: Mapping[str, object]) -> str:
+    """Return a template with numbers and choices in it; a choice may name those before it.
+
+    Raises:
+        KeyError: a template names a number that does not exist.
+    """
+    values = dict(numbers)
+    for name, choice in choices.items():
+        values[name] = choice.texts.get(values[choice.setting], choice.otherwise).format_map(values)
+    return formula.format_map(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,11 +159,7 @@ class Algorithm:
         """
         if self.formula is None:
             return None
-        choices = {
-            name: choice.texts.get(numbers[choice.setting], choice.otherwise).format_map(numbers)
-            for name, choice in self.choices.items()
-        }
-        return self.formula.format_map({**numbers, **choices})
+        return fill_formula(self.formula, self.choices, numbers)
 
 
 @dataclass(frozen=True, kw_only=True)

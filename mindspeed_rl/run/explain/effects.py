@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
+from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config.keys import ROLE_GROUPS, find_ignored
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, LEFT_OFF_FEATURES, MegatronConfig
@@ -56,7 +58,6 @@ def find_changed_keys(cfg: RunConfig) -> dict[str, object]:
 
 
 #: keys of the profiler that a memory snapshot without a trace reads
-_SERVED_JUDGE_KEYS = frozenset("judge_max_tokens judge_max_model_len judge_tensor_parallel_size judge_resource".split())
 _SNAPSHOT_KEYS = frozenset(
     "profile_memory_snapshot stage profile_save_path profile_step_start profile_step_end profile_ranks".split()
 )
@@ -144,7 +145,7 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
         ),
         (
             name in ("eval_interval", "eval_num_prompts") and not role.has_held_out_data,
-            "eval_data_path is not set, and split holds nothing back",
+            _HELD_OUT,
         ),
         (
             name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
@@ -158,77 +159,130 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
     return next((reason for is_idle, reason in conditions if is_idle), "")
 
 
+@dataclass(frozen=True)
+class _Idle:
+    """A condition under which keys of rl_config do nothing.
+
+    Attributes:
+        keys: names of the keys, or the start of names with "*".
+        when: the condition, of the run and the key.
+        reason: the reason, with names of `_list_values` in braces.
+    """
+
+    keys: Iterable[str]
+    when: Callable[[Run, str], object]
+    reason: str
+
+    def concerns(self, name: str) -> bool:
+        """Return True for a key that the condition is about."""
+        return any(name.startswith(key[:-1]) if key.endswith("*") else name == key for key in self.keys)
+
+
 # keys that some policy loss, and that some advantage estimator reads
 _LOSS_KEYS = frozenset().union(*(record.reads or () for record in POLICY_LOSSES.values()))
 _ADVANTAGE_KEYS = frozenset().union(*(record.reads or () for record in ADVANTAGES.values()))
 # keys that bound the ratio of new to old policy; these two select the clip ratios
 _CLIP_KEYS = ("clip_ratio", "clip_higher_enable")
-_OFF_POLICY_KEYS = _LOSS_KEYS.union(_CLIP_KEYS)
+_KL_KEYS = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
+_REFERENCE_KEYS = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+_LOSS, _ESTIMATOR = "loss_type is {loss_type}", "adv_estimator is {adv_estimator}"
+_HELD_OUT = "eval_data_path is not set, and split holds nothing back"
+_SERVED_JUDGE_KEYS = "judge_max_tokens judge_max_model_len judge_tensor_parallel_size judge_resource".split()
+
+#: the first condition that holds is the reason
+_IDLE = (
+    _Idle(["beta"], lambda run, _: run.rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
+    _Idle(
+        ["mini_batch_size"],
+        lambda run, _: run.rl.num_generations is not None,
+        "with num_generations global_batch_size is the optimizer step",
+    ),
+    _Idle(["clip_ratio"], lambda run, _: run.rl.clip_higher_enable, "clip_higher_enable is true"),
+    _Idle(_CLIP_KEYS, lambda run, _: not (_reads(run, "clip_ratio_low") or _reads(run, "clip_ratio_high")), _LOSS),
+    _Idle(_LOSS_KEYS, lambda run, name: not _reads(run, name), _LOSS),
+    _Idle(
+        _LOSS_KEYS.union(_CLIP_KEYS),
+        lambda run, _: run.sizes is not None and run.sizes.can_divide and run.sizes.on_policy,
+        "each rollout makes one optimizer step, in which the ratio is 1",
+    ),
+    _Idle(["token_level_loss"], lambda run, _: run.rl.loss_type is not None, "loss_type is set"),
+    _Idle(["token_level_loss"], lambda run, _: STAGES[run.stage].sequence_loss_type is None, "stage is {stage}"),
+    _Idle(_KL_KEYS, lambda run, _: _objective(run).kl_place is None, "{no_kl}"),
+    _Idle(_REFERENCE_KEYS, lambda run, _: not _objective(run).needs_reference, "{no_kl}"),
+    _Idle(["use_kl_in_reward"], lambda run, _: run.rl.use_kl_in_reward and not _objective(run).kl_in_reward, "{no_kl}"),
+    _Idle(["use_bias_correction_kl"], lambda run, _: not _objective(run).kl_in_loss, "the KL is in the reward"),
+    _Idle(["kl_clamp"], lambda run, _: _objective(run).kl.clamp is None, "kl_penalty is {kl_penalty}"),
+    _Idle(["eval_greedy"], lambda run, _: not run.config.actor_config.has_held_out_data, _HELD_OUT),
+    _Idle(["init_kl_coef"], lambda run, _: run.rl.init_kl_coef and _objective(run).kl_place is None, "{no_kl}"),
+    _Idle(["ref_*"], lambda run, _: not _objective(run).needs_reference, "no reference model is needed"),
+    _Idle(["critic_*"], lambda run, _: not _objective(run).has_critic, _ESTIMATOR),
+    _Idle(
+        ["dynamic_sample"],
+        lambda run, _: run.rl.dynamic_sample and _objective(run).advantage.group_signal == "none",
+        f"{_ESTIMATOR}, whose advantages are not 0 where rewards are equal",
+    ),
+    _Idle(_ADVANTAGE_KEYS, lambda run, name: not named_estimator(run.rl).may_read(name), _ESTIMATOR),
+    _Idle(["cosine_*"], lambda run, _: not _scores_by(run, "cosine"), "no reward function cosine"),
+    _Idle(["repetition_*"], lambda run, _: not _scores_by(run, "repetition"), "no reward function repetition"),
+    _Idle(["soft_*"], lambda run, _: not _scores_by(run, "soft_overlong"), "no reward function soft_overlong"),
+    _Idle(
+        ["judge_*"],
+        lambda run, _: not (run.rl.judge_url or run.rl.served_judge),
+        "neither judge_url nor judge_model is set",
+    ),
+    _Idle(_SERVED_JUDGE_KEYS, lambda run, _: run.rl.served_judge is None, "judge_url is set"),
+    _Idle(
+        ["reward_model_weight"],
+        lambda run, _: run.rl.reward_model is None and run.config.reward_config is None,
+        "there is no reward model",
+    ),
+    _Idle(
+        ["process_reward_aggregation"],
+        lambda run, _: run.config.reward_config is None or not run.config.reward_config.reward_tokens,
+        "there is no process reward model (reward_config.reward_tokens)",
+    ),
+    _Idle(["verifier_timeout"], lambda run, _: run.rl.reward_timeout_s is not None, "reward_timeout_s is set"),
+    _Idle(["verifier_parallel"], lambda run, _: run.rl.num_reward_workers is not None, "num_reward_workers is set"),
+    _Idle(["verifier_function", "verifier_weight"], lambda run, _: run.rl.reward_funcs is not None, "reward_funcs is set"),
+)
+
+
+def _objective(run: Run) -> Objective:
+    assert run.objective is not None
+    return run.objective
+
+
+def _reads(run: Run, name: str) -> bool:
+    return _objective(run).loss.may_read(name)
+
+
+def _scores_by(run: Run, function: str) -> bool:
+    return run.rl.rule_reward and function in run.rl.verifier_function
+
+
+def _list_values(run: Run) -> dict[str, object]:
+    """Return what the reasons of `_IDLE` name."""
+    no_kl = "init_kl_coef is 0" if run.rl.init_kl_coef == 0 else f"stage {run.stage} has a KL term only with use_kl_in_reward"
+    return {
+        "stage": run.config.stage,
+        "loss_type": _objective(run).loss_type,
+        "adv_estimator": run.rl.adv_estimator,
+        "kl_penalty": run.rl.kl_penalty,
+        "no_kl": no_kl,
+    }
 
 
 def _find_rl_reason(run: Run, name: str) -> str:
-    cfg, sizes = run.config, run.sizes
-    rl, stage = cfg.rl_config, cfg.stage
-    assert rl is not None and stage is not None  # one of its keys was set
-    replaced = name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to
-    if replaced or cfg.is_supervised:
-        return "use_wandb is true" if replaced else ""
-    objective = run.objective
-    assert objective is not None
-    functions = rl.verifier_function if rl.rule_reward else []
-    named = named_estimator(rl)
-    estimator, loss_type = f"adv_estimator is {rl.adv_estimator}", f"loss_type is {objective.loss_type}"
-    no_kl = "init_kl_coef is 0" if rl.init_kl_coef == 0 else f"stage {stage} has a KL term only with use_kl_in_reward"
-    kl_keys = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
-    reference_keys = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
-    clips = any(objective.loss.may_read(key) for key in ("clip_ratio_low", "clip_ratio_high"))
-    is_on_policy = sizes is not None and sizes.can_divide and sizes.on_policy
-    switch, idle_value = named.idle.get(name, ("", None))
-    conditions = (
-        (name == "beta" and rl.num_generations is None, "without num_generations the coefficient is init_kl_coef"),
-        (
-            name == "mini_batch_size" and rl.num_generations is not None,
-            "with num_generations global_batch_size is the optimizer step",
-        ),
-        (name == "clip_ratio" and rl.clip_higher_enable, "clip_higher_enable is true"),
-        (name in _CLIP_KEYS and not clips, loss_type),
-        (name in _LOSS_KEYS and not objective.loss.may_read(name), loss_type),
-        (name in _OFF_POLICY_KEYS and is_on_policy, "each rollout makes one optimizer step, in which the ratio is 1"),
-        (name == "token_level_loss" and rl.loss_type is not None, "loss_type is set"),
-        (name == "token_level_loss" and STAGES[stage].sequence_loss_type is None, f"stage is {stage}"),
-        (name in kl_keys and objective.kl_place is None, no_kl),
-        (name in reference_keys and not objective.needs_reference, no_kl),
-        (name == "use_kl_in_reward" and rl.use_kl_in_reward and not objective.kl_in_reward, no_kl),
-        (name == "use_bias_correction_kl" and not objective.kl_in_loss, "the KL is in the reward"),
-        (name == "kl_clamp" and objective.kl.clamp is None, f"kl_penalty is {rl.kl_penalty}"),
-        (
-            name == "eval_greedy" and not cfg.actor_config.has_held_out_data,
-            "eval_data_path is not set, and split holds nothing back",
-        ),
-        (name == "init_kl_coef" and rl.init_kl_coef and objective.kl_place is None, no_kl),
-        (name.startswith("ref_") and not objective.needs_reference, "no reference model is needed"),
-        (name.startswith("critic_") and not objective.has_critic, estimator),
-        (
-            name == "dynamic_sample" and rl.dynamic_sample and objective.advantage.group_signal == "none",
-            f"{estimator}, whose advantages are not 0 where rewards are equal",
-        ),
-        (name in _ADVANTAGE_KEYS and not named.may_read(name), estimator),
-        (bool(switch) and getattr(rl, switch or name) == idle_value, f"{switch} is {idle_value}"),
-        (name.startswith("cosine_") and "cosine" not in functions, "no reward function cosine"),
-        (name.startswith("repetition_") and "repetition" not in functions, "no reward function repetition"),
-        (name.startswith("soft_") and "soft_overlong" not in functions, "no reward function soft_overlong"),
-        (name.startswith("judge_") and not (rl.judge_url or rl.served_judge), "neither judge_url nor judge_model is set"),
-        (name in _SERVED_JUDGE_KEYS and rl.served_judge is None, "judge_url is set"),
-        (name == "reward_model_weight" and rl.reward_model is None and cfg.reward_config is None, "there is no reward model"),
-        (
-            name == "process_reward_aggregation" and (cfg.reward_config is None or not cfg.reward_config.reward_tokens),
-            "there is no process reward model (reward_config.reward_tokens)",
-        ),
-        (name == "verifier_timeout" and rl.reward_timeout_s is not None, "reward_timeout_s is set"),
-        (name == "verifier_parallel" and rl.num_reward_workers is not None, "num_reward_workers is set"),
-        (name in ("verifier_function", "verifier_weight") and rl.reward_funcs is not None, "reward_funcs is set"),
-    )
-    return next((reason for is_idle, reason in conditions if is_idle), "")
+    rl = run.rl
+    if name == "use_tensorboard" and rl.use_tensorboard and rl.use_wandb and "tensorboard" not in rl.report_to:
+        return "use_wandb is true"
+    if run.config.is_supervised:
+        return ""
+    for idle in _IDLE:
+        if idle.concerns(name) and idle.when(run, name):
+            return idle.reason.format_map(_list_values(run))
+    switch, value = named_estimator(rl).idle.get(name, ("", None))
+    return f"{switch} is {value}" if switch and getattr(rl, switch) == value else ""
 
 
 def describe_learning_rate(cfg: RunConfig) -> str:

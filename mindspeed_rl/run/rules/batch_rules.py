@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.run.batch_sizes import DISPATCH_KEYS, Sizes, round_number
@@ -15,277 +15,195 @@ _SCAN = 512
 
 @dataclass(frozen=True)
 class _SizeViolation:
-    """A broken rule of sizes; `names` are the keys, as `Sizes.with_value` takes them, that may satisfy it."""
+    """A broken rule of sizes.
+
+    Attributes:
+        names: keys that may satisfy it, as `Sizes.with_value` takes them.
+        sentence: the message with such keys in brackets, as in `violation.Broken`.
+    """
 
     rule: str
     names: tuple[str, ...]
-    text: Callable[[dict[str, str]], str]
+    sentence: str
+
+
+#: the two keys that set the size of a rollout of completions, of which a run file has one
+ROLLOUT_SIZES = ("generation_batch_size", "steps_per_generation")
+_STEP, _MICRO, _GROUP, _MINI = "global_batch_size", "micro_batch_size", "group_size", "mini_batch_size"
+_ROLES = ("actor", "ref", "reward", "critic", "teacher")
 
 
 def find_size_violations(sizes: Sizes) -> Iterator[_SizeViolation]:
-    """Yield every broken rule, the most basic first.
-
-    The sentences are functions of the key names, so that a search over thousands of plans pays for no text.
-    """
+    """Yield every broken rule, the most basic first."""
     yield from _positive(sizes)
     # what follows divides by them
     if min(sizes.global_batch_size, sizes.micro_batch_size, sizes.group_size, sizes.mini_batch_size, sizes.actor.num_npus) < 1:
         return
     if sizes.num_nodes > 1 and sizes.actor.num_npus % sizes.num_nodes:
-        yield _SizeViolation(
-            "devices_per_node",
-            ("num_npus",),
-            lambda k: f"{k['num_npus']} ({sizes.actor.num_npus}) must be divisible by the number of nodes ({sizes.num_nodes})",
-        )
+        text = f"[num_npus] must be divisible by the number of nodes ({sizes.num_nodes})"
+        yield _SizeViolation("devices_per_node", ("num_npus",), text)
     # where a layout is uneven dp_size is a fraction, and every rule that divides by it would break with it
-    uneven = False
-    for role in ("actor", "ref", "reward", "critic", "teacher"):
-        layout = getattr(sizes, role)
-        if layout is not None and (layout.num_npus < 1 or layout.num_npus % layout.replica_size):
-            uneven = True
-            yield _uneven(role, layout)
-    if sizes.rollout.num_npus % sizes.rollout.replica_size:
-        uneven = True
-        yield _SizeViolation(
-            "rollout_replicas",
-            ("num_npus",),
-            lambda k: (
-                f"{k['num_npus']} ({sizes.rollout.num_npus}) must be divisible by generate_config.infer_tensor_parallel_size x "
-                f"infer_pipeline_parallel_size ({sizes.rollout.tensor} x {sizes.rollout.pipeline})"
-            ),
-        )
-    if sizes.counting == "samples":
-        if not uneven:
-            yield from _supervised(sizes)
-    elif sizes.counting == "completions":
-        yield from _completions(sizes, uneven)
-    else:
-        yield from _prompts(sizes, uneven)
+    uneven = list(_uneven_layouts(sizes))
+    yield from uneven
+    if sizes.counting == "completions":
+        yield from _completions(sizes)
+        yield from () if uneven else _completions_of_replicas(sizes)
+    elif sizes.counting == "prompts":
+        yield from _prompts(sizes)
+        yield from () if uneven else _prompts_of_replicas(sizes)
+    elif not uneven:
+        yield from _supervised(sizes)
     if sizes.counting != "samples" and not uneven:
         yield from _dispatch(sizes)
 
 
 def _positive(sizes: Sizes) -> Iterator[_SizeViolation]:
-    names = ["global_batch_size", "micro_batch_size"]
-    if sizes.counting != "samples":
-        names += [
-            "group_size",
-            "mini_batch_size",
-            "steps_per_generation",
-            "generation_batch_size",
-            "train_prompts",
-            *DISPATCH_KEYS,
-        ]
-    for name in (*names, "num_npus"):
+    rollout = (_GROUP, _MINI, *reversed(ROLLOUT_SIZES), "train_prompts", *DISPATCH_KEYS)
+    for name in (_STEP, _MICRO, *(() if sizes.counting == "samples" else rollout), "num_npus"):
         value = sizes.value(name)
         if value is not None and value < 1:
-            # bound here: the sentence is made, if at all, after the loop
+            yield _SizeViolation("positive", (name,), f"[{name}] must be at least 1")
+
+
+def _uneven_layouts(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Yield the roles whose devices do not divide into replicas."""
+    for role in _ROLES:
+        layout: Layout | None = getattr(sizes, role)
+        if layout is not None and (layout.num_npus < 1 or layout.num_npus % layout.replica_size):
+            key = "[num_npus:name]" if role == "actor" else f"{role} resource"
             yield _SizeViolation(
-                "positive", (name,), lambda k, name=name, value=value: f"{k[name]} ({value}) must be at least 1"
+                f"{role}_replicas",
+                ("num_npus",),
+                f"devices of the {role} ({layout.num_npus}, {key}) must be divisible by "
+                f"{role}_config.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
+                f"({layout.tensor} x {layout.pipeline} x {layout.context} = {layout.replica_size})",
             )
-
-
-def _uneven(role: str, layout: Layout) -> _SizeViolation:
-    group = f"{role}_config"
-    return _SizeViolation(
-        f"{role}_replicas",
-        ("num_npus",),
-        lambda k: (
-            f"devices of the {role} ({layout.num_npus}, {k['num_npus'] if role == 'actor' else role + ' resource'}) must be "
-            f"divisible by {group}.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size "
-            f"({layout.tensor} x {layout.pipeline} x {layout.context} = {layout.replica_size})"
-        ),
-    )
+    rollout = sizes.rollout
+    if rollout.num_npus % rollout.replica_size:
+        yield _SizeViolation(
+            "rollout_replicas",
+            ("num_npus",),
+            f"[num_npus:name] ({rollout.num_npus}) must be divisible by generate_config.infer_tensor_parallel_size x "
+            f"infer_pipeline_parallel_size ({rollout.tensor} x {rollout.pipeline})",
+        )
 
 
 def _supervised(sizes: Sizes) -> Iterator[_SizeViolation]:
-    unit = sizes.micro_batch_size * sizes.actor.dp_size
-    if sizes.global_batch_size % unit:
-        yield _SizeViolation(
-            "step_micro_batches",
-            ("global_batch_size", "micro_batch_size"),
-            lambda k: (
-                f"{k['global_batch_size']} ({sizes.global_batch_size}) must be divisible by {k['micro_batch_size']} x dp_size "
-                f"({sizes.micro_batch_size} x {sizes.actor.dp_size})"
-            ),
-        )
+    m, dp = sizes.micro_batch_size, sizes.actor.dp_size
+    if sizes.global_batch_size % (m * dp):
+        text = f"[{_STEP}] must be divisible by [{_MICRO}:name] x dp_size ({m} x {dp})"
+        yield _SizeViolation("step_micro_batches", (_STEP, _MICRO), text)
 
 
-def _completions(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
-    """Check the rules of the GSPO guide; every unit is a completion unless the name has prompts."""
-    n, m, total, step = sizes.group_size, sizes.micro_batch_size, sizes.rollout_samples, sizes.step_samples
-    total_name = "generation_batch_size" if sizes.generation_batch_size is not None else "steps_per_generation"
-    rollout_names = ("global_batch_size", total_name, "group_size")
+def _list_rollout_names(sizes: Sizes) -> tuple[str, ...]:
+    """Return the keys that change how many completions, or prompts, a rollout has."""
+    total, steps = ROLLOUT_SIZES
+    return (_STEP, total if sizes.generation_batch_size is not None else steps, _GROUP)
+
+
+def _completions(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Check the rules of the GSPO guide that hold for every layout; every unit is a completion unless the name has prompts."""
+    total, devices = sizes.rollout_samples, sizes.actor.num_npus
     if sizes.generation_batch_size is not None and sizes.steps_per_generation is not None:
-        yield _SizeViolation(
-            "one_rollout_size",
-            (),
-            lambda k: (
-                f"{k['generation_batch_size']} ({sizes.generation_batch_size}) and {k['steps_per_generation']} "
-                f"({sizes.steps_per_generation}) both set the size of a rollout; set only one of them"
-            ),
-        )
-    if n < 2:
-        yield _SizeViolation(
-            "group_of_two",
-            ("group_size",),
-            lambda k: f"{k['group_size']} ({n}) must be at least 2: advantages compare the completions of one prompt",
-        )
+        text = " and ".join(f"[{name}]" for name in ROLLOUT_SIZES)
+        yield _SizeViolation("one_rollout_size", (), f"{text} both set the size of a rollout; set only one of them")
+    if sizes.group_size < 2:
+        text = f"[{_GROUP}] must be at least 2: advantages compare the completions of one prompt"
+        yield _SizeViolation("group_of_two", (_GROUP,), text)
     if total % sizes.global_batch_size:
         yield _SizeViolation(
             "whole_steps",
-            ("global_batch_size", "generation_batch_size"),
-            lambda k: (
-                f"generation_batch_size ({total}) must be divisible by {k['global_batch_size']} ({sizes.global_batch_size}): "
-                f"a rollout is a whole number of optimizer steps"
-            ),
+            (_STEP, "generation_batch_size"),
+            f"generation_batch_size ({total}) must be divisible by [{_STEP}]: a rollout is a whole number of optimizer steps",
         )
     # Megatron-SWIFT's rule counts devices, not replicas
-    if total < sizes.actor.num_npus:
+    if total < devices:
         yield _SizeViolation(
             "completion_per_device",
-            rollout_names,
-            lambda k: (
-                f"per_device_generation_batch_size = generation_batch_size ({total}) / world_size ({sizes.actor.num_npus}) = "
-                f"{round_number(total / sizes.actor.num_npus)} must be at least 1"
-            ),
+            _list_rollout_names(sizes),
+            f"per_device_generation_batch_size = generation_batch_size ({total}) / world_size ({devices}) = "
+            f"{round_number(total / devices)} must be at least 1",
         )
-    if uneven:
-        return
-    dp = sizes.actor.dp_size
+
+
+def _completions_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Check the rules of the GSPO guide about the prompts of a data-parallel replica, and of a rollout replica."""
+    n, m, total, step = sizes.group_size, sizes.micro_batch_size, sizes.rollout_samples, sizes.step_samples
+    dp, replicas, names = sizes.actor.dp_size, sizes.rollout.dp_size, _list_rollout_names(sizes)
     prompts = f"num_rollout_prompts ({round_number(sizes.rollout_prompts)})"
-    rollout = f"{prompts} = generation_batch_size ({total}) / num_generations ({n})"
-    each = f"{prompts} / dp_size ({dp})"
-    per_dp = round_number(sizes.rollout_prompts / dp)
+    each = f"num_rollout_prompts_per_dp_group ({round_number(sizes.rollout_prompts / dp)}) = {prompts} / dp_size ({dp})"
     if total % (n * dp):
-        yield _SizeViolation(
-            "rollout_prompts_per_dp",
-            rollout_names,
-            lambda k: f"{rollout} must be divisible by dp_size ({dp})",
-        )
+        text = f"{prompts} = generation_batch_size ({total}) / num_generations ({n}) must be divisible by dp_size ({dp})"
+        yield _SizeViolation("rollout_prompts_per_dp", names, text)
     if total < n * dp:
-        yield _SizeViolation(
-            "rollout_prompt_each",
-            rollout_names,
-            lambda k: f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be at least 1",
-        )
+        yield _SizeViolation("rollout_prompt_each", names, f"{each} must be at least 1")
     elif total % (n * dp * m):
-        yield _SizeViolation(
-            "rollout_micro_batches",
-            (*rollout_names, "micro_batch_size"),
-            lambda k: (
-                f"num_rollout_prompts_per_dp_group ({per_dp}) = {each} must be divisible by {k['micro_batch_size']} ({m})"
-            ),
-        )
+        yield _SizeViolation("rollout_micro_batches", (*names, _MICRO), f"{each} must be divisible by [{_MICRO}]")
     train_per_dp = round_number(sizes.step_prompts / dp)
     train = f"num_prompts_per_dp_group = global_batch_size ({step}) / num_generations ({n}) / dp_size ({dp}) = {train_per_dp}"
     if step < n * dp:
-        yield _SizeViolation(
-            "train_prompt_each",
-            ("global_batch_size", "group_size"),
-            lambda k: f"{train} must be at least 1",
-        )
+        yield _SizeViolation("train_prompt_each", (_STEP, _GROUP), f"{train} must be at least 1")
     elif step % (n * dp * m):
-        yield _SizeViolation(
-            "train_micro_batches",
-            ("global_batch_size", "group_size", "micro_batch_size"),
-            lambda k: f"{train} must be divisible by {k['micro_batch_size']} ({m})",
-        )
-    replicas = sizes.rollout.dp_size
+        yield _SizeViolation("train_micro_batches", (_STEP, _GROUP, _MICRO), f"{train} must be divisible by [{_MICRO}]")
     if total % replicas:
-        yield _SizeViolation(
-            "rollout_rows_per_replica",
-            rollout_names,
-            lambda k: f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas",
-        )
+        text = f"generation_batch_size ({total}) must be divisible by the {replicas} rollout replicas"
+        yield _SizeViolation("rollout_rows_per_replica", names, text)
 
 
-def _prompts(sizes: Sizes, uneven: bool) -> Iterator[_SizeViolation]:
-    """Check the rules of MindSpeed-RL, and those it leaves out.
+def _prompts(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Check the rules of MindSpeed-RL that hold for every layout."""
+    n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
+    name = _STEP if sizes.train_prompts is None else "train_prompts"
+    if prompts * n % m:
+        text = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n}) must be divisible by [{_MICRO}]"
+        yield _SizeViolation("samples_in_micro_batches", (_STEP, _GROUP, _MICRO), text)
+    if (prompts if sizes.train_prompts is None else sizes.train_prompts) % mini:
+        text = f"[{name}] must be divisible by [{_MINI}:name] ({mini}): both count prompts"
+        yield _SizeViolation("whole_mini_batches", (_MINI, name), text)
+
+
+def _prompts_of_replicas(sizes: Sizes) -> Iterator[_SizeViolation]:
+    """Check the rules of MindSpeed-RL about replicas, and those it leaves out.
 
     Its rule that replicas have equally many prompts is one about responses here: a group may be spread over replicas.
     """
     n, m, prompts, mini = sizes.group_size, sizes.micro_batch_size, sizes.global_batch_size, sizes.mini_batch_prompts
-    filtered = sizes.train_prompts
-    trained = prompts if filtered is None else filtered
-    trained_name = "global_batch_size" if filtered is None else "train_prompts"
-    if prompts * n % m:
-        yield _SizeViolation(
-            "samples_in_micro_batches",
-            ("global_batch_size", "group_size", "micro_batch_size"),
-            lambda k: (
-                f"{k['global_batch_size']} x {k['group_size']} ({prompts} x {n}) must be divisible by "
-                f"{k['micro_batch_size']} ({m})"
-            ),
-        )
-    if trained % mini:
-        yield _SizeViolation(
-            "whole_mini_batches",
-            ("mini_batch_size", trained_name),
-            lambda k: f"{k[trained_name]} ({trained}) must be divisible by {k['mini_batch_size']} ({mini}): both count prompts",
-        )
-    if uneven:
-        return
-    dp = sizes.actor.dp_size
-    for name, count in (("global_batch_size", prompts), *((("train_prompts", filtered),) if filtered is not None else ())):
+    dp, rows, rollout = sizes.actor.dp_size, prompts * n, sizes.rollout
+    for name, count in {_STEP: prompts, "train_prompts": sizes.train_prompts}.items():
+        if count is None:
+            continue
+        samples = f"[{name}:name] x [{_GROUP}:name]"
         if count * n % dp:
-            yield _SizeViolation(
-                "samples_per_dp",
-                (name, "group_size"),
-                lambda k, name=name, count=count: (
-                    f"{k[name]} x {k['group_size']} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
-                ),
-            )
+            text = f"{samples} ({count} x {n} = {count * n}) must be divisible by dp_size ({dp})"
+            yield _SizeViolation("samples_per_dp", (name, _GROUP), text)
         elif count * n // dp % m:
-            yield _SizeViolation(
-                "samples_per_dp_in_micro_batches",
-                (name, "group_size", "micro_batch_size"),
-                lambda k, name=name, count=count: (
-                    f"{k[name]} x {k['group_size']} / dp_size ({count} x {n} / {dp} = {count * n // dp}) "
-                    f"must be divisible by {k['micro_batch_size']} ({m})"
-                ),
-            )
+            text = f"{samples} / dp_size ({count} x {n} / {dp} = {count * n // dp}) must be divisible by [{_MICRO}]"
+            yield _SizeViolation("samples_per_dp_in_micro_batches", (name, _GROUP, _MICRO), text)
     if mini * n % (dp * m):
         yield _SizeViolation(
             "mini_batch_in_micro_batches",
-            ("mini_batch_size", "group_size", "micro_batch_size"),
-            lambda k: (
-                f"{k['mini_batch_size']} x {k['group_size']} ({mini} x {n} = {mini * n}) must be divisible by dp_size x "
-                f"{k['micro_batch_size']} ({dp} x {m} = {dp * m})"
-            ),
+            (_MINI, _GROUP, _MICRO),
+            f"[{_MINI}:name] x [{_GROUP}:name] ({mini} x {n} = {mini * n}) must be divisible by dp_size x "
+            f"[{_MICRO}:name] ({dp} x {m} = {dp * m})",
         )
-    rows, replicas = prompts * n, sizes.rollout.dp_size
-
-    def describe(k: dict[str, str]) -> str:
-        return f"{k['global_batch_size']} x {k['group_size']} ({prompts} x {n} = {rows})"
-
-    if rows % replicas:
-        yield _SizeViolation(
-            "samples_per_replica",
-            ("global_batch_size", "group_size"),
-            lambda k: (
-                f"{describe(k)} must be divisible by the {replicas} rollout replicas ({k['num_npus']} "
-                f"{sizes.rollout.num_npus} / infer_tensor_parallel_size {sizes.rollout.tensor})"
-            ),
+    # divisors of the rows of an iteration: rule -> (number, its description)
+    divisors: dict[str, tuple[Number, str]] = {
+        "samples_per_replica": (
+            rollout.dp_size,
+            f"the {rollout.dp_size} rollout replicas ([num_npus:name] {rollout.num_npus} / infer_tensor_parallel_size "
+            f"{rollout.tensor})",
         )
-    for role in ("ref", "reward", "critic", "teacher"):
-        layout = getattr(sizes, role)
-        if layout is not None and rows % layout.dp_size:
-            yield _SizeViolation(
-                f"samples_per_{role}_replica",
-                ("global_batch_size", "group_size"),
-                lambda k, role=role, size=layout.dp_size: (
-                    f"{describe(k)} must be divisible by the data-parallel size of the {role} ({size})"
-                ),
-            )
-    if sizes.rule_reward and rows % sizes.num_nodes:
-        yield _SizeViolation(
-            "samples_per_node",
-            ("global_batch_size", "group_size"),
-            lambda k: (
-                f"{describe(k)} must be divisible by the number of nodes ({sizes.num_nodes}): rules score on every node"
-            ),
-        )
+    }
+    for role in _ROLES[1:]:
+        if (layout := getattr(sizes, role)) is not None:
+            text = f"the data-parallel size of the {role} ({layout.dp_size})"
+            divisors[f"samples_per_{role}_replica"] = layout.dp_size, text
+    if sizes.rule_reward:
+        divisors["samples_per_node"] = sizes.num_nodes, f"the number of nodes ({sizes.num_nodes}): rules score on every node"
+    for rule, (divisor, text) in divisors.items():
+        if rows % divisor:
+            text = f"[{_STEP}:name] x [{_GROUP}:name] ({prompts} x {n} = {rows}) must be divisible by {text}"
+            yield _SizeViolation(rule, (_STEP, _GROUP), text)
 
 
 def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:
@@ -297,36 +215,15 @@ def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:
         size = sizes.dispatch.get(name)
         if size is None:
             continue
+        most = round_number(limit)
         if size > limit:
-            yield _SizeViolation(
-                "dispatch_limit",
-                (name,),
-                lambda k, name=name, size=size, limit=limit: (
-                    f"{k[name]} ({size}) must be at most {round_number(limit)}, the rows of one replica"
-                ),
-            )
+            yield _SizeViolation("dispatch_limit", (name,), f"[{name}] must be at most {most}, the rows of one replica")
         elif rows % size:
-            yield _SizeViolation(
-                "dispatch_divides",
-                (name,),
-                lambda k, name=name, size=size, rows=rows: f"{k[name]} ({size}) must divide the {rows} rows of an iteration",
-            )
+            yield _SizeViolation("dispatch_divides", (name,), f"[{name}] must divide the {rows} rows of an iteration")
         elif name == "actor_rollout_dispatch_size" and limit % size:
-            yield _SizeViolation(
-                "dispatch_divides",
-                (name,),
-                lambda k, name=name, size=size, limit=limit: (
-                    f"{k[name]} ({size}) must divide the {round_number(limit)} rows of a rollout replica"
-                ),
-            )
+            yield _SizeViolation("dispatch_divides", (name,), f"[{name}] must divide the {most} rows of a rollout replica")
         if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:
-            yield _SizeViolation(
-                "dispatch_whole_groups",
-                (name,),
-                lambda k, name=name, size=size: (
-                    f"{k[name]} ({size}) must be a multiple of {k['group_size']} ({sizes.group_size})"
-                ),
-            )
+            yield _SizeViolation("dispatch_whole_groups", (name,), f"[{name}] must be a multiple of [{_GROUP}]")
 
 
 def _compute_dispatch_bounds(sizes: Sizes) -> dict[str, tuple[int, Number | float]]:
@@ -367,10 +264,7 @@ def suggest_values(sizes: Sizes, name: str) -> list[int]:
     multiples = {unit * factor for unit in units for factor in range(1, 65)}
     far_above = multiples | {max(current, 1) * factor for factor in range(2, 17)}
     far_below = multiples | set(range(1, 65))
-    above = (
-        *range(max(current + 1, 1), current + _SCAN + 1),
-        *sorted(value for value in far_above if value > current + _SCAN),
-    )
+    above = (*range(max(current + 1, 1), current + _SCAN + 1), *sorted(value for value in far_above if value > current + _SCAN))
     below = (
         *range(current - 1, max(0, current - _SCAN - 1), -1),
         *sorted((value for value in far_below if value < current - _SCAN), reverse=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mindspeed_rl.config.model_metadata import EngineShape
@@ -84,10 +84,59 @@ class _Obstacle:
 
 def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) -> Iterator[_Obstacle]:
     """Yield the obstacles to running a model of this shape as requested; unknown values of the shape are no obstacle."""
-    limits = engine_limits(platform)
-    for rule, check in _CHECKS.items():
-        if message := check(shape, request, limits):
-            yield _Obstacle(rule, message)
+    limits, source = engine_limits(platform), shape.source
+    tensor, groups = f"{request.tensor_key} ({request.tensor})", shape.num_kv_heads
+    width, latent, linear = shape.head_size, shape.latent_size, shape.linear_size
+
+    def divide(rule: str, name: str, size: int | None, share: str) -> Iterator[_Obstacle]:
+        if size is not None and size % request.tensor:
+            yield _Obstacle(rule, f"{name} ({size}) must be divisible by {tensor}: the rollout engine splits {share}")
+
+    yield from divide("heads", "num_attention_heads", shape.num_heads, "whole heads")
+    if groups is not None and not shape.is_latent and groups % request.tensor and request.tensor % groups:
+        text = f"num_query_groups ({groups}) and {tensor} must divide one another: key/value heads are split or repeated whole"
+        yield _Obstacle("kv_heads", text)
+    yield from divide("ffn", "ffn_hidden_size", shape.ffn_hidden_size, "the MLP evenly")
+    if not shape.is_latent and _lacks_kernel(width, limits.head_sizes):
+        yield _Obstacle(
+            "head_size",
+            f"the width of an attention head (head_dim in config.json, kv_channels in run files) is {width} in {source}, but "
+            f"on this platform the rollout engine has kernels for {_listed(limits.head_sizes)}",
+        )
+    if shape.is_latent and _lacks_kernel(latent, limits.latent_sizes):
+        yield _Obstacle(
+            "latent_size",
+            f"kv_lora_rank + qk_rope_head_dim is {latent} in {source}, but on this platform the rollout engine has kernels for "
+            f"{_listed(limits.latent_sizes)}",
+        )
+    yield from divide("linear_heads", "linear_num_key_heads", shape.linear_heads, "whole heads of the gated delta nets")
+    if linear is not None and linear < limits.linear_size:
+        yield _Obstacle(
+            "linear_size",
+            f"linear_key_head_dim and linear_value_head_dim must be at least {limits.linear_size} for the rollout engine on "
+            f"this platform; one is {linear} in {source}",
+        )
+    if shape.linear_heads is not None and limits.linear_dtypes and request.dtype not in ("", *limits.linear_dtypes):
+        yield _Obstacle(
+            "linear_dtype",
+            f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
+            f"engine computes gated delta nets, which the model in {source} has, in no other format",
+        )
+    if shape.max_length is not None and request.length > shape.max_length:
+        origin = f", from {request.length_origin}" if request.length_origin else ""
+        yield _Obstacle(
+            "length",
+            f"{request.length_key} ({request.length}{origin}) must be at most {shape.max_length}, the longest sequence of the "
+            f"model in {source}",
+        )
+
+
+def _lacks_kernel(size: int | None, supported: tuple[int, ...]) -> bool:
+    return size is not None and bool(supported) and size not in supported
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
 
 
 def read_engine_shape(cfg: RunConfig) -> EngineShape:
@@ -114,105 +163,3 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
         linear_heads=stored.linear_heads,
         linear_size=stored.linear_size,
     )
-
-
-def _heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.num_heads is None or shape.num_heads % request.tensor == 0:
-        return None
-    return (
-        f"num_attention_heads ({shape.num_heads}) must be divisible by {request.tensor_key} ({request.tensor}): "
-        "the rollout engine splits whole heads"
-    )
-
-
-def _kv_heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    groups = shape.num_kv_heads
-    if groups is None or shape.is_latent or groups % request.tensor == 0 or request.tensor % groups == 0:
-        return None
-    return (
-        f"num_query_groups ({groups}) and {request.tensor_key} ({request.tensor}) must divide one another: key/value heads are "
-        "split or repeated whole"
-    )
-
-
-def _ffn(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.ffn_hidden_size is None or shape.ffn_hidden_size % request.tensor == 0:
-        return None
-    return (
-        f"ffn_hidden_size ({shape.ffn_hidden_size}) must be divisible by {request.tensor_key} ({request.tensor}): "
-        "the rollout engine splits the MLP evenly"
-    )
-
-
-def _head_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.is_latent or shape.head_size is None or not limits.head_sizes or shape.head_size in limits.head_sizes:
-        return None
-    return (
-        f"the width of an attention head (head_dim in config.json, kv_channels in run files) is {shape.head_size} in "
-        f"{shape.source}, but on this platform the rollout engine has kernels for {_listed(limits.head_sizes)}"
-    )
-
-
-def _latent_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if not shape.is_latent or shape.latent_size is None or not limits.latent_sizes or shape.latent_size in limits.latent_sizes:
-        return None
-    return (
-        f"kv_lora_rank + qk_rope_head_dim is {shape.latent_size} in {shape.source}, but on this platform the rollout engine "
-        f"has kernels for {_listed(limits.latent_sizes)}"
-    )
-
-
-def _linear_heads(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.linear_heads is None or shape.linear_heads % request.tensor == 0:
-        return None
-    return (
-        f"linear_num_key_heads ({shape.linear_heads}) must be divisible by {request.tensor_key} ({request.tensor}): "
-        "the rollout engine splits whole heads of the gated delta nets"
-    )
-
-
-def _linear_size(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.linear_size is None or shape.linear_size >= limits.linear_size:
-        return None
-    return (
-        f"linear_key_head_dim and linear_value_head_dim must be at least {limits.linear_size} for the rollout engine on this "
-        f"platform; one is {shape.linear_size} in {shape.source}"
-    )
-
-
-def _linear_dtype(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.linear_heads is None or not limits.linear_dtypes or request.dtype in ("", *limits.linear_dtypes):
-        return None
-    return (
-        f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
-        f"engine computes gated delta nets, which the model in {shape.source} has, in no other format"
-    )
-
-
-def _length(shape: EngineShape, request: EngineRequest, limits: _EngineLimits) -> str | None:
-    if shape.max_length is None or request.length <= shape.max_length:
-        return None
-    origin = f", from {request.length_origin}" if request.length_origin else ""
-    return (
-        f"{request.length_key} ({request.length}{origin}) must be at most {shape.max_length}, "
-        f"the longest sequence of the model in {shape.source}"
-    )
-
-
-def _listed(sizes: tuple[int, ...]) -> str:
-    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
-
-
-_Check = Callable[[EngineShape, EngineRequest, _EngineLimits], str | None]
-
-_CHECKS: dict[str, _Check] = {
-    "heads": _heads,
-    "kv_heads": _kv_heads,
-    "ffn": _ffn,
-    "head_size": _head_size,
-    "latent_size": _latent_size,
-    "linear_heads": _linear_heads,
-    "linear_size": _linear_size,
-    "linear_dtype": _linear_dtype,
-    "length": _length,
-}

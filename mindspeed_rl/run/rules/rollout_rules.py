@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -12,11 +12,10 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
-from mindspeed_rl.run.rules.violation import Violation
+from mindspeed_rl.run.rules.violation import Broken, needs, violate
 
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
-_TEMPERATURE = "generate_config.sampling_config.temperature"
 #: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
 _OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
 _BY_KEY = "use the key generate_config.{}"
@@ -24,15 +23,16 @@ _BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
 #: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
 _OWN_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
-        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode "
-        "generation_config override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
+        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode generation_config "
+        "override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
         "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats "
         "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
         _BY_ROLLOUT,
     ),
     **dict.fromkeys(
         "data_parallel_size data_parallel_rank data_parallel_size_local data_parallel_start_rank data_parallel_address "
-        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes node_rank "
+        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes "
+        "node_rank "
         "master_addr master_port".split(),
         "replicas follow from rl_config.actor_resource or rollout_resource and infer_tensor_parallel_size",
     ),
@@ -66,39 +66,27 @@ _SWITCHES = {
 }
 
 
-def _replay(run: Run) -> Iterator[Violation]:
+@needs("rl_config")
+def _replay(run: Run) -> Iterator[Broken]:
     """Check `rl_config.router_replay`."""
-    cfg = run.config
-    rl = cfg.rl_config
-    if rl is None or cfg.is_supervised:
-        return
-    mode = rl.router_replay.mode
-    for name, modes in _SWITCHES.items():
-        configured = getattr(rl, name)
-        if configured is not None and configured != (mode in modes):
-            key = f"rl_config.{name}"
-            yield Violation(
-                "replay_spelling",
-                {key: configured, _MODE: mode},
-                f"{key} ({str(configured).lower()}) says the same as {_MODE} ({mode}), and the two differ",
-                ({key: None},),
-            )
+    mode = run.rl.router_replay.mode
+    switches = {name: getattr(run.rl, name) for name in _SWITCHES}
+    for key, configured in switches.items():
+        if configured is not None and configured != (mode in _SWITCHES[key]):
+            yield violate("replay_spelling", f"[{key}] says the same as [{_MODE}], and the two differ", {key: None})
     if mode == "disabled":
         return
-    off = {_MODE: "disabled"} | {f"rl_config.{name}": None for name in _SWITCHES if getattr(rl, name)}
+    off = {_MODE: "disabled"} | {key: None for key, configured in switches.items() if configured}
     for reason in _reasons(run, _obstacles):
-        yield Violation("router_replay", {_MODE: mode}, f"{_MODE} ({mode}) cannot be used here: {reason}", (off,))
+        yield violate("router_replay", f"[{_MODE}] cannot be used here: {reason}", None, off)
 
 
-def _expert_counts(run: Run) -> Iterator[Violation]:
+@needs("generate_config")
+def _expert_counts(run: Run) -> Iterator[Broken]:
     """Check `generate_config.eplb_token_collects`."""
-    cfg = run.config
-    if cfg.is_supervised or cfg.generate_config is None or not cfg.generate_config.eplb_token_collects:
-        return
-    for reason in _reasons(run, _obstacles_of_engine):
-        yield Violation(
-            "expert_counts", {_COUNTS: True}, f"{_COUNTS} (true) cannot be used here: {reason}", ({_COUNTS: False},)
-        )
+    if run.generate.eplb_token_collects:
+        for reason in _reasons(run, _obstacles_of_engine):
+            yield violate("expert_counts", f"[{_COUNTS}] cannot be used here: {reason}", {_COUNTS: False})
 
 
 def _reasons(run: Run, obstacles: Callable[[Run], Iterator[str]]) -> Iterator[str]:
@@ -110,17 +98,14 @@ def _reasons(run: Run, obstacles: Callable[[Run], Iterator[str]]) -> Iterator[st
 
 def _is_dense(run: Run) -> bool:
     """Return True once it is known that the actor has no experts."""
-    cfg = run.config
-    actor = cfg.with_shape("actor_config")
+    actor = run.config.with_shape("actor_config")
     return not actor.num_experts and (actor.num_layers is not None or actor.num_attention_heads is not None)
 
 
 def _obstacles(run: Run) -> Iterator[str]:
-    cfg = run.config
-    if cfg.actor_config.moe_router_load_balancing_type == "sinkhorn":
+    if run.config.actor_config.moe_router_load_balancing_type == "sinkhorn":
         yield "moe_router_load_balancing_type sinkhorn has a router that takes no experts from others"
-    assert cfg.rl_config is not None
-    if cfg.rl_config.router_replay.mode == "R3":
+    if run.rl.router_replay.mode == "R3":
         yield from (f"{reason}; R2 works there" for reason in _obstacles_of_engine(run))
     else:
         yield from _obstacles_of_recording(run)
@@ -132,137 +117,110 @@ def _obstacles_of_recording(run: Run) -> Iterator[str]:
         return
     if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
         yield (
-            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is followed by "
-            "one optimizer step; R3 needs no such pass"
+            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
+            "followed by one optimizer step; R3 needs no such pass"
         )
 
 
 def _obstacles_of_engine(run: Run) -> Iterator[str]:
-    cfg = run.config
-    rl, generate = cfg.rl_config, cfg.generate_config
-    assert rl is not None
+    splits, generate = run.rl.partial_rollout_max_split, run.config.generate_config
     if run.placement.disaggregated:
         yield "rollout servers do not hand out the experts of their tokens"
-    if rl.partial_rollout_max_split > 1:
-        yield (
-            f"partial_rollout_max_split ({rl.partial_rollout_max_split}) keeps responses over iterations, and not the experts "
-            "of their tokens"
-        )
+    if splits > 1:
+        yield f"partial_rollout_max_split ({splits}) keeps responses over iterations, and not the experts of their tokens"
     if generate is not None and generate.expert_map_path is not None:
         yield "with generate_config.expert_map_path vllm-ascend before 0.26 reports where an expert lies, not which one it is"
 
 
-def _turns(run: Run) -> Iterator[Violation]:
+@needs("rl_config", "generate_config")
+def _turns(run: Run) -> Iterator[Broken]:
     """Check runs whose samples have several turns."""
-    cfg = run.config
-    rl, generate = cfg.rl_config, cfg.generate_config
-    if rl is None or generate is None or cfg.is_supervised or not rl.multi_turn_enable:
+    rl, loop, one = run.rl, run.rl.agent_loop_name, run.generate.sampling_config.max_tokens
+    if not rl.multi_turn_enable:
         return
-    one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
-    if 0 < total < one:
-        yield Violation(
-            "tool_response_length",
-            {"rl_config.max_total_response_length": total, "generate_config.sampling_config.max_tokens": one},
-            f"rl_config.max_total_response_length ({total}) must be at least "
-            f"generate_config.sampling_config.max_tokens ({one})",
-            ({"rl_config.max_total_response_length": one},),
-        )
-    loop = rl.agent_loop_name
+    if 0 < rl.max_total_response_length < one:
+        text = "[max_total_response_length] must be at least [max_tokens]"
+        yield violate("tool_response_length", text, {"max_total_response_length": one})
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
-        yield Violation(
+        yield violate(
             "partial_rollout_turns",
-            {"rl_config.partial_rollout_max_split": rl.partial_rollout_max_split, "rl_config.multi_turn_enable": True},
-            f"rl_config.partial_rollout_max_split ({rl.partial_rollout_max_split}) lets a response take several iterations, "
-            "and tools and environments of a sample of several turns cannot be put aside so long",
-            ({"rl_config.partial_rollout_max_split": 1}, {"rl_config.multi_turn_enable": False}),
+            "[partial_rollout_max_split] lets a response take several iterations, and tools and environments of a "
+            "sample of several turns cannot be put aside so long",
+            {"partial_rollout_max_split": 1, "multi_turn_enable": False},
+            keys={"multi_turn_enable": True},
         )
     if rl.use_dynamic_bsz and not rl.use_remove_padding:
-        yield Violation(
+        yield violate(
             "turns_are_packed",
-            {"rl_config.use_dynamic_bsz": True, "rl_config.use_remove_padding": False},
-            "rl_config.use_dynamic_bsz counts the tokens of a sample of several turns as they are packed, so with "
-            "rl_config.multi_turn_enable it needs rl_config.use_remove_padding",
-            ({"rl_config.use_remove_padding": True}, {"rl_config.use_dynamic_bsz": False}),
+            "[use_dynamic_bsz:name] counts the tokens of a sample of several turns as they are packed, so with "
+            "rl_config.multi_turn_enable it needs [use_remove_padding:name]",
+            {"use_remove_padding": True, "use_dynamic_bsz": False},
         )
-    needed = AGENT_LOOP_KEYS.get(loop)
+    needed, given = AGENT_LOOP_KEYS.get(loop), {"agent_loop": loop}
     if needed is not None and getattr(rl, needed) is None:
-        yield Violation(
-            "agent_loop_needs",
-            {"rl_config.agent_loop": loop, f"rl_config.{needed}": None},
-            f"rl_config.agent_loop {loop} needs rl_config.{needed}",
-        )
-    agent = rl.agent
-    if agent is not None and bool(agent.command) == bool(agent.url):
-        given = {"rl_config.agent.command": agent.command, "rl_config.agent.url": agent.url}
-        yield Violation("agent_program", given, "rl_config.agent needs either a command or a url, and not both")
+        yield violate("agent_loop_needs", f"[agent_loop:is] needs [{needed}:name]", keys=given)
+    if rl.agent is not None and bool(rl.agent.command) == bool(rl.agent.url):
+        program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
+        yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
-        keys = {"rl_config.verifier_reads": "output", "rl_config.agent_loop": loop}
-        text = f"rl_config.verifier_reads output is that of a program, but the loop is {loop}: set rl_config.agent"
-        yield Violation("verifier_reads_output", keys, text, ({"rl_config.verifier_reads": "response"},))
+        text = f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent"
+        yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
 
 
-def _engine_settings(run: Run) -> Iterator[Violation]:
+@needs("generate_config")
+def _engine_settings(run: Run) -> Iterator[Broken]:
     """Check settings that go to the engine under its own names, and the number of tokens of a step."""
-    cfg = run.config
-    generate = cfg.generate_config
-    if generate is None or cfg.is_supervised:
-        return
+    generate, sizes = run.generate, "cudagraph_capture_sizes"
     for name in _OWN_SETTINGS:
         if name in (generate.additional_config or {}):
             instead = "use generate_config.expert_map_path" if name == "eplb_config" else "remove it"
-            key = f"generate_config.additional_config.{name}"
-            yield Violation("own_engine_setting", {key: "..."}, f"{key} is set by this suite; {instead}")
-    sizes, name = generate.cudagraph_capture_sizes, "cudagraph_capture_sizes"
-    if sizes is not None and name in (generate.compilation_config or {}):
-        keys = {f"generate_config.{name}": sizes, f"generate_config.compilation_config.{name}": "..."}
-        yield Violation("capture_sizes_twice", keys, f"{' and '.join(keys)} are both set; keep one of them")
+            yield _own_setting(f"additional_config.{name}", f"is set by this suite; {instead}")
+    if generate.cudagraph_capture_sizes is not None and sizes in (generate.compilation_config or {}):
+        both = f"generate_config.compilation_config.{sizes}"
+        text = f"[{sizes}:name] and {both} are both set; keep one of them"
+        yield violate("capture_sizes_twice", text, keys={both: "..."})
     tokens, sequences = generate.max_num_batched_tokens, generate.max_num_seqs
-    if "max_num_batched_tokens" in cfg.set_keys.get("generate_config", ()) and tokens < sequences:
-        yield Violation(
-            "step_tokens",
-            {"generate_config.max_num_batched_tokens": tokens, "generate_config.max_num_seqs": sequences},
-            f"generate_config.max_num_batched_tokens ({tokens}) must be at least generate_config.max_num_seqs ({sequences}): a "
-            "step of the engine has a token of each response",
-            ({"generate_config.max_num_batched_tokens": sequences}, {"generate_config.max_num_seqs": tokens}),
-        )
+    if "max_num_batched_tokens" in run.config.set_keys.get("generate_config", ()) and tokens < sequences:
+        text = "[max_num_batched_tokens] must be at least [max_num_seqs]: a step of the engine has a token of each response"
+        yield violate("step_tokens", text, {"max_num_batched_tokens": sequences, "max_num_seqs": tokens})
 
 
-def _engine_arguments(run: Run) -> Iterator[Violation]:
+def _own_setting(name: str, problem: str, rule: str = "own_engine_setting") -> Broken:
+    """Report an item of a group that goes to the engine as it is."""
+    return violate(rule, f"generate_config.{name} {problem}", keys={f"generate_config.{name}": "..."})
+
+
+@needs("generate_config")
+def _engine_arguments(run: Run) -> Iterator[Broken]:
     """Check `engine_kwargs`, and keys of sampling that need the whole text of a response."""
-    cfg = run.config
-    generate = cfg.generate_config
-    if generate is None or cfg.is_supervised:
-        return
     known = _list_vllm_fields("engine/arg_utils.py", "EngineArgs")
-    for name in generate.engine_kwargs or {}:
-        key = f"generate_config.engine_kwargs.{name}"
+    for name in run.generate.engine_kwargs or {}:
         if name in _OWN_ARGUMENTS:
-            yield Violation("own_engine_setting", {key: "..."}, f"{key} is set by this suite: {_OWN_ARGUMENTS[name]}")
+            yield _own_setting(f"engine_kwargs.{name}", f"is set by this suite: {_OWN_ARGUMENTS[name]}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            yield Violation("engine_argument", {key: "..."}, f"{key} is not an argument of the installed vLLM's engine{hint}")
-    sampling, prefix = generate.sampling_config, "generate_config.sampling_config"
+            problem = f"is not an argument of the installed vLLM's engine{hint}"
+            yield _own_setting(f"engine_kwargs.{name}", problem, "engine_argument")
+    sampling, prefix = run.generate.sampling_config, "generate_config.sampling_config"
     if "" in sampling.stop:
-        yield Violation("stop_text", {f"{prefix}.stop": sampling.stop}, f"{prefix}.stop has an empty text, which ends nothing")
+        yield violate("stop_text", f"[{prefix}.stop:name] has an empty text, which ends nothing")
     forms = set(sampling.structured_output or ())
     if sampling.structured_output is not None and (len(forms) != 1 or forms - _FORMS):
-        yield Violation(
+        yield violate(
             "structured_output",
-            {f"{prefix}.structured_output": sampling.structured_output},
-            f"{prefix}.structured_output has {', '.join(sorted(forms)) or 'nothing'}, but needs exactly one of "
+            f"[{prefix}.structured_output:name] has {', '.join(sorted(forms)) or 'nothing'}, but needs exactly one of "
             f"{', '.join(sorted(_FORMS))}",
         )
-    splits = 1 if cfg.rl_config is None else cfg.rl_config.partial_rollout_max_split
+    splits = 1 if run.config.rl_config is None else run.rl.partial_rollout_max_split
     for name in ("stop", "structured_output", "presence_penalty", "frequency_penalty"):
         if splits > 1 and getattr(sampling, name):
-            yield Violation(
+            yield violate(
                 "response_in_one",
-                {f"{prefix}.{name}": getattr(sampling, name), "rl_config.partial_rollout_max_split": splits},
-                f"{prefix}.{name} looks at the response from its start, and rl_config.partial_rollout_max_split ({splits}) "
+                f"[{prefix}.{name}:name] looks at the response from its start, and [partial_rollout_max_split] "
                 "continues it as a new request",
-                ({"rl_config.partial_rollout_max_split": 1},),
+                {"partial_rollout_max_split": 1},
             )
 
 
@@ -279,66 +237,85 @@ def _list_vllm_fields(file: str, name: str) -> frozenset[str]:
     return frozenset(target.id for target in targets if isinstance(target, ast.Name))
 
 
-def _drafts(run: Run) -> Iterator[Violation]:
+_DRAFTS = "generate_config.speculative_config"
+_OFF: dict[str, object] = {_DRAFTS: None}
+#: keys of sampling that drafts exclude -> the reason
+_UNLIKE_DRAFTS = {
+    "min_p": "vLLM does not apply it to drafts",
+    "stop": "a text that ends a response may be in the middle of the tokens of a step",
+    "structured_output": "a form is not checked for the tokens of a draft",
+}
+
+
+@needs("generate_config")
+def _drafts(run: Run) -> Iterator[Broken]:
     """Check `speculative_config`, and what cannot be used with it."""
-    cfg = run.config
-    generate, group = cfg.generate_config, "generate_config.speculative_config"
-    drafts = None if generate is None or cfg.is_supervised else generate.drafts
-    if generate is None or drafts is None:
+    drafts = run.generate.drafts
+    if drafts is None:
         return
+    method = drafts.get("method")
+    if method in _DRAFT_METHODS:
+        yield from _draft_keys(drafts)
+        yield from _unlike_drafts(run, is_model=_DRAFT_METHODS[method])
+    else:
+        yield _reject_draft(drafts, "method", f"is {method!r}, but must be one of {', '.join(_DRAFT_METHODS)}")
 
-    def wrong(key: str, problem: str, *suggestions: dict[str, object]) -> Violation:
-        name = key.rpartition(".")[2]
-        value = drafts.get(name) if key.startswith(group) else "..."
-        return Violation("speculative_config", {key: value}, f"{key} {problem}", suggestions)
 
-    method, tokens, model = drafts.get("method"), drafts.get("num_speculative_tokens"), drafts.get("model")
-    if method not in _DRAFT_METHODS:
-        yield wrong(f"{group}.method", f"is {method!r}, but must be one of {', '.join(_DRAFT_METHODS)}")
-        return
+def _reject_draft(drafts: Mapping[str, object], name: str, problem: str) -> Broken:
+    """Report a key of `speculative_config`."""
+    return violate("speculative_config", f"{_DRAFTS}.{name} {problem}", keys={f"{_DRAFTS}.{name}": drafts.get(name)})
+
+
+def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
+    """Check the keys of `speculative_config` itself."""
+    method, tokens, model = str(drafts["method"]), drafts.get("num_speculative_tokens"), drafts.get("model")
     known = _list_vllm_fields("config/speculative.py", "SpeculativeConfig")
     for name in drafts:
         if name in _OWN_DRAFT_KEYS:
-            yield wrong(f"{group}.{name}", f"is set by this suite: {_BY_ROLLOUT}")
+            yield _reject_draft(drafts, name, f"is set by this suite: {_BY_ROLLOUT}")
         elif known and name not in known:
             hint = registry.did_you_mean(name, known) or "."
-            yield wrong(f"{group}.{name}", f"is not a key of the installed vLLM's speculative_config{hint}")
+            yield _reject_draft(drafts, name, f"is not a key of the installed vLLM's speculative_config{hint}")
     has_default = method in ("mtp", "eagle", "eagle3")  # a number in the draft's config.json
     if not (tokens is None and has_default) and not (type(tokens) is int and 1 <= tokens <= _MAX_DRAFT):
-        yield wrong(f"{group}.num_speculative_tokens", f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}")
+        text = f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}"
+        yield _reject_draft(drafts, "num_speculative_tokens", text)
     folder = Path(str(model)).expanduser()
     has_files = (folder / "config.json").is_file() and any(folder.glob("*.[sb][ai][fn]*"))  # safetensors, bin
-    if _DRAFT_METHODS[str(method)] and method != "mtp" and not has_files:
-        yield wrong(f"{group}.model", f"is {model!r}, but must be the folder of the draft's config.json and weights")
-    sampling, off = generate.sampling_config, dict[str, object]({group: None})
-    for name, reason in (
-        ("min_p", "vLLM does not apply it to drafts"),
-        ("stop", "a text that ends a response may be in the middle of the tokens of a step"),
-        ("structured_output", "a form is not checked for the tokens of a draft"),
-    ):
-        if getattr(sampling, name):
-            key = f"generate_config.sampling_config.{name}"
-            yield wrong(key, f"cannot be combined with {group}: {reason}", off)
-    replay = cfg.rl_config is not None and cfg.rl_config.router_replay.mode == "R3"
+    if _DRAFT_METHODS[method] and method != "mtp" and not has_files:
+        text = f"is {model!r}, but must be the folder of the draft's config.json and weights"
+        yield _reject_draft(drafts, "model", text)
+
+
+def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
+    """Check what cannot be used with drafts."""
+    generate, metadata, engines = run.generate, run.config.model_metadata.get("actor_config"), run.placement.engines
+    replay = run.config.rl_config is not None and run.rl.router_replay.mode == "R3"
+    spreads = is_model and engines is not None and engines.in_step
+    sampling = "generate_config.sampling_config"
     for key, is_on, reason in (
+        *((f"{sampling}.{name}", getattr(generate.sampling_config, name), text) for name, text in _UNLIKE_DRAFTS.items()),
         (_MODE, replay, "R3 reads the experts of one token a step; R2 works"),
         (_COUNTS, generate.eplb_token_collects, "experts are reported for one token a step"),
         ("generate_config.lora_push", generate.lora_push == "adapter", "adapter was not verified with drafts; merged works"),
     ):
         if is_on:
-            yield wrong(key, f"cannot be combined with {group}: {reason}", off)
-    if _DRAFT_METHODS[str(method)] and run.placement.engines is not None and run.placement.engines.in_step:
-        yield wrong("generate_config.infer_expert_parallel_size", f"cannot be combined with a draft model ({group}.model)", off)
-    metadata = cfg.model_metadata.get("actor_config")
+            text = f"{key} cannot be combined with {_DRAFTS}: {reason}"
+            yield violate("speculative_config", text, _OFF, keys={key: "..."})
+    if spreads:
+        key = "generate_config.infer_expert_parallel_size"
+        text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
+        yield violate("speculative_config", text, _OFF, keys={key: "..."})
     if metadata is not None and metadata.shape.linear_heads:
-        yield wrong(group, "cannot be used with this model: the states of its gated delta nets are not rolled back here", off)
+        text = "cannot be used with this model: the states of its gated delta nets are not rolled back here"
+        yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
 
 
-def _quantization(run: Run) -> Iterator[Violation]:
+@needs("generate_config")
+def _quantization(run: Run) -> Iterator[Broken]:
     """Check `quantization`, and what cannot be used with it."""
-    cfg = run.config
-    generate, key = cfg.generate_config, "generate_config.quantization"
-    if generate is None or cfg.is_supervised or generate.quantization is None:
+    cfg, generate, key = run.config, run.generate, "generate_config.quantization"
+    if generate.quantization is None:
         return
     actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
     gated = metadata is not None and metadata.shape.linear_heads
@@ -354,17 +331,13 @@ def _quantization(run: Run) -> Iterator[Violation]:
         (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
     ):
         if is_on:
-            names = {key: generate.quantization}
-            names |= {} if other is None else {f"generate_config.{other}": getattr(generate, other)}
-            message = f"{key} ({generate.quantization}) is not available {reason}"
-            yield Violation("quantization", names, message, ({key: None},))
+            given = {} if other is None else {other: getattr(generate, other)}
+            yield violate("quantization", f"[{key}] is not available {reason}", {key: None}, keys=given)
 
 
 def _exact_experts(run: Run) -> tuple[tuple[object, str | None, str], ...]:
     """Return what `exact_log_probs` cannot be used with where the actor has experts, as in `_exact_log_probs`."""
-    cfg = run.config
-    assert cfg.rl_config is not None and cfg.generate_config is not None
-    actor, generate, mode = cfg.actor_config, cfg.generate_config, cfg.rl_config.router_replay.mode
+    cfg, actor, generate, mode = run.config, run.config.actor_config, run.generate, run.rl.router_replay.mode
     tensor, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
     gathers = actor.moe_token_dispatcher_type == "allgather" and actor.expert_model_parallel_size > 1
     split = ": the experts of this model are computed on one tensor-parallel rank"
@@ -379,11 +352,11 @@ def _exact_experts(run: Run) -> tuple[tuple[object, str | None, str], ...]:
     )
 
 
-def _exact_log_probs(run: Run) -> Iterator[Violation]:
+@needs("rl_config", "generate_config")
+def _exact_log_probs(run: Run) -> Iterator[Broken]:
     """Check `exact_log_probs`, and what cannot be used with it; `run.models` checks the model."""
-    cfg = run.config
-    rl, generate, actor, key = cfg.rl_config, cfg.generate_config, cfg.actor_config, "rl_config.exact_log_probs"
-    if rl is None or generate is None or cfg.is_supervised or not rl.exact_log_probs:
+    cfg, generate, actor, key = run.config, run.generate, run.config.actor_config, "rl_config.exact_log_probs"
+    if not run.rl.exact_log_probs:
         return
     on_cpu, block = cfg.platform == "cpu", (generate.engine_kwargs or {}).get("block_size")
     compiled = on_cpu and not generate.enforce_eager
@@ -416,34 +389,31 @@ def _exact_log_probs(run: Run) -> Iterator[Violation]:
             *(tensor, f" and infer_tensor_parallel_size ({infer}): both are powers of two, or equal, or one of them is 1"),
         ),
     )
-    names, reasons = dict[str, object]({key: True}), []
-    for found, other, reason in obstacles:
-        if found:
-            names |= {} if other is None else {other: found}
-            reasons.append(reason if other is None else f"with {other} ({found}){reason}")
-    if reasons:
-        yield Violation("exact_log_probs", names, f"{key} (true) is not available {'; nor '.join(reasons)}", ({key: False},))
+    present = [(value, other, reason) for value, other, reason in obstacles if value]
+    if present:
+        reasons = [reason if other is None else f"with {other} ({value}){reason}" for value, other, reason in present]
+        given = {other: value for value, other, _ in present if other is not None}
+        yield violate("exact_log_probs", f"[{key}] is not available {'; nor '.join(reasons)}", {key: False}, keys=given)
 
 
-def _temperature(run: Run) -> Iterator[Violation]:
+@needs("generate_config")
+def _temperature(run: Run) -> Iterator[Broken]:
     """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
-    cfg = run.config
-    temperature = 0.0 if cfg.is_supervised or cfg.generate_config is None else cfg.generate_config.sampling_config.temperature
-    if 0.0 < temperature < MIN_TEMPERATURE:
-        yield Violation(
+    if 0.0 < run.generate.sampling_config.temperature < MIN_TEMPERATURE:
+        yield violate(
             "temperature",
-            {_TEMPERATURE: temperature},
-            f"{_TEMPERATURE} ({temperature:g}) must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with "
-            "which the rollout engine samples",
-            ({_TEMPERATURE: MIN_TEMPERATURE}, {_TEMPERATURE: 0.0}),
+            f"[temperature] must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with which the "
+            "rollout engine samples",
+            {"temperature": MIN_TEMPERATURE},
+            {"temperature": 0.0},
         )
 
 
-def _budgets(run: Run) -> Iterator[Violation]:
+@needs("rl_config", "generate_config")
+def _budgets(run: Run) -> Iterator[Broken]:
     """Check that each token budget of micro-batches takes the longest sample."""
-    cfg = run.config
-    rl, generate, actor = cfg.rl_config, cfg.generate_config, cfg.actor_config
-    if rl is None or generate is None or cfg.is_supervised or not rl.use_dynamic_bsz:
+    cfg, rl, generate, actor = run.config, run.rl, run.generate, run.config.actor_config
+    if not rl.use_dynamic_bsz:
         return
     limit_key = cfg.response_limit_key.rpartition(".")[2]
     longest = min(rl.max_prompt_length + cfg.response_limit, generate.max_model_len)
@@ -452,23 +422,23 @@ def _budgets(run: Run) -> Iterator[Violation]:
     unit *= 2 * actor.context_parallel_size if actor.context_parallel_size > 1 else 1
     needed = -(-longest // unit) * unit
     padding = "" if needed == longest else f", padded to a multiple of {unit}"
-    reported: set[str] = set()
-    uses = {"update": True, "actor": True, "ref": run.objective is not None and run.objective.needs_reference}
-    for use, is_used in uses.items():
-        own = f"{use}_max_packing_token_size"
-        name = own if own in cfg.set_keys.get("rl_config", ()) else "max_packing_token_size"
-        value = getattr(rl, own)
-        if not is_used or value is None or value >= needed or name in reported:
-            continue
-        reported.add(name)
-        yield Violation(
-            "packing_budget",
-            {f"rl_config.{name}": value, "rl_config.max_prompt_length": rl.max_prompt_length},
-            f"rl_config.{name} ({value}) must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller "
-            f"of max_prompt_length {rl.max_prompt_length} + {limit_key} {cfg.response_limit} and max_model_len "
-            f"{generate.max_model_len})",
-            ({f"rl_config.{name}": needed}, {"rl_config.use_dynamic_bsz": False}),
-        )
+    uses = ("update", "actor", *(("ref",) if run.objective is not None and run.objective.needs_reference else ()))
+    set_keys = cfg.set_keys.get("rl_config", ())
+    # the shared budget is reported once
+    budgets = {
+        own if own in set_keys else "max_packing_token_size": getattr(rl, own)
+        for own in (f"{use}_max_packing_token_size" for use in uses)
+    }
+    for name, value in budgets.items():
+        if value is not None and value < needed:
+            yield violate(
+                "packing_budget",
+                f"[{name}] must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
+                f"max_prompt_length [max_prompt_length:value] + {limit_key} {cfg.response_limit} and max_model_len "
+                f"{generate.max_model_len})",
+                {name: needed, "use_dynamic_bsz": False},
+                keys={name: value},
+            )
 
 
 ROLLOUT_RULES = (

@@ -4,82 +4,88 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
+from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.run.batch_sizes import size_keys
 from mindspeed_rl.run.draft import decide
 from mindspeed_rl.run.record import Run
-from mindspeed_rl.run.rules.batch_rules import find_size_violations, suggest_values
+from mindspeed_rl.run.rules.batch_rules import ROLLOUT_SIZES, find_size_violations, suggest_values
 from mindspeed_rl.run.rules.layout_rules import layout_violations
 from mindspeed_rl.run.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.run.rules.run_rules import RUN_RULES
-from mindspeed_rl.run.rules.violation import Violation, violate_range
+from mindspeed_rl.run.rules.violation import Broken, Violation, fill_keys, find_key, read_key, violate_range
+
+#: all rules but those of sizes and layouts, in the order of the report
+_RULES = (*RUN_RULES, *OBJECTIVE_RULES)
 
 
 def validate(run: Run) -> list[Violation]:
     """Return every broken rule of a draft; empty for a sound one."""
-    outside = list(_range_violations(run))
+    read = partial(read_key, run)
+    outside = [item.fill(read) for item in _out_of_range(run)]
     # rules of sizes mean nothing for numbers out of range, and the search for suggestions would not end
     sizes = [] if outside else [*_batch_violations(run), *_suggest_layouts(run)]
-    return [*outside, *sizes, *(violation for rule in (*RUN_RULES, *OBJECTIVE_RULES) for violation in rule(run))]
+    return [*outside, *sizes, *(item.fill(read, find_key) for rule in _RULES for item in rule(run))]
 
 
 def is_valid(run: Run) -> bool:
     """Return True where `validate` finds nothing, without its search for suggestions: for searches over many run files."""
     sizes = run.sizes
-    if sizes is None or any(True for _ in _range_violations(run)):
+    if sizes is None or any(True for _ in _out_of_range(run)):
         return False
-    if not sizes.has_layouts or any(find_size_violations(sizes)):
+    if not sizes.has_layouts or any(True for _ in find_size_violations(sizes)):
         return False
-    return not any(True for rule in (layout_violations, *RUN_RULES, *OBJECTIVE_RULES) for _ in rule(run))
+    return not any(True for rule in (layout_violations, *_RULES) for _ in rule(run))
 
 
-def _range_violations(run: Run) -> Iterator[Violation]:
-    """Yield the numbers of a run file outside the ranges of their keys; numbers of algorithms have their rules."""
-    cfg = run.config
+def _out_of_range(run: Run) -> Iterator[Broken]:
+    """Check the numbers of a run file against the ranges of their keys; numbers of algorithms have their rules."""
     for path, key in collect_keys().items():
-        group, _, name = path.rpartition(".")
         if key.range is None:
             continue
-        if group == "megatron_training":
-            roles = {role: getattr(cfg, role) for role in ROLE_GROUPS}
-            values = {f"{role}.{name}": getattr(keys, name) for role, keys in roles.items() if keys is not None}
-        else:
-            holder: object = cfg
-            for part in path.split("."):
-                holder = None if holder is None else getattr(holder, part)
-            values = {path: holder}
         checked: list[object] = []
-        for where, value in values.items():
+        for where, value in _list_values(run.config, path).items():
             items = value if isinstance(value, list) else [value]
             outside = [item for item in items if isinstance(item, (int, float)) and not key.range.contain(item)]
             if outside and value not in checked:  # a shared key is reported once
                 checked.append(value)
-                violation = violate_range(where, outside[0], key.range)
+                item = violate_range(where, outside[0], key.range)
                 # a suggestion for one item of a list is not a value of the key
-                yield replace(violation, suggestions=()) if isinstance(value, list) else violation
+                yield replace(item, suggestions=()) if isinstance(value, list) else item
+
+
+def _list_values(cfg: RunConfig, path: str) -> dict[str, object]:
+    """Return the values of a key by dotted name, of each role where it is one of theirs; None where its group is left out."""
+    group, _, name = path.rpartition(".")
+    if group == "megatron_training":
+        roles = {role: getattr(cfg, role) for role in ROLE_GROUPS}
+        return {f"{role}.{name}": getattr(keys, name) for role, keys in roles.items() if keys is not None}
+    value: object = cfg
+    for part in path.split("."):
+        value = None if value is None else getattr(value, part)
+    return {path: value}
 
 
 def _batch_violations(run: Run) -> Iterator[Violation]:
     """Yield the broken rules between batch sizes and devices; each suggestion satisfies all of them."""
-    cfg = run.config
+    cfg, sizes = run.config, run.sizes
     if cfg.actor_config.global_batch_size is None:
-        yield Violation(
-            "is_set", {"megatron_training.global_batch_size": None}, "megatron_training.global_batch_size is not set"
-        )
+        name = "megatron_training.global_batch_size"
+        yield Violation("is_set", {name: None}, f"{name} is not set")
     if run.placement.world_size is None:
-        name = "rl_config.actor_resource.num_npus"
-        unit = cfg.actor_config.model_parallel_size
+        name, unit = "rl_config.actor_resource.num_npus", cfg.actor_config.model_parallel_size
         yield Violation("is_set", {name: None}, f"{name} is not set; it is a multiple of {unit} here")
     # where a parallel size is below 1 the layout rules name it
-    if run.sizes is None or not run.sizes.has_layouts:
+    if sizes is None or not sizes.has_layouts:
         return
-    sizes, keys = run.sizes, size_keys(cfg)
-    for broken in find_size_violations(sizes):
-        names = broken.names or ("generation_batch_size", "steps_per_generation")
-        suggestions = [{keys[name]: value} for name in broken.names for value in suggest_values(sizes, name)]
-        values = {keys[name]: sizes.value(name) for name in names}
-        yield Violation(broken.rule, values, broken.text(keys), tuple(suggestions))
+    keys = size_keys(cfg)
+    for item in find_size_violations(sizes):
+        suggestions = tuple({keys[name]: value} for name in item.names for value in suggest_values(sizes, name))
+        values = {keys[name]: sizes.value(name) for name in item.names or ROLLOUT_SIZES}
+        message, _ = fill_keys(item.sentence, sizes.value, keys.__getitem__)
+        yield Violation(item.rule, values, message, suggestions)
 
 
 def _suggest_layouts(run: Run) -> Iterator[Violation]:
