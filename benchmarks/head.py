@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import VocabHead, compute_vocab_log_probs
 
 _ROUNDS = 7
 
@@ -53,7 +53,7 @@ def main() -> None:
 
         def log_probs(in_float32: bool, hidden: Tensor = hidden, labels: Tensor = labels) -> Tensor:
             leaf = hidden.clone().requires_grad_()
-            found, _ = compute_vocab_log_probs(leaf, weight, labels, in_float32=in_float32)
+            found, _ = compute_vocab_log_probs(leaf, weight, labels, VocabHead(in_float32=in_float32))
             found.sum().backward()
             return found.detach()
 

@@ -34,7 +34,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.data.indexed import open_indexed
-from mindspeed_rl.data.preprocess import PreprocessConfig, _build_handler, _open_input, run
+from mindspeed_rl.data.preprocess import _build_handler, _open_input, run
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import read_rows
 
 SAMPLE = Path(__file__).parents[1] / "tests" / "data" / "gsm8k" / "sample.jsonl"
@@ -189,7 +190,8 @@ def memory(arguments: argparse.Namespace, folder: Path, tokenizer: str) -> None:
     """Print the peak resident memory of runs over inputs of growing size, each in a process of its own."""
     print("| input | rows | workers | peak of the main process | peak of a worker |\n|---|---|---|---|---|")
     script = (
-        "import resource, sys\nfrom mindspeed_rl.data.preprocess import PreprocessConfig, run\n"
+        "import resource, sys\nfrom mindspeed_rl.data.preprocess import run\n"
+        "from mindspeed_rl.data.preprocess_config import PreprocessConfig\n"
         "report = run(PreprocessConfig(input=sys.argv[1], output_prefix=sys.argv[2], tokenizer_name_or_path=sys.argv[3],"
         " workers=int(sys.argv[4])))\n"
         "usage = [resource.getrusage(who).ru_maxrss // 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"

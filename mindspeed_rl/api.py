@@ -27,13 +27,14 @@ import cloudpickle
 from mindspeed_rl import registry
 from mindspeed_rl.cli.explain import build_report
 from mindspeed_rl.cli.train import prepare_run
-from mindspeed_rl.config import Run as ResolvedRun
 from mindspeed_rl.config import RunConfig, build_run_config
-from mindspeed_rl.config.explain.plan_page import Report, render
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
+from mindspeed_rl.run import Run as ResolvedRun
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.explain.plan_page import Report, render
 
 #: of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -57,8 +58,8 @@ class Result:
     """The files and metrics of a run.
 
     Attributes:
-        folder: of the run: report.html, metrics.jsonl, logs.
-        metrics: of each iteration, in order, as in metrics.jsonl; those of a resumed run from its first iteration on.
+        folder: run folder: report.html, metrics.jsonl, logs.
+        metrics: metrics of each iteration, in order, as in metrics.jsonl; from the first iteration on, also in a resumed run.
         checkpoint: folder that holds the checkpoints; None if the run saves none.
         model: Hugging Face folder of the newest checkpoint; None without `save_hf`.
         ended_early: `on_iteration` returned False.
@@ -104,7 +105,8 @@ class Run:
             raise ValueError(f"num_nodes is {num_nodes}, but must be at least 1")
         folder, name = locate(str(config_name), None)
         tree = apply_values(compose(folder, name, []), overrides or {})
-        return cls(build_run_config(tree, config_name=name, config_dir=str(folder)), num_nodes, tree)
+        cfg = build_run_config(tree, config_name=name, config_dir=str(folder))
+        return cls(draft(cfg, num_nodes).config, num_nodes, tree)
 
     def with_values(self, values: Mapping[str, object]) -> Run:
         """Return the run with other values of some keys.
@@ -113,7 +115,8 @@ class Run:
             ValueError: an unknown key or a wrong type.
         """
         tree, cfg = apply_values(self._tree, values), self.config
-        return Run(build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir), self.num_nodes, tree)
+        cfg = build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir)
+        return Run(draft(cfg, self.num_nodes).config, self.num_nodes, tree)
 
     def explain(self, *, shows: bool = True) -> Report:
         """Print the plan as `mindspeed-rl explain` does, and return it; "errors" has what `train` would refuse.
@@ -144,7 +147,7 @@ def train(
     Args:
         run: from `Run.load`.
         reward: reward functions in place of the run file's: functions of this program (a closure or one of a notebook, too), or
-            names. Each counts with weight 1. They run in processes of their own, as those of plug-in files do.
+            names. Each counts with weight 1. They run in processes of their own, as the functions of plug-in files do.
         on_iteration: called after each iteration, when its files are written; if it returns False, the run saves and ends.
 
     Raises:
@@ -161,7 +164,7 @@ def train(
             registry.load(f"mindspeed_rl.{target}", "train")
             for target in (
                 "trainers.launch:launch",
-                "trainers.resume:Recovery",
+                "trainers.recovery:Recovery",
                 "trainers.termination:Terminated",
                 "planner.prediction:predict",
             )

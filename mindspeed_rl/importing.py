@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from transformers import AutoTokenizer
 
-#: objects between collections, and collections between those of the next generation; the first is 700 in Python
+#: objects between collections, and collections between two of the next generation; the first is 700 in Python
 _SELDOM = (50_000, 10, 10)
 
 

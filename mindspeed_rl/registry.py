@@ -69,7 +69,7 @@ def load_class(target: str, subject: str, base: str) -> Any:
     """
     loaded, expected = load(target, subject), load(base, subject)
     if not (isinstance(loaded, type) and issubclass(loaded, expected)):
-        raise ValueError(f"{subject}: {target} is no subclass of {base}")
+        raise ValueError(f"{subject}: {target} is not a subclass of {base}")
     return loaded
 
 

@@ -1,4 +1,4 @@
-"""Temporary folders that are removed with their process; those of a killed process are removed by the next one.
+"""Temporary folders that are removed with their process; a killed process's folders are removed by the next one.
 
 Each has a file with the pid of its owner, which the owner locks. The kernel releases the lock however the owner ends, and a
 later process with the same pid does not have it.
@@ -43,7 +43,7 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """Make a folder for the block; before, remove those that killed processes have left.
 
     Args:
-        prefix: of its name.
+        prefix: prefix of its name.
         parent: the system's folder for temporary files when None.
     """
     parent = Path(tempfile.gettempdir()) if parent is None else parent

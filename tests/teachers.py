@@ -6,7 +6,7 @@ import json
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from mindspeed_rl.config.objective import Distillation
+from mindspeed_rl.catalogue.objective import Distillation
 
 TERM = Distillation(
     loss_mode="forward_kl_topk",

@@ -170,7 +170,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     """Compute causal attention of [b, s, n, d] queries, by the current platform's fastest kernels.
 
     Args:
-        key, value: [b, t, n_kv, d], [b, t, n_kv, d_v]; queries are those of the last s of t tokens.
+        key, value: [b, t, n_kv, d], [b, t, n_kv, d_v]; queries belong to the last s of t tokens.
 
     Returns:
         [b, s, n, d_v]
@@ -222,7 +222,7 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-probs of [n, v] float32 logits; where they are exact, equal to those of the trainer's head."""
+    """Return the log-probs of [n, v] float32 logits; where they are exact, equal to the log-probs of the trainer's head."""
     module = _find_module("log_softmax")
     return logits.log_softmax(-1) if module is None else module.log_softmax(logits)
 

@@ -3,7 +3,7 @@
 torch's kernel (2.13) takes 32 queries of one head at a time below 768 tokens, and its products are MKL's, slow on processors
 that are not Intel's (see `cpu_products`): 40 GFLOPS of a core's 245. Here the queries of all heads that share a key are one
 matrix, in blocks of positions, each with the keys up to its end, so that a block's scores stay in the processor's caches and
-memory grows with the length alone. Always in float32: in bfloat16 torch's gradient takes four to six times as long.
+memory grows only with the length. Always in float32: in bfloat16 torch's gradient takes four to six times as long.
 Without AVX-512 products are no faster in blocks, and torch's kernel is ahead by up to 1.6 times (Zen 3).
 It can go when torch's kernel is as fast; `benchmarks/products.py` compares them.
 """

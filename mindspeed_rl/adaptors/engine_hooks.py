@@ -20,7 +20,7 @@ def refresh_latent_attention(model: nn.Module) -> None:
     """Compute the matrices that latent attention folds out of `kv_b_proj` from its present weight.
 
     vLLM computes W_UV and W_UK_T once, after its own load of the checkpoint. Where they are copies (vllm-ascend's kernel
-    objects hold such) and not views, `load_weights` alone leaves the old ones in use, and every token is decoded with a
+    objects hold such) and not views, `load_weights` by itself leaves the old ones in use, and every token is decoded with a
     mixture of old and new weights. They are computed into the memory that they already have.
     """
     layers: Iterator[Any] = model.modules()
@@ -66,7 +66,7 @@ class EngineHooks:
     def quantization_config(self, num_layers: int) -> dict[str, Any]:
         """Return vLLM's description of a model with matrices in int8, as a published model has it in its config.json.
 
-        Scales of a row of weights are loaded, those of a token are computed with each product (W8A8, dynamic).
+        Scales of a row of weights are loaded, scales of a token are computed with each product (W8A8, dynamic).
         """
         del num_layers
         form = {"num_bits": 8, "type": "int", "symmetric": True}
@@ -91,7 +91,7 @@ class EngineHooks:
         """Put the weights into the layout that the kernels expect, once all of them were loaded."""
 
     def repacked(self, model: nn.Module) -> set[str]:
-        """Return the names of the parameters that `after_load` rewrites, so that a part of them cannot be loaded alone."""
+        """Return the names of the parameters that `after_load` rewrites, so that a part of them cannot be loaded by itself."""
         return set()
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:

@@ -16,8 +16,8 @@ among those of one |
 | experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |
 
 Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
-`check` finds out whether the products of this processor keep the first rule. Gradients are those of other runs: they need not
-be equal. The idea is that of Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
+`check` finds out whether the products of this processor keep the first rule. Gradients are as in other runs: they need not
+be equal. The idea comes from Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ROWS, _MAX_ROWS = 16, 256
 QUERY_ROWS = 8
 #: keys whose values are added up in one product
 KEY_BLOCK = 128
-#: elements that one instruction adds up, in any order that depends on their number alone
+#: elements that one instruction adds up, in any order that depends only on their number
 _GROUP = 16
 
 
@@ -79,13 +79,13 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return the sums over the last dimension of [..., n]; zeros appended to it change none of them.
 
     Args:
-        group: of ranks that have equal parts of the dimension, multiples of 16; its first rank returns the sums over all
-            parts, the others return 0.
+        group: process group of the ranks that have equal parts of the dimension, multiples of 16; its first rank returns the
+            sums over all parts, the others return 0.
     """
     sums = functional.pad(x, (0, -x.size(-1) % _GROUP)).unflatten(-1, (-1, _GROUP)).sum(-1)
     ranks = 1 if group is None else group.size()
     while sums.size(-1) > 1 or ranks > 1:
-        if ranks > 1 and sums.size(-1) % 2:  # no further pair is of this rank alone
+        if ranks > 1 and sums.size(-1) % 2:  # no further pair is within this rank
             parts = sums.new_empty(ranks * sums.size(0), *sums.shape[1:])
             dist.all_gather_into_tensor(parts, sums.contiguous(), group=group)
             sums, ranks = torch.cat(parts.chunk(ranks), -1), 1
@@ -96,7 +96,7 @@ def sum_rows(x: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-probs of [n, v] float32 logits, as the trainer's head computes that of a token."""
+    """Return the log-probs of [n, v] float32 logits, as the trainer's head computes a token's."""
     shifted = logits - logits.amax(-1, keepdim=True)
     return shifted.sub_(sum_rows(shifted.exp()).log()[:, None])
 
@@ -188,8 +188,8 @@ def attend(scores: Tensor, values: Sequence[Tensor]) -> Tensor:
     """Return softmax(scores) @ values of blocks of keys.
 
     Args:
-        scores: [b, r, t] float32, -inf for hidden keys; overwritten. Rows are filled up for the products alone.
-        values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; of the first of all b alone
+        scores: [b, r, t] float32, -inf for hidden keys; overwritten. Rows are filled up only for the products.
+        values: [b, k, d] of each `KEY_BLOCK` of the t keys, the last of which may have fewer keys; only of the first of all b
             where the others have no key in a block.
     """
     count = scores.size(1)

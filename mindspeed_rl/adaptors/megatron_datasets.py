@@ -27,7 +27,7 @@ _UNWANTED = ("triton", "torch.distributed._tensor")
 
 
 def indexed_dataset() -> ModuleType:
-    """Return the module: Megatron's own where the process has imported Megatron, else one that is executed alone."""
+    """Return the module: Megatron's own where the process has imported Megatron, else one that is executed by itself."""
     return importlib.import_module(_WANTED) if _PACKAGES[0] in sys.modules else _alone()
 
 

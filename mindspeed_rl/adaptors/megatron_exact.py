@@ -83,7 +83,7 @@ def apply(slices: int) -> None:
     """Patch Megatron in this process, after `megatron_cpu`. Imports parts of it; idempotent.
 
     Args:
-        slices: of a sum over tensor-parallel ranks; the larger number of ranks of both sides.
+        slices: number of slices of a sum over tensor-parallel ranks: the larger number of ranks of both sides.
 
     Raises:
         RuntimeError: products of this processor depend on the number of rows.

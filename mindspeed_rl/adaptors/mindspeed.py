@@ -43,18 +43,15 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_rl.adaptors import fused_steps, hccl_buffers, npu_attention, npu_experts, packed_rope
+from mindspeed_rl.adaptors import DeltaRuleKernel, fused_steps, hccl_buffers, npu_attention, npu_experts, packed_rope
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
-
-if TYPE_CHECKING:
-    from mindspeed_rl.adaptors import DeltaRuleKernel
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
 _MEGATRON_KEYS = frozenset(

@@ -1,7 +1,7 @@
 """Config classes of published models that transformers (looked up 4.57 to 5.19) and vLLM lack: MiMo and InternLM3.
 
 vLLM has both models, and asks transformers for the class of their config.json, which their folders have as Python code of their
-own (`trust_remote_code`). Their keys are those of Qwen2 and Llama. A class goes when transformers knows its model type;
+own (`trust_remote_code`). Their keys are named as in Qwen2 and Llama. A class goes when transformers knows its model type;
 `tests/unit/adaptors` fails then. Frequencies that InternLM3 changes beyond its length are plain ones: `rollout/arguments.py`.
 """
 

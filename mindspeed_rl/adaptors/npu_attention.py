@@ -61,7 +61,7 @@ def _ends(lengths: Sequence[int]) -> list[int]:
 
 
 def _pad_value(query: Tensor, value: Tensor) -> Tensor:
-    """Pad values with zero columns: the kernel takes one head size, and those of latent attention are narrower."""
+    """Pad values with zero columns: the kernel takes one head size, and the values of latent attention are narrower."""
     missing = query.size(-1) - value.size(-1)
     return torch.nn.functional.pad(value, (0, missing)) if missing else value
 
@@ -168,7 +168,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[dist.Work]]:
-    """Start sending a tensor to the next rank of the ring and receiving that of the previous rank."""
+    """Start sending a tensor to the next rank of the ring and receiving the previous rank's."""
     ranks = dist.get_process_group_ranks(group)
     me = ranks.index(dist.get_rank())
     received = torch.empty_like(tensor)
@@ -176,7 +176,7 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[di
         dist.P2POp(dist.isend, tensor, ranks[(me + 1) % len(ranks)], group),
         dist.P2POp(dist.irecv, received, ranks[(me - 1) % len(ranks)], group),
     ]
-    # as one batch: sends alone would wait for receives that no rank has posted yet
+    # as one batch: sends by themselves would wait for receives that no rank has posted yet
     return received, dist.batch_isend_irecv(operations)
 
 
@@ -226,7 +226,7 @@ def _merge(whole: Sequence[Tensor], block: Sequence[Tensor], ends: Sequence[int]
 
     Args:
         whole, block: float32 [t, n, d] outputs with [t, n] log-sums, or with the kernel's maxima and sums, each [t, n, 8].
-        ends: of the sequences in t.
+        ends: positions in t at which the sequences end.
     """
     if _fuses_update:
         import torch_npu
@@ -247,7 +247,7 @@ def _log_sum(maximum: Tensor, total: Tensor) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     """Keys and values travel around the ring; the backward pass gives every block the global softmax statistics.
 
-    With them a block's probabilities are those of the whole row, so its gradients simply add up. Recomputing statistics for
+    With them a block's probabilities are the whole row's, so its gradients simply add up. Recomputing statistics for
     each block would give gradients that are wrong by a factor.
     """
 

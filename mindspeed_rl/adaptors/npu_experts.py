@@ -12,7 +12,7 @@ and Megatron waits for the sizes of chunks that it leaves where they are |
 
 Plain permutation waits for the device twice, to learn how many rows there are, and takes about ten kernels. MindSpeed's
 feature for it switches on `TransformerConfig.moe_permute_fusion`, which asks for TransformerEngine or a Triton kernel too, so
-the two operators are called here. They can go when MindSpeed's features for experts work with the megatron-core package alone.
+the two operators are called here. They can go when MindSpeed's features for experts need only the megatron-core package.
 
 Checked on the simulated NPU (tests/npu_sim/test_mindspeed.py counts the kernels); not verified on NPU hardware.
 """
@@ -74,7 +74,7 @@ def _fuse_after(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_counts(read: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-    """Return the dispatcher's reading of counts without that of the rows of each local expert.
+    """Return the dispatcher's reading of counts without the rows of each local expert.
 
     What is left are the sizes of the exchange with other ranks, one wait a layer and micro-batch. Experts that are computed one
     by one need all counts.

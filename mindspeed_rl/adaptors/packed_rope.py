@@ -28,7 +28,7 @@ _with_own_angles = WeakTensorKeyDictionary()
 
 
 def expect_angles(cu_seqlens: Tensor) -> None:
-    """Take the angles that come with these very boundaries as those of the tokens, one row each, and not as a table."""
+    """Take the angles that come with these very boundaries as the tokens' angles, one row each, and not as a table."""
     _with_own_angles[cu_seqlens] = True
 
 

@@ -1,7 +1,7 @@
 """A Ray cluster of one machine, of one run: without unused services, in a session of its own.
 
 Each service is a Python process that imports Ray: together half of the processor time of a cluster's start, and `ray.init`
-waits for the last of them. Ray has options for them on its command line alone.
+waits for the last of them. Ray has options for them only on its command line.
 
 | patch | symbol | why |
 |---|---|---|

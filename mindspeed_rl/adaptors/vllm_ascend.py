@@ -172,7 +172,7 @@ class VllmAscendHooks(EngineHooks):
         """Create the hooks of one engine.
 
         Args:
-            release: of vllm-ascend; None is the installed one.
+            release: release of vllm-ascend; None is the installed one.
         """
         self._release = release
         self._in_checkpoint_layout = False
@@ -180,7 +180,7 @@ class VllmAscendHooks(EngineHooks):
 
     def before_build(self, run_id: str) -> None:
         module: Any = importlib.import_module(_ROTARY_EMBEDDING)
-        # the name in this module alone: importlib's own stays as it is
+        # only the name in this module: importlib's own stays as it is
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
 

@@ -123,7 +123,7 @@ class _Packing:
 
     Attributes:
         block: rows and columns of a block.
-        rows, columns: those that were loaded, then the added ones; None where none was added.
+        rows, columns: loaded rows and columns, then the added ones; None where none was added.
     """
 
     block: tuple[int, int]

@@ -96,7 +96,7 @@ def _pad_alternating(experts: Any) -> None:
 
 
 def _route_by_every_rule() -> None:
-    """Let sigmoid scores, and softmax scores with a bias, choose among all experts as among those of one group."""
+    """Let sigmoid scores, and softmax scores with a bias, choose among all experts as in one group."""
     from vllm.model_executor.layers.fused_moe.router import cpu_router
 
     router: Any = cpu_router.CPURouter
@@ -135,7 +135,7 @@ def _compute_local(
     Args:
         compute: the kernel for local expert numbers: (output, tokens [P, hidden], weights [P, 1], ids [P, 1]).
         topk_weights, topk_ids: [T, k], of global expert numbers.
-        expert_map: [experts], number of an expert on this rank, -1 for those of others.
+        expert_map: [experts], number of an expert on this rank, -1 for experts of other ranks.
     """
     local = expert_map[topk_ids.long()]
     token, choice = (local >= 0).nonzero(as_tuple=True)

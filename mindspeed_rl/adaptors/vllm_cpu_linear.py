@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import cpu_halves
-from mindspeed_rl.config.placement import PACKED_ELEMENTS
+from mindspeed_rl.config.device_limits import PACKED_ELEMENTS
 
 #: numbers of rows for which oneDNN keeps a compiled product
 _KEPT_SHAPES = 32

@@ -75,7 +75,7 @@ class _RoutedSlots:
         self._pending: dict[str, Any] = {}
 
     def store(self, scheduler_output: Any) -> None:
-        """Store the experts of the step that was just made, and those of each request for `take`."""
+        """Store the experts of the step that was just made, and each request's for `take`."""
         from vllm.distributed.aux_output_connector.connector import AuxRequestOutput
 
         batch = self._runner.input_batch

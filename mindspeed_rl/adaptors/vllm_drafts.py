@@ -49,8 +49,8 @@ class DraftCounts:
 
     Attributes:
         proposed: draft tokens that were checked.
-        accepted: those that became tokens of a response; each is a token without a step of its own.
-        steps: of responses; up to vLLM 0.23 without the steps in which no response has a draft.
+        accepted: draft tokens that became tokens of a response; each is a token without a step of its own.
+        steps: number of steps of responses; up to vLLM 0.23 without the steps in which no response has a draft.
     """
 
     proposed: int = 0
@@ -236,7 +236,7 @@ class ModelWithDrafts(nn.Module):
 
 
 def join_drafts(model: nn.Module, runner: Any) -> nn.Module:
-    """Return the model of vLLM's runner with the prediction layers that make its drafts; the model alone without such."""
+    """Return the model of vLLM's runner with the prediction layers that make its drafts; only the model without such."""
     settings = runner.speculative_config
     if settings is None or settings.method != "mtp":
         return model
@@ -286,11 +286,11 @@ class _SuffixDrafts:
     are generated, and those of earlier rollouts. Settings are vLLM's own keys of `speculative_config`.
 
     Attributes:
-        max_tokens: of a draft.
+        max_tokens: largest number of tokens of a draft.
         max_depth: tokens of a match and its draft.
         max_factor: tokens of a draft for each token of the match.
-        min_probability: of a draft's token among the texts that match as well.
-        max_responses: that are kept; 0 looks at the prompt and the response itself alone.
+        min_probability: smallest probability of a draft's token among the texts that match as well.
+        max_responses: number of responses that are kept; 0 uses only the prompt and the response itself.
     """
 
     max_tokens: int

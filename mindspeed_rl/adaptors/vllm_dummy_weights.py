@@ -5,7 +5,7 @@ also the mean and deviation by which a model of images normalizes pixels: these 
 and are never sent. Without this a picture reaches the tower as noise, and log-probs of trainer and engine differ by 0.2.
 The same for the scales of a KV cache in fp8, whose first value means that none was loaded.
 
-It can go when vLLM fills parameters alone; `tests/unit/adaptors` fails then.
+It can go when vLLM fills only parameters; `tests/unit/adaptors` fails then.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 | experts | CPUUnquantizedExperts.apply, process_weights_after_loading | Megatron's order of operations; matrices as they are \
 loaded, which the kernel packs |
 | norms | RMSNorm.forward_cpu | the residual is rounded before it is normalized |
-| activation, rotation | SiluAndMul.forward_cpu, RotaryEmbedding.forward_cpu | those of the trainer |
+| activation, rotation | SiluAndMul.forward_cpu, RotaryEmbedding.forward_cpu | the trainer's |
 | attention | CPUAttentionBackendImpl.forward | the kernel divides keys by the lengths of a batch |
 | its cache | CPUAttentionBackendImpl.do_kv_cache_update | keys and values row by row, where the kernel interleaves them |
 
@@ -96,7 +96,7 @@ def apply(slices: int) -> None:
     """Patch vLLM in this process, after its other adaptors and before an engine is built. Imports vLLM; idempotent.
 
     Args:
-        slices: of a sum over tensor-parallel ranks; the larger number of ranks of both sides.
+        slices: number of slices of a sum over tensor-parallel ranks: the larger number of ranks of both sides.
 
     Raises:
         RuntimeError: products of this processor depend on the number of rows, or on the layout of the matrix.

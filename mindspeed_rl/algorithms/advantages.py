@@ -18,7 +18,7 @@ from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PendingMetrics, 
 from mindspeed_rl.observability.metrics import Metric
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 _WHITEN_EPS = 1e-8
 

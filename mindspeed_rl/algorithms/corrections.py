@@ -22,26 +22,25 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.aggregation import row_mean, row_sum
-from mindspeed_rl.algorithms.interfaces import Terms, masked_extreme, masked_mean
-from mindspeed_rl.algorithms.kl import k3
+from mindspeed_rl.algorithms.aggregation import TokenValues, row_mean, row_sum
+from mindspeed_rl.algorithms.interfaces import PolicyInputs
+from mindspeed_rl.algorithms.kl import compute_k3
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 
 @torch.no_grad()
-def compute_rollout_weights(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor, objective: Objective) -> Tensor:
+def compute_rollout_weights(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
 
     Args:
-        old_log_probs: [B, R], by the trainer, of the policy that sampled.
-        rollout_log_probs: [B, R], by the inference engine.
+        difference: [B, R] log pi_old - log mu of the policy that sampled, by the trainer and by the inference engine; 0 where
+            the mask is False.
         mask: [B, R] bool.
         objective: one with a correction.
     """
     assert objective.correction is not None
-    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
     return torch.where(mask, objective.correction.load()(difference, mask, objective), 1.0)
 
 
@@ -72,30 +71,32 @@ def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence",
 
 
 @torch.no_grad()
-def measure_mismatch(old_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor) -> dict[str, Terms]:
-    """Return the distance of the trainer's log-probs from the inference engine's, over the masked tokens.
+def measure_mismatch(difference: Tensor) -> dict[str, TokenValues]:
+    """Return the distance of the trainer's log-probs from the inference engine's at every token, as metrics.
 
     rollout/log_probs_diff_mean, _max: |log pi_old - log mu|.
     rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w.
     rollout/ess: (sum w)^2 / (n sum w^2) of the token weights w = pi_old / mu; 1.0 when both policies agree.
+
+    Args:
+        difference: [B, R] log pi_old - log mu; 0 where the mask is False.
     """
-    difference = torch.where(mask, old_log_probs - rollout_log_probs, 0)
-    excess = torch.where(mask, difference.expm1(), 0)
+    distance, excess = difference.abs(), difference.expm1()
     return {
-        "rollout/log_probs_diff_mean": masked_mean(difference.abs(), mask),
-        "rollout/log_probs_diff_max": masked_extreme(difference.abs(), mask, "max"),
-        "rollout/kl": masked_mean(k3(-difference), mask),
-        "rollout/ess": ("ess", (excess.sum(), mask.sum(), excess.square().sum())),
+        "rollout/log_probs_diff_mean": ("mean", distance),
+        "rollout/log_probs_diff_max": ("max", distance),
+        "rollout/kl": ("mean", compute_k3(-difference, excess)),
+        "rollout/ess": ("ess", excess),
     }
 
 
-def find_on_policy_sequences(
-    advantages: Tensor, log_probs: Tensor, sampler_log_probs: Tensor, mask: Tensor, delta: float
-) -> Tensor:
+def find_on_policy_sequences(inputs: PolicyInputs, delta: float) -> Tensor:
     """Return True for sequences that keep their policy term: [B, 1] bool (OPSM, DeepSeek-V3.2, arXiv:2512.02556).
 
-    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The
-    advantage of a sequence is its mean over the tokens that train. Denominators keep the dropped tokens.
+    A sequence is dropped iff its advantage is negative and 1/|o_i| sum_t (log pi_sampler - log pi_theta) > delta. The sampler
+    is the inference engine, or the old policy where the engine's log-probs are missing. The advantage of a sequence is its
+    mean over the tokens that train. Denominators keep the dropped tokens.
     """
-    drift = row_mean(sampler_log_probs - log_probs.detach(), mask)
-    return ~((row_mean(advantages, mask) < 0) & (drift > delta))
+    sampler = inputs.old_log_probs if inputs.rollout_log_probs is None else inputs.rollout_log_probs
+    drift = row_mean(sampler - inputs.log_probs.detach(), inputs.mask)
+    return ~((row_mean(inputs.advantages, inputs.mask) < 0) & (drift > delta))

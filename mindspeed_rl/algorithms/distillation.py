@@ -24,7 +24,7 @@ from torch import Tensor
 from mindspeed_rl.algorithms.kl import LOG_ZERO
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config.objective import Distillation
+    from mindspeed_rl.catalogue.objective import Distillation
 
 #: probability that all tokens outside of the K have at least: sums of float32 are exact to about this
 _MIN_REST = 1.0e-7

@@ -34,8 +34,8 @@ class _EffectiveSampleFraction(Metric):
 
 
 Terms = tuple[str, tuple[Tensor, ...]]
-"""A metric still on the device: (reduction, (value, count)). For "negated mean" the value is that of the negated one; for "ess"
-there are (sum of w - 1, count, sum of (w - 1)^2), which keep their digits where all weights are close to 1."""
+"""A metric still on the device: (reduction, (value, count)); for "ess" (sum of w - 1, count, sum of (w - 1)^2), which keep
+their digits where all weights are close to 1."""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Terms:
@@ -93,8 +93,6 @@ class PendingMetrics(Mapping[str, Metric]):
                     if squares:
                         square = count + 2.0 * value + squares[0]
                         metrics._read[name] = _EffectiveSampleFraction("sum", count + value, count, square)
-                    elif reduction == "negated mean":
-                        metrics._read[name] = Metric("mean", -value, count)
                     else:
                         metrics._read[name] = Metric(reduction, value, count)
         return [*ordered]
@@ -244,8 +242,11 @@ class PolicyInputs:
         ratio: new / old policy at the objective's level; carries the gradient.
         log_probs: log pi_theta of the sampled tokens; carries the gradient.
         mask: bool; tokens that train.
+        drift: log_probs - old_log_probs; carries the gradient.
+        log_ratio: the drift within `policy_losses.LOG_RATIO_LIMIT`; carries the gradient.
         old_log_probs: of the policy at the start of the update; log_probs without gradient where there is one step a rollout.
         ref_log_probs: of the reference; set for a loss that needs "reference".
+        rollout_log_probs: of the inference engine; None where the caller has none.
         entropy: with gradient; None where the caller has none.
         old_entropy: of the policy at the start of the update; set for a loss that needs "entropies".
         marked: bool; set for a loss that marks tokens of the batch.
@@ -256,7 +257,10 @@ class PolicyInputs:
     advantages: Tensor
     mask: Tensor
     old_log_probs: Tensor
+    drift: Tensor
+    log_ratio: Tensor
     ref_log_probs: Tensor | None = None
+    rollout_log_probs: Tensor | None = None
     entropy: Tensor | None = None
     old_entropy: Tensor | None = None
     marked: Tensor | None = None

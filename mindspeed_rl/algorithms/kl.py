@@ -16,6 +16,7 @@ whose ratio has no gradient of its own: r k2 would have r (x + x^2 / 2), of the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +24,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from mindspeed_rl.catalogue.objective import Distillation, Objective
     from mindspeed_rl.catalogue.records import KlEstimator
-    from mindspeed_rl.config import Objective
-    from mindspeed_rl.config.objective import Distillation
 
 
 #: log-probs count as at least this, so that a difference of two infinities is 0 and not NaN; e^LOG_ZERO is exactly 0
@@ -47,8 +47,13 @@ def k2(x: Tensor) -> Tensor:
     return 0.5 * x.square()
 
 
-#: |x| below which four terms of the series of e^-x + x - 1 are exact to 2e-6 of it; above, float32 keeps as much of the sum
-_SERIES_BELOW = 0.1
+def compute_k3(x: Tensor, excess: Tensor) -> Tensor:
+    """Return e^-x + x - 1 from x and e^-x - 1."""
+    value = excess + x
+    # near 0 the two terms cancel: their sum has a relative error of 2 eps / |x|, this form one of |x|^3 / 540
+    near_0 = 18.0 * (x / (x + 6.0)).square()
+    # the two errors are equal at x^4 = 1080 eps, where the value is x^2 / 2
+    return torch.where(value < math.sqrt(270.0 * torch.finfo(x.dtype).eps), near_0, value)
 
 
 class _K3(torch.autograd.Function):
@@ -56,14 +61,13 @@ class _K3(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
-        ctx.save_for_backward(x)
-        # near 0 the two terms cancel
-        series = x.square() * (0.5 - x * (1.0 / 6.0 - x * (1.0 / 24.0 - x * (1.0 / 120.0))))
-        return torch.where(x.abs() < _SERIES_BELOW, series, torch.expm1(-x) + x)
+        excess = torch.expm1(-x)
+        ctx.save_for_backward(excess)
+        return compute_k3(x, excess)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)
-        return -torch.expm1(-ctx.saved_tensors[0]) * grad
+        return -ctx.saved_tensors[0] * grad
 
 
 def k3(x: Tensor) -> Tensor:

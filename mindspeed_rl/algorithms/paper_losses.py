@@ -17,7 +17,7 @@ from mindspeed_rl.algorithms.interfaces import PolicyInputs
 from mindspeed_rl.algorithms.policy_losses import LOG_RATIO_LIMIT, clip
 
 if TYPE_CHECKING:
-    from mindspeed_rl.config import Objective
+    from mindspeed_rl.catalogue.objective import Objective
 
 #: log of the smallest weight of a sequence that VESPO tells apart from 0
 _LEAST_LOG_WEIGHT = math.log(1e-8)
@@ -31,7 +31,7 @@ def gmpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     L = -A exp(mean_t c_t) for every token of the response, d_t = log pi - log pi_old, and c_t = min(d_t, eps_high) where A > 0,
     else max(d_t, -eps_low): the bounds are those of the logarithm, in the paper 0.4 each. A is the mean over the response.
     """
-    difference, advantages = _log_ratio(inputs), row_mean(inputs.advantages, inputs.mask)
+    difference, advantages = inputs.log_ratio, row_mean(inputs.advantages, inputs.mask)
     high = difference.clamp(max=objective.clip_ratio_high)
     bounded = torch.where(advantages > 0, high, difference.clamp(min=-objective.clip_ratio_low))
     losses = -advantages * row_mean(bounded, inputs.mask).exp()
@@ -73,7 +73,7 @@ def dppo_kl(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]
 
 def _weighted_where(inputs: PolicyInputs, near: Tensor, objective: Objective) -> Tensor:
     """Return -sg[min(r, clip_ratio_c)] A log pi where `near` is True, else 0."""
-    weight = _log_ratio(inputs).detach().exp()
+    weight = inputs.log_ratio.detach().exp()
     if objective.clip_ratio_c is not None:
         weight = weight.clamp(max=objective.clip_ratio_c)
     return torch.where(near, -weight * inputs.advantages * inputs.log_probs, 0)
@@ -85,7 +85,7 @@ def vespo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     L = -sg[phi(w)] A log pi, phi(w) = w^k exp(lambda (1 - w)), w = prod_t r_t within 1e-8 .. e^20; k and lambda of
     `vespo_k_pos`, `vespo_lambda_pos` where A >= 0, else of `vespo_k_neg`, `vespo_lambda_neg`. phi(1) = 1.
     """
-    log_weight = row_sum(_log_ratio(inputs).detach(), inputs.mask).clamp(_LEAST_LOG_WEIGHT, LOG_RATIO_LIMIT)
+    log_weight = row_sum(inputs.log_ratio.detach(), inputs.mask).clamp(_LEAST_LOG_WEIGHT, LOG_RATIO_LIMIT)
     gains = inputs.advantages >= 0
     # torch.where of two numbers would round them to float32
     k = torch.full_like(inputs.advantages, objective.vespo_k_neg).masked_fill(gains, objective.vespo_k_pos)
@@ -102,7 +102,7 @@ def fipo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     exceeds `delta` add nothing to the sum; where A < 0 and r > `fipo_safety_threshold`, f_t is limited to 0.8 .. 1.
     """
     losses, clipped = clip(inputs, objective)
-    drift = torch.where(inputs.mask, _log_ratio(inputs).detach(), 0)
+    drift = torch.where(inputs.mask, inputs.log_ratio.detach(), 0)
     ratio = inputs.ratio.detach()
     if objective.delta is not None:
         drift = torch.where(ratio > objective.delta, 0, drift)
@@ -129,8 +129,7 @@ def dro(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
     beta is `dro_beta`. Nothing is clipped.
     """
-    difference = inputs.log_probs - inputs.old_log_probs
-    losses = -inputs.advantages * inputs.log_probs + objective.dro_beta / 2 * difference.square()
+    losses = -inputs.advantages * inputs.log_probs + objective.dro_beta / 2 * inputs.drift.square()
     return losses, torch.zeros_like(inputs.mask)
 
 
@@ -147,9 +146,8 @@ def kl_cov(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     L = -r A, and `ppo_kl_coef` |log pi - log pi_old| more on the marked tokens. Nothing is clipped.
     """
     assert inputs.marked is not None
-    distance = (inputs.log_probs - inputs.old_log_probs).abs()
     losses = -inputs.ratio * inputs.advantages
-    return torch.where(inputs.marked, losses + objective.ppo_kl_coef * distance, losses), inputs.marked
+    return torch.where(inputs.marked, losses + objective.ppo_kl_coef * inputs.drift.abs(), losses), inputs.marked
 
 
 def mark_clip_cov(
@@ -196,7 +194,7 @@ def real(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     mask, size = inputs.mask, objective.group_size
     if mask.shape[0] % size:
         raise ValueError(f"loss_type real compares the {size} responses of a prompt; {mask.shape[0]} rows are no whole groups")
-    scores = (row_mean(_log_ratio(inputs), mask) / objective.real_tau).view(-1, size)
+    scores = (row_mean(inputs.log_ratio, mask) / objective.real_tau).view(-1, size)
     gains, present = (row_mean(inputs.advantages, mask) > 0).view(-1, size), mask.any(dim=1).view(-1, size)
     losses, both = scores.new_zeros(len(scores)), scores.new_ones(len(scores), dtype=torch.bool)
     for members, terms in ((gains & present, -scores), (~gains & present, scores)):
@@ -233,8 +231,3 @@ def online_dpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tens
         losses = -torch.nn.functional.logsigmoid(beta * z)
     losses = torch.where((best.values > worst.values)[:, 0], losses, 0).repeat_interleave(size)
     return losses[:, None].expand_as(mask), torch.zeros_like(mask)
-
-
-def _log_ratio(inputs: PolicyInputs) -> Tensor:
-    """Return log pi - log pi_old of every token within the limits of the ratio: [B, R], with gradient."""
-    return (inputs.log_probs - inputs.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mindspeed_rl.algorithms.aggregation import aggregate, row_mean
+from mindspeed_rl.algorithms.aggregation import Aggregation, TokenValues, reduce_tokens, row_mean
 from mindspeed_rl.algorithms.corrections import compute_rollout_weights, find_on_policy_sequences, measure_mismatch
-from mindspeed_rl.algorithms.fused_loss import fused_policy_loss, fuses
 from mindspeed_rl.algorithms.interfaces import (
     LossOutput,
     PendingMetrics,
@@ -31,9 +30,8 @@ from mindspeed_rl.algorithms.interfaces import (
 from mindspeed_rl.algorithms.kl import estimate_divergence, kl_penalty
 
 if TYPE_CHECKING:
+    from mindspeed_rl.catalogue.objective import Distillation, Objective
     from mindspeed_rl.catalogue.records import Level
-    from mindspeed_rl.config import Objective
-    from mindspeed_rl.config.objective import Distillation
 
 #: log pi_new - log pi_old of a token counts within these bounds, as in verl; without a gradient beyond them:
 #: e^99 is infinite in float32, and infinity times 0 is not a gradient
@@ -48,13 +46,11 @@ def clip(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     delta: r <- min(r, delta) in the unclipped branch     two-sided clip arXiv:2505.07291
     """
     ratio, advantages = inputs.ratio, inputs.advantages
-    unclipped = -ratio * advantages
-    if objective.delta is not None:
-        unclipped = -ratio.clamp(max=objective.delta) * advantages
-    bounded = -ratio.clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high) * advantages
-    # a loss is the negated objective, so PPO's minimum is a maximum here
-    losses = torch.maximum(unclipped, bounded)
-    clipped = bounded > unclipped
+    unclipped = (ratio if objective.delta is None else ratio.clamp(max=objective.delta)) * advantages
+    bounded = ratio.clamp(1.0 - objective.clip_ratio_low, 1.0 + objective.clip_ratio_high) * advantages
+    clipped = bounded < unclipped
+    # the minimum of both; torch.minimum takes ten kernels more in the backward pass, for the mean of two equal gradients
+    losses = -torch.where(clipped, bounded, unclipped)
     if objective.clip_ratio_c is not None:
         ceiling = -objective.clip_ratio_c * advantages
         losses = torch.where(advantages < 0, torch.minimum(losses, ceiling), losses)
@@ -102,86 +98,79 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
     Raises:
         ValueError: a term that the objective switches on lacks its tensor.
     """
-    if fuses(batch, objective):
-        return fused_policy_loss(batch, objective, LOG_RATIO_LIMIT)
-    return compute_plain_loss(batch, objective)
-
-
-def compute_plain_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
-    """Return the result of `policy_loss`, as its formulas are written."""
-    mask, response_mask = batch.mask, batch.response_mask
-    inputs, term = _build_inputs(batch, objective), objective.distillation
+    tokens = Aggregation(batch.mask, batch.response_mask, objective.normalizer, objective.max_response_length)
+    inputs, term = _build_inputs(batch, objective, tokens.outside), objective.distillation
     distance = None if term is None else _measure_distance(batch, inputs, term)
     if term is not None and term.use_policy_gradient:
         assert distance is not None  # of every term
         inputs = replace(inputs, advantages=inputs.advantages - term.coef * distance.detach())
-    log_probs, old_log_probs, advantages = inputs.log_probs, inputs.old_log_probs, inputs.advantages
-    rollout_log_probs = None if batch.rollout_log_probs is None else torch.where(mask, batch.rollout_log_probs, 0)
-    drift = log_probs - old_log_probs
-    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    losses, metrics, sequence_metrics = _compute_policy_term(batch, inputs, objective)
+    if term is not None and distance is not None:
+        metrics |= {"distillation/loss": ("loss", distance), "distillation/divergence": ("mean", distance)}
+        if batch.divergence is not None:
+            metrics["distillation/student_mass"] = ("mean", batch.divergence[1])
+            metrics["distillation/teacher_mass"] = ("mean", batch.divergence[2])
+        if not term.use_policy_gradient:
+            losses = losses.add(distance, alpha=term.coef)
+    # with a reference its KL is measured, even if it does not train
+    if objective.kl_in_loss or inputs.ref_log_probs is not None:
+        kl = kl_penalty(
+            inputs.log_probs,
+            _require(inputs.ref_log_probs, "ref_log_probs", "the KL term"),
+            objective.kl,
+            clamp=objective.kl_clamp,
+            log_ratio=inputs.log_ratio if objective.use_bias_correction_kl else None,
+        )
+        # the second is that of a token, whatever the normalizer: an adaptive coefficient follows it
+        metrics |= {"actor/kl_loss": ("loss", kl), "actor/ref_kl": ("mean", kl)}
+        losses = losses.add(kl, alpha=objective.kl_in_loss) if objective.kl_in_loss else losses
+    if objective.entropy_coeff:
+        losses = losses.sub(_require(batch.entropy, "entropy", "entropy_coeff"), alpha=objective.entropy_coeff)
+    if batch.entropy is not None:
+        metrics["actor/entropy"] = ("mean", batch.entropy)
+    return LossOutput(tokens.total(losses), tokens.count, PendingMetrics(reduce_tokens(metrics, tokens) | sequence_metrics))
+
+
+def _compute_policy_term(
+    batch: PolicyBatch, inputs: PolicyInputs, objective: Objective
+) -> tuple[Tensor, dict[str, TokenValues], dict[str, Terms]]:
+    """Compute the policy loss of every token, 0 where a mask drops it and weighted by the correction of the rollout.
+
+    Returns:
+        losses [B, R]; metrics of tokens; metrics of sequences.
+    """
     policy, clipped = objective.loss.load()(inputs, objective)
-    metrics: dict[str, Terms] = {
-        "actor/pg_clipfrac": masked_mean(clipped, mask),
-        "actor/ppo_kl": masked_mean(-drift, mask),
-        "actor/log_ratio_clamped": masked_mean(drift.abs() > LOG_RATIO_LIMIT, mask),
+    metrics: dict[str, TokenValues] = {
+        "actor/pg_clipfrac": ("mean", clipped),
+        "actor/ppo_kl": ("mean", -inputs.drift),
+        "actor/log_ratio_clamped": ("mean", inputs.drift != inputs.log_ratio),
     }
+    sequence_metrics: dict[str, Terms] = {}
     if batch.entropy_threshold is not None:
         ranked = batch.entropy if batch.old_entropy is None else batch.old_entropy
         entropy_keep = _require(ranked, "entropy", "top_entropy_quantile") >= batch.entropy_threshold
         policy = torch.where(entropy_keep, policy, 0)
-        metrics["actor/entropy_kept"] = masked_mean(entropy_keep, mask)
+        metrics["actor/entropy_kept"] = ("mean", entropy_keep)
     if objective.off_policy_sequence_mask_delta is not None:
-        sampler = old_log_probs if rollout_log_probs is None else rollout_log_probs
-        sequence_keep = find_on_policy_sequences(advantages, log_probs, sampler, mask, objective.off_policy_sequence_mask_delta)
+        sequence_keep = find_on_policy_sequences(inputs, objective.off_policy_sequence_mask_delta)
         policy = torch.where(sequence_keep, policy, 0)
-        present = mask.any(dim=1, keepdim=True)
-        metrics["actor/off_policy_sequences_dropped"] = masked_mean(~sequence_keep, present)
+        present = batch.mask.any(dim=1, keepdim=True)
+        sequence_metrics["actor/off_policy_sequences_dropped"] = masked_mean(~sequence_keep, present)
     if objective.correction is not None:
-        sampled = _require(rollout_log_probs, "rollout_log_probs", "rollout_importance_sampling_mode")
-        weights = compute_rollout_weights(old_log_probs, sampled, mask, objective)
-        policy = policy * weights
-        metrics["rollout/weight_mean"] = masked_mean(weights, mask)
-    if rollout_log_probs is not None and objective.log_rollout_offpolicy_metrics:
-        metrics |= measure_mismatch(old_log_probs, rollout_log_probs, mask)
-
-    def total(token_losses: Tensor) -> tuple[Tensor, Tensor]:
-        return aggregate(token_losses, mask, response_mask, objective.normalizer, objective.max_response_length)
-
+        _require(inputs.rollout_log_probs, "rollout_log_probs", "rollout_importance_sampling_mode")
+    if inputs.rollout_log_probs is not None:
+        mismatch = inputs.old_log_probs - inputs.rollout_log_probs
+        if objective.correction is not None:
+            weights = compute_rollout_weights(mismatch, batch.mask, objective)
+            policy = policy * weights
+            metrics["rollout/weight_mean"] = ("mean", weights)
+        if objective.log_rollout_offpolicy_metrics:
+            metrics |= measure_mismatch(mismatch)
+    term = objective.distillation
     if term is not None and not (term.use_task_rewards or term.use_policy_gradient):
         policy = torch.zeros_like(policy)
-    loss_sum, count = total(policy)
-    metrics["actor/pg_loss"] = ("mean", (loss_sum.detach(), count))
-    if term is not None and distance is not None:
-        distance_sum, _ = total(distance)
-        metrics["distillation/loss"] = ("mean", (distance_sum.detach(), count))
-        metrics["distillation/divergence"] = masked_mean(distance, mask)
-        if batch.divergence is not None:
-            metrics["distillation/student_mass"] = masked_mean(batch.divergence[1], mask)
-            metrics["distillation/teacher_mass"] = masked_mean(batch.divergence[2], mask)
-        if not term.use_policy_gradient:
-            loss_sum = loss_sum + term.coef * distance_sum
-    # with a reference its KL is measured, even if it does not train
-    if objective.kl_in_loss or inputs.ref_log_probs is not None:
-        reference = _require(inputs.ref_log_probs, "ref_log_probs", "the KL term")
-        kl = kl_penalty(
-            log_probs,
-            reference,
-            objective.kl,
-            clamp=objective.kl_clamp,
-            log_ratio=log_ratio if objective.use_bias_correction_kl else None,
-        )
-        kl_sum, _ = total(kl)
-        metrics["actor/kl_loss"] = ("mean", (kl_sum.detach(), count))
-        # of a token, whatever the normalizer: an adaptive coefficient follows it
-        metrics["actor/ref_kl"] = masked_mean(kl, mask)
-        if objective.kl_in_loss:
-            loss_sum = loss_sum + objective.kl_in_loss * kl_sum
-    if objective.entropy_coeff:
-        entropy_sum, _ = total(_require(batch.entropy, "entropy", "entropy_coeff"))
-        loss_sum = loss_sum - objective.entropy_coeff * entropy_sum
-    if batch.entropy is not None:
-        metrics["actor/entropy"] = masked_mean(batch.entropy, mask)
-    return LossOutput(loss_sum, count, PendingMetrics(metrics))
+    metrics["actor/pg_loss"] = ("loss", policy)
+    return policy, metrics, sequence_metrics
 
 
 def _measure_distance(batch: PolicyBatch, inputs: PolicyInputs, term: Distillation) -> Tensor:
@@ -231,7 +220,7 @@ def value_loss(
         terms["critic/vf_clipfrac"] = masked_mean((bounded > losses) & (moved.abs() > clip_range), response_mask)
         # the worse of the two: clipping never makes a step look better than it is
         losses = torch.maximum(losses, bounded)
-    loss_sum, count = aggregate(0.5 * losses, response_mask, response_mask, "token", None)
+    loss_sum, count = (0.5 * losses).sum(), response_mask.sum()
     terms |= {
         "critic/vf_loss": ("mean", (loss_sum.detach(), count)),
         "critic/values/mean": masked_mean(values, response_mask),
@@ -244,25 +233,37 @@ def value_loss(
 @torch.no_grad()
 def compute_update_ratios(batch: PolicyBatch, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return the importance ratio of every token as the loss takes it, and True for clipped tokens: [B, R] each."""
-    inputs = _build_inputs(batch, objective)
+    inputs = _build_inputs(batch, objective, ~batch.mask)
     _, clipped = objective.loss.load()(inputs, objective)
     return inputs.ratio, clipped & inputs.mask
 
 
-def _build_inputs(batch: PolicyBatch, objective: Objective) -> PolicyInputs:
-    mask = batch.mask
+def _build_inputs(batch: PolicyBatch, objective: Objective, outside: Tensor) -> PolicyInputs:
+    """Return the columns of the batch, 0 where `outside` [B, R] is True, and the ratio of the policies."""
     # masked before any exponential: infinity times a mask of 0 is NaN, in backward too
-    log_probs = torch.where(mask, batch.log_probs, 0)
+    log_probs = batch.log_probs.masked_fill(outside, 0)
+    given = {
+        "advantages": batch.advantages,
+        "old_log_probs": batch.old_log_probs,
+        "ref_log_probs": batch.ref_log_probs,
+        "rollout_log_probs": batch.rollout_log_probs,
+    }
+    columns = {name: values for name, values in given.items() if values is not None}
+    masked = dict(zip(columns, torch.stack([*columns.values()]).masked_fill_(outside, 0).unbind()))
     # exactly on-policy the ratio is 1, and carries the gradient of log pi
-    old_log_probs = log_probs.detach() if batch.old_log_probs is None else torch.where(mask, batch.old_log_probs, 0)
-    log_ratio = (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    old_log_probs = masked.get("old_log_probs", log_probs.detach())
+    drift = log_probs - old_log_probs
+    log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return PolicyInputs(
-        ratio=_compute_importance_ratio(log_ratio, mask, objective.level),
+        ratio=_compute_importance_ratio(log_ratio, batch.mask, objective.level),
         log_probs=log_probs,
-        advantages=torch.where(mask, batch.advantages, 0),
-        mask=mask,
+        advantages=masked["advantages"],
+        mask=batch.mask,
         old_log_probs=old_log_probs,
-        ref_log_probs=None if batch.ref_log_probs is None else torch.where(mask, batch.ref_log_probs, 0),
+        drift=drift,
+        log_ratio=log_ratio,
+        ref_log_probs=masked.get("ref_log_probs"),
+        rollout_log_probs=masked.get("rollout_log_probs"),
         entropy=batch.entropy,
         old_entropy=batch.old_entropy,
         marked=None if objective.loss.marks is None else _require(batch.marked, "marked tokens", objective.loss_type),

@@ -1,7 +1,7 @@
 """Every policy loss, advantage estimator, KL estimator and rollout correction: the only module with their names.
 
 No torch here: a record has the function's module and name, its needs, the keys of rl_config that it reads with their bounds,
-and its formula. `config.objective` selects the records of a run, which the rest of the package reads. A new algorithm is a
+and its formula. `run.objective` selects the records of a run, which the rest of the package reads. A new algorithm is a
 function and an entry below; docs/adding_an_algorithm.md has an example, and one of a plug-in.
 """
 
@@ -222,7 +222,7 @@ class _Stage:
     """Defaults of a stage.
 
     Attributes:
-        loss_type: of a run file without loss_type.
+        loss_type: loss type of a run file that sets none.
         sequence_loss_type: the same with token_level_loss false; None where that key has no effect.
         kl_in_loss: the KL to the reference is in the loss unless use_kl_in_reward puts it into the reward; False: in neither.
     """

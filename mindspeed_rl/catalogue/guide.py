@@ -1,6 +1,6 @@
 """When to use which algorithm, its paper and its names in other projects; and what other projects have that this one has not.
 
-`config.explain.algorithm_page` makes docs/which_algorithm.md of it. Names in other projects are those of verl 0.9.1, ms-swift
+`config.explain.algorithm_page` makes docs/which_algorithm.md of it. Names in other projects are taken from verl 0.9.1, ms-swift
 4.6 and TRL 1.16.
 """
 

@@ -81,8 +81,20 @@ class Choice:
     """
 
     setting: str
-    texts: Mapping[object, str]
+    texts: Mapping[Any, str]
     otherwise: str = ""
+
+
+def fill_formula(formula: str, choices: Mapping[str, Choice], numbers: Mapping[str, object]) -> str:
+    """Return a template with numbers and choices in it; a choice may name those before it.
+
+    Raises:
+        KeyError: a template names a number that does not exist.
+    """
+    values = dict(numbers)
+    for name, choice in choices.items():
+        values[name] = choice.texts.get(values[choice.setting], choice.otherwise).format_map(values)
+    return formula.format_map(values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +109,7 @@ class Algorithm:
         choices: texts in the formula by name.
         reads: keys of rl_config that the function reads; None where they are unknown.
         needs: keys of `NEEDS`.
-        bounds: bounds of settings for this algorithm in addition to those of `catalogue.SETTINGS`.
+        bounds: bounds of settings for this algorithm in addition to `catalogue.SETTINGS`.
         folders: searched for the modules of a plug-in that are not installed.
     """
 
@@ -147,11 +159,7 @@ class Algorithm:
         """
         if self.formula is None:
             return None
-        choices = {
-            name: choice.texts.get(numbers[choice.setting], choice.otherwise).format_map(numbers)
-            for name, choice in self.choices.items()
-        }
-        return self.formula.format_map({**numbers, **choices})
+        return fill_formula(self.formula, self.choices, numbers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +170,8 @@ class PolicyLoss(Algorithm):
 
     Attributes:
         normalizer: divisor of the summed loss: a key of `catalogue.NORMALIZERS`.
-        level: of the importance ratio when importance_sampling_level is unset.
-        levels: those it supports.
+        level: level of the importance ratio when importance_sampling_level is unset.
+        levels: supported levels.
         marks: "module:function" that chooses tokens of the whole batch at the start of the update, `PolicyInputs.marked`:
             (advantages [B, R], log pi_old [B, R], mask [B, R], objective, torch.Generator) -> [B, R] bool. None: it needs none.
         compares_group: it compares the responses of a prompt, which therefore share a micro-batch.
@@ -236,7 +244,7 @@ class KlEstimator(Algorithm):
     parameters: ClassVar[tuple[str, ...]] = ("x",)
 
     def load_gradient(self, *, weighted: bool) -> Callable[..., Any] | None:
-        """Return the torch function whose gradient is taken; None for that of the value.
+        """Return the torch function whose gradient is taken; None for the gradient of the value.
 
         Args:
             weighted: the value is multiplied by the importance ratio.
@@ -270,7 +278,7 @@ _Record = TypeVar("_Record", bound=Algorithm)
 
 
 def find(table: Mapping[str, _Record], kind: type[_Record], name: str, folders: Sequence[str] = ()) -> _Record:
-    """Return the record of `name`, or that of the plug-in that it names, which is a record or a function.
+    """Return the record of `name`, or of the plug-in that it names, which is a record or a function.
 
     Args:
         table, kind: names and class of one family.

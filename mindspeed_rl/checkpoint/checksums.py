@@ -1,7 +1,7 @@
 """Sums over the files of a Megatron checkpoint, of a run or of a conversion: `checksums.json` says what each must be.
 
 So damage is found by file name. It is zlib's CRC-32, by ISA-L: 57 GB/s a core in the cache where zlib does 4, SHA-256 2 and
-BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, another checkpoint's file); it is no signature.
+BLAKE2b 1.3, so reading decides. It finds accidents (inverted bits, truncation, another checkpoint's file); it does not sign.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def checksum(path: Path) -> tuple[int, int]:
 
 
 def combine(first: int, second: int, num_bytes: int) -> int:
-    """Compute the CRC-32 of two consecutive parts from those of each.
+    """Compute the CRC-32 of two consecutive parts from the CRC-32 of each.
 
     A CRC is a remainder of polynomials over GF(2), so what follows the first part multiplies its remainder by x^8 a byte.
 
     Args:
-        num_bytes: of the second part.
+        num_bytes: size in bytes of the second part.
     """
     power, factor, exponent = _ONE, _BYTE, num_bytes
     while exponent:
@@ -78,7 +78,7 @@ def write_list(folder: Path, rank: int, names: Iterable[str]) -> None:
 
 
 def take_lists(folder: Path) -> Sums:
-    """Compute the sums of all files of the folder, with those of the ranks' lists, which are removed."""
+    """Compute the sums of all files of the folder, with the sums in the ranks' lists, which are removed."""
     sums: Sums = {}
     for part in sorted((folder / _PARTS).glob("rank_*.json")):
         sums.update({name: (size, crc) for name, (size, crc) in json.loads(part.read_text(encoding="utf-8")).items()})
@@ -155,7 +155,7 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Co
     for name in sorted(_files(folder) - sums.keys() - {NAME}):
         # what a loader would read; a note next to it does no harm
         if name.endswith((".distcp", ".pt", ".safetensors")):
-            raise DamagedCheckpointError(f"{folder / name} is no file of this checkpoint ({NAME} does not know it)")
+            raise DamagedCheckpointError(f"{folder / name} is not a file of this checkpoint ({NAME} does not know it)")
 
 
 def verify(

@@ -87,7 +87,7 @@ class _Cast:
         if name in self.keep or not tensor.is_floating_point():
             return tensor
         cast = tensor.to(self.dtype)
-        # the source is looked at only when the result is not finite: what it held already is no fault of the cast
+        # the source is looked at only when the result is not finite: what it held already is not a fault of the cast
         if not is_finite(cast) and is_finite(tensor):
             largest = tensor.abs().max().item()
             raise ValueError(

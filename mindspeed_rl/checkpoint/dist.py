@@ -422,7 +422,7 @@ class DistFolder:
                 if all(o <= i < o + s for i, o, s in zip(index, chunk.offsets[:lead], chunk.sizes[:lead]))
             )
             covered = sum(math.prod(chunk.sizes[lead:]) for chunk in overlapping)
-            # pieces do not overlap, so the count alone shows that none is missing
+            # pieces do not overlap, so the count shows that none is missing
             if covered != math.prod(shape):
                 raise ValueError(f"{self.folder}: the stored pieces of {name} do not cover {op.mcore}")
             used.add(name)

@@ -58,7 +58,7 @@ class GgufModel:
 
     Attributes:
         config: config.json of the model, without its dtype.
-        dtype: of the weights: that of the file's matrices, bfloat16 where they are quantized.
+        dtype: dtype of the weights: as the file's matrices, bfloat16 where they are quantized.
         names: tensor of the file -> name in Hugging Face.
     """
 
@@ -119,7 +119,7 @@ def open_gguf(path: Path) -> GgufModel:
         reader = GGUFReader(path)
         values = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no GGUF file, or damaged: {error}") from error
+        raise ValueError(f"{path} is not a GGUF file, or damaged: {error}") from error
     family = str(values.get("general.architecture"))
     if family not in _FAMILIES:
         raise ValueError(f"{path}: its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
@@ -195,7 +195,7 @@ def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
     """
     path = find_gguf(options.load_dir.expanduser())
     if path is None:
-        raise ValueError(f"--load-dir {options.load_dir} is no GGUF file, nor a folder that has one")
+        raise ValueError(f"--load-dir {options.load_dir} is not a GGUF file, nor a folder that has one")
     model, folder, start = open_gguf(path), options.save_dir.expanduser(), time.perf_counter()
     if dry_run:
         return f"would write {model.describe()} to {folder}"
@@ -210,7 +210,7 @@ def _export_hf(model: GgufModel, folder: Path, dtype: torch.dtype, shard_bytes: 
     """Write the model as a Hugging Face folder with its tokenizer, in place of what is there; one file's tensors are in memory.
 
     Args:
-        dtype: of the weights.
+        dtype: dtype of the weights.
         shard_bytes: size at which a new weight file starts.
 
     Raises:

@@ -144,7 +144,7 @@ def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     if not index_path.is_file():
         if (folder / _SINGLE_NAME).is_file():
             return read_safetensors_header(folder / _SINGLE_NAME)
-        # an only file may have any name; an adapter's is no model
+        # an only file may have any name; an adapter's is not a model
         files = sorted(folder.glob("*.safetensors"))
         if len(files) == 1 and files[0].name != "adapter_model.safetensors":
             return read_safetensors_header(files[0])

@@ -155,7 +155,7 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
         r, alpha: the user's values; checked against adapter_config.json.
 
     Raises:
-        ValueError: it is no plain LoRA, r or alpha contradicts it, or it does not fit the base.
+        ValueError: it is not plain LoRA, r or alpha contradicts it, or it does not fit the base.
     """
     config = read_json(path / ADAPTER_CONFIG)
     hf_shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
@@ -194,7 +194,7 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
         pairs[name] = (record, other)
     strange = [key for key in records if ".lora_A." not in key and ".lora_B." not in key]
     if strange:
-        raise ValueError(f"{path} holds {strange[0]!r}, which is no LoRA weight")
+        raise ValueError(f"{path} holds {strange[0]!r}, which is not a LoRA weight")
     if not pairs:
         raise ValueError(f"{path} holds no LoRA weights")
     return PeftMerge(path, pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
@@ -242,7 +242,7 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        # the last part of a name can be that of other modules where there is a tower
+        # other modules can have the same last part of a name where there is a tower
         "target_modules": modules if architecture.read_tower_ops is None else paths,
     }
     partial = get_staging_path(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,7 +10,7 @@ from mindspeed_rl.checkpoint.hf import read_json, read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
-from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.models import architecture_for
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 
 _WeightsKind = Literal["hf", "training", "megatron"]
-#: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
-_REFERENCE_FOLDER = "reference"
 
 
 def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -> ModelSource:
@@ -86,7 +83,7 @@ def _find_base(adapter: Path, base_model: str | None) -> Path:
         raise ValueError(f"{adapter} is an adapter that names no base model; name the folder of its base in base_model.")
     if weights_kind(Path(base).expanduser()) not in ("hf", "megatron"):
         raise ValueError(
-            f"{adapter} is an adapter of {base}, which is no folder with Hugging Face or Megatron weights; name the folder of "
+            f"{adapter} is an adapter of {base}, which has no Hugging Face or Megatron weights; name the folder of "
             "its base in base_model."
         )
     return Path(base).expanduser()
@@ -98,7 +95,7 @@ def load_tokenizer_of(config: MegatronConfig, source: ModelSource) -> PreTrained
 
 
 def base_of(config: MegatronConfig, role: str) -> ModelSource:
-    """Find the base weights of adapters that were saved alone: those of `pretrained_checkpoint`.
+    """Find the base weights of adapters that were saved without them: in `pretrained_checkpoint`.
 
     Raises:
         ValueError: the key is not set, or names another checkpoint of ours.
@@ -179,8 +176,8 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     """Check that actor and critic both resume or both start anew.
 
     Args:
-        config, source: of the critic.
-        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
+        config, source: configuration and model source of the critic.
+        resume_iteration: the iteration after which the actor goes on; None when it starts only from weights.
 
     Raises:
         ValueError: one of them would go on and the other start anew.
@@ -189,7 +186,7 @@ def check_critic_start(config: MegatronConfig, source: ModelSource, resume_itera
     if resume_iteration is None and resumes:
         raise ValueError(
             f"critic_config.load: the critic would go on from {source.weights}, but the actor starts anew; set "
-            "critic_config.finetune: true to take its weights alone."
+            "critic_config.finetune: true to take only its weights."
         )
     if resume_iteration is not None and not (resumes and (source.weights / f"iter_{resume_iteration:07d}").is_dir()):
         raise ValueError(
@@ -209,77 +206,3 @@ def check_reward_start(config: MegatronConfig, source: ModelSource) -> None:
             f"reward_config.load: {source.weights} has no score.weight; a reward model is a sequence classifier with one "
             "label, a checkpoint of stage orm, or with reward_tokens a language model that judges steps."
         )
-
-
-def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
-    """Find keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
-
-    It is what the run file says, else what the actor started from before any resume.
-
-    Args:
-        actor: the actor's weights.
-        resume_iteration: the iteration after which the actor goes on; None when it starts from weights alone.
-
-    Raises:
-        ValueError: the weights do not exist, or nothing says what the actor started from.
-    """
-    config, rl = copy.copy(run.config.ref_config), run.rl
-    mode = rl.integrated_mode_config
-    group = "ref_config" if "ref_config" in run.config.set_keys else "actor_config"
-    named = {
-        "rl_config.integrated_mode_config.ref_model_load_path": mode.ref_model_load_path if mode else None,
-        f"{group}.pretrained_checkpoint": config.pretrained_checkpoint,
-        f"{group}.load": config.load,
-    }
-    key, path = next((item for item in named.items() if item[1]), (f"{group}.load", None))
-    if mode and mode.ref_model_load_path:
-        config = config.without_model_keys()  # which say what the group's own weights are
-    # weights alone: a reference takes up no state of a run
-    config.load, config.pretrained_checkpoint, config.finetune = path, None, True
-    # the reference has no adapters, and the number is of the actor's checkpoints
-    config.lora_target_modules, config.load_iteration = None, None
-    config.save = str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None
-    # it has no optimizer, and draws nothing
-    config.save_hf, config.no_save_optim, config.no_save_rng = False, True, True
-    same = path is not None and Path(path).expanduser() == actor.weights and actor.adapter is None
-    if resume_iteration is not None:
-        moved = actor.weights / _REFERENCE_FOLDER
-        # one that has moved goes on where it was when the actor was saved
-        if rl.sync_ref_model and (moved / f"iter_{resume_iteration:07d}").is_dir():
-            config.load = str(moved)
-            return config, find_model(config, "ref_config"), resume_iteration
-        if same:
-            raise ValueError(
-                f"actor_config.pretrained_checkpoint: the actor goes on from {path}, so the reference cannot be taken from "
-                "there; name what the run started from, here or in rl_config.integrated_mode_config.ref_model_load_path."
-            )
-    if same:
-        return config, actor, None
-    return config, find_model(config, "ref_config", key), None
-
-
-def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
-    """Find keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
-
-    Args:
-        config: the policy's keys.
-        start: the policy's weights.
-
-    Raises:
-        ValueError: the weights do not exist, or nothing says what the policy of a resumed run started from.
-    """
-    reference = copy.copy(config)
-    path = config.ref_model or config.pretrained_checkpoint or config.load
-    if config.ref_model:
-        reference = reference.without_model_keys()  # which say what the policy is
-    reference.load, reference.pretrained_checkpoint, reference.finetune = path, None, True
-    # the number is of `load`'s checkpoints
-    reference.load_iteration = config.load_iteration if path == config.load else None
-    reference.save, reference.lora_target_modules = None, None
-    resumes = start.is_resumed(config)
-    if not config.ref_model and resumes and path == str(start.weights):
-        raise ValueError(
-            f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
-            "reference in ref_model, or what the policy started from in pretrained_checkpoint."
-        )
-    return reference, find_model(reference, "ref_model" if config.ref_model else "reference")

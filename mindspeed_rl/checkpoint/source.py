@@ -257,10 +257,10 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
 
 
 def check_hf_tensors(path: Path, architecture: Architecture, model_config: ModelConfig, *, loosely: bool) -> list[str]:
-    """Check that the weights of an HF folder are those of the model that its config.json describes; reads headers alone.
+    """Check that an HF folder has the weights of the model that its config.json describes; reads only headers.
 
     Args:
-        model_config: of the model that will be built; a reward head need not be among the weights.
+        model_config: model config of the model that will be built; a reward head need not be among the weights.
         loosely: tensors that the model does not have are skipped.
 
     Returns:
@@ -292,8 +292,8 @@ class _Surplus:
 
     Args:
         unknown: the architecture has none of these names.
-        predictions: of whole multi-token-prediction layers.
-        truncated: of decoder layers beyond --num-layers.
+        predictions: names of the weights of whole multi-token-prediction layers.
+        truncated: names of the weights of decoder layers beyond --num-layers.
         replaced: the vocabulary head of what becomes a reward model.
     """
 
@@ -428,7 +428,7 @@ def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = 
     model_config = _model_config(architecture, config, options)
     _check_model_type(options, architecture, model_config)
     checkpoint = opened.open(architecture, model_config, options.loosely)
-    # with what the files alone tell: padding of the vocabulary, prediction layers
+    # with what only the files tell: padding of the vocabulary, prediction layers
     model_config = checkpoint.model_config
     warnings, num_dropped = [], len(checkpoint.skipped)
     if opened.holds_optimizer:

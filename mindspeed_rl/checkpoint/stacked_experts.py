@@ -54,7 +54,7 @@ class _Mxfp4Record(_PartRecord):
     """The same in MXFP4.
 
     Args:
-        scales: of `stored`, whose rows are outputs.
+        scales: scales of `stored`, whose rows are outputs.
     """
 
     scales: TensorRecord
@@ -136,7 +136,7 @@ class StackTarget:
     """The share of one expert in a stack of an HF folder.
 
     Args:
-        name: of the stack.
+        name: name of the stack.
         record: the share.
         hf: the matrices of the expert that it is made of.
         alternate: as of `join_parts`.
@@ -168,8 +168,8 @@ def list_targets(
     """Return what fills the stacks in an HF folder.
 
     Args:
-        records: of the stored tensors.
-        names: of all tensors of the model, each expert by itself.
+        records: records of the stored tensors.
+        names: names of all tensors of the model, each expert by itself.
         alternate: as of `join_parts`.
     """
     shares: dict[tuple[str, int], list[str]] = {}

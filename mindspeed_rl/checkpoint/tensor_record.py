@@ -57,7 +57,7 @@ class _BlockWriter:
 
         Args:
             offset: position of the first tensor.
-            num_bytes: of all tensors; a hint, so that small ones take a small block.
+            num_bytes: size in bytes of all tensors; a hint, so that small ones take a small block.
         """
         self._path, self._position, self._dtype = path, offset, dtype
         self._block = torch.empty(min(_BLOCK_BYTES, max(num_bytes, dtype.itemsize)), dtype=torch.uint8)
@@ -213,7 +213,7 @@ class ColumnsRecord(TensorRecord):
     """Columns of a matrix in a file, as a matrix that has them as its rows; to be read, not written.
 
     Args:
-        stored_columns: of the matrix in the file, all of them.
+        stored_columns: number of columns of the matrix in the file, all of them.
         first: the first of these columns.
     """
 

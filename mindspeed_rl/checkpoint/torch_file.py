@@ -199,7 +199,7 @@ class _RecordUnpickler(SafeUnpickler):
             if start < 0 or min(shape, default=0) < 0 or (start + math.prod(shape)) * width > storage.num_bytes:
                 raise pickle.UnpicklingError(f"a tensor of shape {list(shape)} does not fit its {storage.num_bytes} bytes")
             return TensorRecord(self._path, storage.offset + start * width, shape, storage.dtype)
-        # a view with other strides, such as a transposed weight, is no run of bytes
+        # a view with other strides, such as a transposed weight, is not a run of bytes
         whole = TensorRecord(self._path, storage.offset, (storage.num_bytes // width,), storage.dtype).read()
         return whole.as_strided(shape, tuple(stride), start).contiguous()
 
@@ -244,7 +244,7 @@ def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int, *,
 
     Args:
         path: the file that holds it.
-        zip_file: the zip file alone, as a path or a stream.
+        zip_file: only the zip file, as a path or a stream.
         start: the byte of ``path`` where it begins.
 
     Raises:
@@ -258,7 +258,7 @@ def load_part_with_records(path: str, zip_file: Path | IO[bytes], start: int, *,
 
 
 class _CheckingUnpickler(SafeUnpickler):
-    """Reads a pickle for its names alone: what torch.distributed defines is not loaded, which would take a second."""
+    """Reads a pickle only for its names: what torch.distributed defines is not loaded, which would take a second."""
 
     def find_class(self, module: str, name: str) -> Any:
         return Inert if module.startswith("torch.distributed.") else super().find_class(module, name)

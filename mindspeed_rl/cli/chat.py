@@ -40,7 +40,7 @@ def make_parser() -> Parser:
     add("--history-turns", type=int, default=3, help="earlier pairs of question and answer the model sees; default 3")
     thinking = group.add_mutually_exclusive_group()
     thinking.add_argument("--show-thinking", action="store_true", help="also show thoughts")
-    thinking.add_argument("--hide-thinking", action="store_true", help="show responses alone (the default)")
+    thinking.add_argument("--hide-thinking", action="store_true", help="show only responses (the default)")
     add("--greedy", action="store_true", help="the most likely response instead of a sampled one")
     add_sampling_options(parser, max_new_tokens=512)
     add_agent_options(parser)

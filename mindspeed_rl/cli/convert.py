@@ -130,7 +130,7 @@ def _add_lora(parser: Parser) -> None:
     add("--lora-r", type=int, help="checked against the adapter")
     add("--lora-alpha", type=float, help="checked against the adapter; needed if it does not state its alpha")
     add("--lora-target-modules", nargs="*", default=[], help="checked: the adapted Megatron modules")
-    add("--save-lora-to-hf", action="store_true", help="write the adapter alone, as a PEFT folder")
+    add("--save-lora-to-hf", action="store_true", help="write only the adapter, as a PEFT folder")
 
 
 def _add_running(parser: Parser) -> None:

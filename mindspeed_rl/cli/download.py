@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
         arguments = parser.parse_args(argv)
         name = parse_hub_name(arguments.name)
         if name is None:
-            raise ValueError(f"'{arguments.name}' is no name on a hub (owner/name, ms://owner/name), or a folder here has it")
+            raise ValueError(f"'{arguments.name}' is not a name on a hub (owner/name, ms://owner/name), or names a folder here")
         print_status(f"fetching {name} from {name.endpoint} ...")
         print(fetch(name, "download", "dataset" if arguments.dataset else "model"), flush=True)
     except (ValueError, OSError) as error:

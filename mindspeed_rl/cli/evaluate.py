@@ -30,6 +30,7 @@ from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.files import write_file
 from mindspeed_rl.inference.batch_generation import write_jsonl
+from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.task_evaluation import (
     EvaluationSettings,
     PreparedTask,
@@ -45,7 +46,6 @@ from mindspeed_rl.rewards.static_check import check_reward_functions
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.agent_engine import AgentEngine
-    from mindspeed_rl.inference.engine_interface import Engine
     from mindspeed_rl.inference.session import Session
 
 _DESCRIPTION = (
@@ -82,7 +82,7 @@ def make_parser() -> Parser:
     add("--answers", type=Path, help="JSON lines file for every prompt, answer and verdict")
     add("--greedy", action="store_true", help="the most likely answer (the default without --temperature)")
     add("--no-chat-template", action="store_true", help="continue plain text (the default without --prompt-type)")
-    add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: that of the data")
+    add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: as the data")
     add("--alternative-prompt", action="store_true", help="multiple choice: read the letter from an answer in words")
     add("--instruction-template", help="the prompt is put into it: {prompt}, or {question}, {subject}, {few_shot_examples}")
     add("--origin-postprocess", action="store_true", help=argparse.SUPPRESS)
@@ -143,7 +143,7 @@ def _check_harness(args: argparse.Namespace) -> None:
         raise ValueError(f"--task {tasks[0][0]} needs the package lm-eval: pip install lm-eval")
     for name, path in tasks:
         if str(path) != "-" and not path.expanduser().is_dir():
-            raise ValueError(f"{name}: --task-data-path {path} is no folder; - stands for lm-eval's own tasks alone")
+            raise ValueError(f"{name}: --task-data-path {path} is not a folder; - stands for only lm-eval's own tasks")
     if given := [name for name in (*SHAPE, *PENALTIES) if vars(args)[name] is not None]:
         print_status(f"note: --{given[0].replace('_', '-')} has no effect on lm-eval's tasks, which set their own sampling")
     if args.prompt_type is not None:

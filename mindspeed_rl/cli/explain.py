@@ -10,24 +10,25 @@ import sys
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser
-from mindspeed_rl.cli.train import prepare_environment, resolve_run
+from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.config.explain.effects import describe_learning_rate
-from mindspeed_rl.config.explain.key_reference import find_entries
-from mindspeed_rl.config.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.data.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.explain.effects import describe_learning_rate
+from mindspeed_rl.run.explain.key_reference import find_entries
+from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 
 
 def main(argv: list[str]) -> int:
     """Print the plan of a run file; return 0 when it is valid and 2 when it is not.
 
     Where a file that the run names is on this machine, all checks of `train` run, and what it would refuse is an error.
-    Elsewhere, for example on a laptop, keys alone are checked: a file that lacks keys, or needs a feature that this version
+    Elsewhere, for example on a laptop, only keys are checked: a file that lacks keys, or needs a feature that this version
     does not have, then ends in "not ready" and returns 0. `--validate` checks as `train` does in any case.
 
     Args:
@@ -76,7 +77,7 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
         checks_files: also where none of the files that the run names is on this machine.
     """
     registry.search_folders(cfg.plugin_folders)
-    report = explain(cfg, num_nodes)
+    report = explain(draft(cfg, num_nodes))
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
     if not report["errors"] and (checks_files or cfg.has_files_here):
@@ -93,6 +94,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     # imports torch and Ray, which no other plan needs
     check = "sft_setup:check_supervised" if cfg.is_supervised else "rl_setup:check_rl"
     check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
+    resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):

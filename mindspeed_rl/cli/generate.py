@@ -217,7 +217,7 @@ def _stream(session: Session, engine: Engine, ids: list[int], settings: Generati
     text, finish = IncrementalText(session.prompt_format.decoder), None
     request = Request(ids, sample_seed(settings.seed, 0, 0, 0), images=images)
     for partial in engine.stream([request], settings.sampling):
-        # the end token is sampled like any other, and is no text of the response
+        # the end token is sampled like any other, and is not text of the response
         added = [token for token in partial.token_ids if token not in settings.sampling.stop_token_ids]
         print(clean_text(text.add(added)), end="", flush=True)
         finish = partial.finish

@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status, take_adapter
-from mindspeed_rl.config.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.data.templates import Thinking
 from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run.rules.engine_limits import MAX_TEMPERATURE
 from mindspeed_rl.runtime.fork_server import build_local_ray_environment
 
 if TYPE_CHECKING:
     from mindspeed_rl.inference.agent_engine import AgentEngine
-    from mindspeed_rl.inference.engine_interface import Engine
     from mindspeed_rl.inference.session import Session
 
 #: default sampling: upstream's values, and the most likely response

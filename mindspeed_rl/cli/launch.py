@@ -61,13 +61,13 @@ class _LaunchSettings:
         nodes, npus_per_node: size of the cluster.
         hosts: addresses in rank order, or empty.
         master: address of the head.
-        node_rank: of this node; None when only the head is known.
-        port: of the head's Ray.
+        node_rank: rank of this node; None when only the head is known.
+        port: port of the head's Ray.
         timeout_s: how long to wait for all nodes.
         socket_ifname: network interface for all communication, or "".
         cpus: Ray CPUs of this node, None for all.
         command: after `--`.
-        check_paths: files and folders that every node must see, in addition to those of the run file.
+        check_paths: files and folders that every node must see, in addition to the run file's.
         token_file: the cluster's secret, the same on all nodes, or "".
     """
 
@@ -97,7 +97,7 @@ class _Fingerprint:
     Attributes:
         versions: Python and packages.
         code: digest of the suite's sources.
-        missing_paths: of the required paths.
+        missing_paths: required paths that do not exist.
     """
 
     versions: dict[str, str]

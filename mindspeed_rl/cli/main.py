@@ -92,7 +92,7 @@ def run() -> NoReturn:
     must not be missed happens here: threads end, exit handlers run, output is written.
     """
     status = main()
-    cast("Any", threading)._shutdown()  # as Python does: waits for threads, and ends those of executors
+    cast("Any", threading)._shutdown()  # as Python does: waits for threads, and ends the threads of executors
     cast("Any", atexit)._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone, or it is closed

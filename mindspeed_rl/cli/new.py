@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
@@ -17,6 +17,7 @@ from mindspeed_rl.files import write_file
 #: column -> value
 _Row = dict[str, str]
 _NUM_HELD_OUT = 24
+_TEMPLATES = Path(__file__).with_name("task_files")
 _NOUNS = (
     "cat dog river mountain city teacher train book garden winter kitchen ocean forest robot market school planet bridge "
     "farmer doctor window letter piano engine island storm painter castle desert baker"
@@ -69,224 +70,57 @@ def _make_sft() -> list[_Row]:
     return rows
 
 
-_FORMAT_REWARD = '''"""The reward: a JSON object with one key; parts of the way have a part of the points."""
-
-import json
-
-from mindspeed_rl.rewards import register
-
-
-@register("$reward")
-def score(response: str, label: str) -> float:
-    """Return 1.0 for a JSON object that has the key `label` only; 0.5 for another object; 0.2 for each brace in its place."""
-    text = response.strip()
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return 0.2 * text.startswith("{") + 0.2 * text.endswith("}")
-    if not isinstance(value, dict):
-        return 0.0
-    return 1.0 if list(value) == [label] else 0.5
-'''
-_NUMBER_REWARD = '''"""The reward: the number is right; a number alone has a part of the points."""
-
-import re
-
-from mindspeed_rl.rewards import register
-
-
-@register("$reward")
-def score(response: str, label: str) -> float:
-    """Return 1.0 if the last number of the response is `label`, and 0.2 for another answer that is a number only."""
-    numbers = re.findall(r"-?\\d+", response.replace(",", ""))
-    if numbers and numbers[-1] == label:
-        return 1.0
-    return 0.2 if response.strip().isdigit() else 0.0
-'''
-_ENVIRONMENT = '''"""Guess a number: after each guess the environment replies whether the number is higher or lower."""
-
-
-class GuessNumber:
-    """An episode; each sample has an object of its own."""
-
-    def reset(self, task):
-        """Start an episode; `task` has the columns of the prompt. Return messages to add before the first turn."""
-        self.number, self.turns = int(task["label"]), 0
-        return []
-
-    def step(self, messages):
-        """Answer the model's turn: return (new messages, reward of this turn, whether the episode is over)."""
-        guess = messages[-1]["content"].strip()
-        self.turns += 1
-        if not (guess.isdigit() and len(guess) == 1):
-            return [], 0.0, True  # no guess
-        if int(guess) == self.number:
-            return [], 1.0, True
-        if self.turns == 3:
-            return [], 0.1, True
-        return [{"role": "user", "content": "higher" if int(guess) < self.number else "lower"}], 0.0, False
-'''
-_RL_RUN = """# $title
-# All keys: docs/keys.md; the plan: mindspeed-rl explain --config run.yaml
-platform: auto
-run_dir: runs/$name
-
-megatron_training:
-  stage: ray_grpo
-  bf16: $bf16
-  tokenizer_name_or_path: $model
-  data_path: train.jsonl
-  eval_data_path: heldout.jsonl
-  map_keys: {prompt: question, query: "", response: answer}
-  prompt_type: hf              # the chat template of the tokenizer
-  global_batch_size: 16        # prompts of an iteration
-  train_iters: $iterations
-  save_interval: 10
-  eval_interval: 10            # held-out prompts, greedy
-
-actor_config:
-  micro_batch_size: $micro     # responses in a forward pass: smaller needs less memory and changes no result
-  lr: $lr                  # $lr_note
-  lr_decay_style: constant
-  pretrained_checkpoint: $model
-  load: result                 # the same command resumes from here after an interruption
-  save: result
-  save_hf: true                # result/hf/latest is a Hugging Face folder
-
-rl_config:
-  actor_resource: {num_npus: 1}
-  n_samples_per_prompt: 8      # a group: responses to one prompt are compared with each other
-  mini_batch_size: 16
-  max_prompt_length: $prompt
-  init_kl_coef: 0.0            # above 0 keeps the model near its start, and needs the memory of a second model
-$scoring
-  log_completions: true        # samples in runs/$name/report.html
-
-generate_config:
-  infer_tensor_parallel_size: 1
-  max_num_seqs: 128
-  max_model_len: $length
-  dtype: $dtype
-  kv_cache_memory_gib: $cache
-  sampling_config: {max_tokens: $answer, temperature: 1.0, top_k: -1}
-"""
-_SUPERVISED_RUN = """# $title
-# All keys: docs/keys.md; the plan: mindspeed-rl explain --config run.yaml
-platform: auto
-run_dir: runs/$name
-
-megatron_training:
-  stage: $stage
-  bf16: $bf16
-  num_npus: 1
-  tokenizer_name_or_path: $model
-  data_path: data/train        # made by the command preprocess, see README.md
-  eval_data_path: data/heldout
-  global_batch_size: 32        # samples of an optimizer step
-  micro_batch_size: 8          # smaller needs less memory and changes no result
-  seq_length: $length
-  no_pad_to_seq_lengths: true
-  train_iters: $iterations
-  save_interval: 50
-  eval_interval: 20
-  eval_iters: 1
-  log_interval: 10
-  lr: $lr                  # $lr_note
-  lr_decay_style: constant
-  pretrained_checkpoint: $model
-  load: result                 # the same command resumes from here after an interruption
-  save: result
-  save_hf: true                # result/hf/latest is a Hugging Face folder
-$scoring"""
-_PLUGIN_KEYS = """  verifier_function: [$reward]
-  external_plugins: [reward.py]"""
-_TURN_KEYS = """  multi_turn_enable: true
-  max_turns: 3
-  use_remove_padding: true"""
-_TOOL_KEYS = f"""{_PLUGIN_KEYS}
-  verifier_reads: last_turn    # the answer; the output of the tool does not count
-{_TURN_KEYS}
-  tool_config_path: tools.yaml"""
-_ENVIRONMENT_KEYS = f"""  rule_reward: false           # the environment alone gives rewards
-  verifier_function: []
-  verifier_weight: []
-{_TURN_KEYS}
-  environment: environment:GuessNumber"""
-
 
 @dataclass(frozen=True)
 class _Kind:
     """A kind of task.
 
     Attributes:
-        title: what is trained, in a line.
-        rows: makes the prompts or samples.
+        title: goal of the task, in a line.
+        make_rows: function that makes the prompts or samples.
         run: template of the run file.
-        scoring: its keys of rewards, or of the loss.
-        files: name -> text of further files.
-        iterations: of the run with the tiny model.
-        handler: of `preprocess`; None where prompts are read as they are.
-        options: of `evaluate`, after those that all have.
+        scoring: template of its keys for rewards or the loss.
+        files: further files, with their templates.
+        iterations: length of the run with the tiny model.
+        handler: data handler for `preprocess`; None where prompts are read as they are.
+        advice: template of the hints in the README.
+        options: further options for `evaluate`.
     """
 
     title: str
-    rows: Callable[[], list[_Row]]
-    run: str = _RL_RUN
-    scoring: str = _PLUGIN_KEYS
-    files: tuple[tuple[str, str], ...] = ()
+    make_rows: Callable[[], list[_Row]]
+    run: str = "rl_run.yaml"
+    scoring: str | None = "reward_keys.yaml"
+    files: Mapping[str, str] = field(default_factory=dict)
     iterations: int = 60
     handler: str | None = None
+    advice: str = "rl_advice.md"
     options: str = "--input-key question --scorer $reward --external-plugins reward.py"
 
 
 _KINDS = {
-    "maths": _Kind("GRPO on sums with a checked answer", _make_maths, files=(("reward.py", _NUMBER_REWARD),)),
-    "format": _Kind("GRPO on the form of an answer: JSON", _make_format, files=(("reward.py", _FORMAT_REWARD),)),
+    "maths": _Kind("GRPO on sums with a checked answer", _make_maths, files={"reward.py": "number_reward.py"}),
+    "format": _Kind("GRPO on the form of an answer: JSON", _make_format, files={"reward.py": "format_reward.py"}),
     "tool": _Kind(
-        "GRPO of an agent that calls a tool", _make_tool, scoring=_TOOL_KEYS,
-        files=(("reward.py", _NUMBER_REWARD), ("tools.yaml", "# built in; your own: docs/agents.md\ntools:\n  - calculator\n")),
+        "GRPO of an agent that calls a tool", _make_tool, scoring="tool_keys.yaml",
+        files={"reward.py": "number_reward.py", "tools.yaml": "tools.yaml"},
         options="--input-key question --scorer $reward --external-plugins reward.py --tools tools.yaml",
     ),
     "environment": _Kind(
-        "GRPO of an agent in an environment", _make_environment, scoring=_ENVIRONMENT_KEYS,
-        files=(("environment.py", _ENVIRONMENT),),
+        "GRPO of an agent in an environment", _make_environment, scoring="environment_keys.yaml",
+        files={"environment.py": "environment.py"},
         options="--input-key question --scorer exact_match --environment environment:GuessNumber",
     ),
     "preference": _Kind(
-        "DPO on pairs of a chosen and a rejected answer", _make_preference, run=_SUPERVISED_RUN, iterations=60,
-        scoring="  dpo_loss_type: sigmoid\n  dpo_beta: 0.1\n", handler="AlpacaStylePairwiseHandler", options="",
+        "DPO on pairs of a chosen and a rejected answer", _make_preference, run="supervised_run.yaml",
+        scoring="preference_keys.yaml", handler="AlpacaStylePairwiseHandler", advice="supervised_advice.md", options="",
     ),
     "sft": _Kind(
-        "Supervised fine-tuning on questions and answers", _make_sft, run=_SUPERVISED_RUN, scoring="", iterations=200,
-        handler="AlpacaStyleInstructionHandler", options="--input-key instruction --label-key output --scorer exact_match",
+        "Supervised fine-tuning on questions and answers", _make_sft, run="supervised_run.yaml", scoring=None, iterations=200,
+        handler="AlpacaStyleInstructionHandler", advice="supervised_advice.md",
+        options="--input-key instruction --label-key output --scorer exact_match",
     ),
 }  # fmt: skip
-
-_README = """# $title
-
-Made by `mindspeed-rl new $name --kind $kind`. $model_note
-
-| File | Content |
-|---|---|
-| `train.jsonl`, `heldout.jsonl` | $data_note |
-$file_rows| `run.yaml` | the run: model, data, batch sizes, learning rate; every key is in `docs/keys.md` |
-
-Run these commands in this folder:
-
-```bash
-$commands
-```
-
-Ctrl-C ends a run; the same `train` command resumes from its last checkpoint in `result/`. Remove `result/` to start anew.
-$advice
-"""
-_ADVICE = """
-- Reward always 0: the model never finds a right answer. Give points for parts of the way, use easier prompts, or do SFT first.
-- Reward falls, or responses end at the limit: lower `lr`, or set `init_kl_coef: 0.01`.
-- Out of memory: lower `micro_batch_size`; `mindspeed-rl plan memory --config run.yaml` shows what is needed."""
-_SUPERVISED_ADVICE = """
-- Loss does not fall: raise `lr`. Loss is unstable: lower it, or set `lr_warmup_fraction: 0.05`.
-- Out of memory: lower `micro_batch_size`; `mindspeed-rl plan memory --config run.yaml` shows what is needed."""
 #: chat template of the tiny model: texts without marks, and tool calls as Hermes and Qwen write them
 _CHAT_TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool.function.name }}{% endfor %}</tools>{% endif %}"
@@ -325,7 +159,7 @@ def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
     """
     kind, reward = _KINDS[name_of_kind], re.sub(r"\W", "_", folder.name).strip("_").lower()
     if not reward or not re.fullmatch(r"[\w.-]+", folder.name):
-        raise ValueError(f"{folder.name!r} is no name for a task: letters, digits, _, - and . only")
+        raise ValueError(f"{folder.name!r} is not a name for a task: letters, digits, _, - and . only")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists already; choose another name, or remove it")
     sizes = _choose_sizes(kind, model)
@@ -337,18 +171,18 @@ def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
         "stage": "dpo" if name_of_kind == "preference" else "sft",
         **sizes,
     }
-    rows = kind.rows()
+    rows = kind.make_rows()
     random.Random(0).shuffle(rows)
     commands = _list_commands(kind, values)
     texts = {
         "train.jsonl": _format_rows(rows[_NUM_HELD_OUT:]),
         "heldout.jsonl": _format_rows(rows[:_NUM_HELD_OUT]),
-        "run.yaml": _fill(_fill(kind.run, {"scoring": kind.scoring}), values),
-        "README.md": _fill(_README, {**values, **_describe(kind, model, rows[0]), "commands": commands}),
-        **{name: _fill(text, values) for name, text in kind.files},
+        "run.yaml": _fill(_read(kind.run), {**values, "scoring": _fill(_read(kind.scoring), values)}),
+        "README.md": _fill(_read("README.md"), {**values, **_describe(kind, model, rows[0]), "commands": commands}),
+        **{name: _fill(_read(template), values) for name, template in kind.files.items()},
     }
     for name, text in texts.items():
-        write_file(folder / name, text, makes_folder=True)
+        write_file(folder / name, text.rstrip("\n") + "\n", makes_folder=True)
     if model is None:
         _save_tiny_model(folder / "model")
     return commands
@@ -356,6 +190,13 @@ def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
 
 def _format_rows(rows: list[_Row]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+
+def _read(template: str | None) -> str:
+    """Return the text of a template without its last line break, "" for None."""
+    if template is None:
+        return ""
+    return (_TEMPLATES / f"{template}.template").read_text(encoding="utf-8").removesuffix("\n")
 
 
 def _fill(text: str, values: dict[str, str]) -> str:
@@ -377,8 +218,8 @@ def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
     return {
         "model_note": tiny if model is None else f"The run starts from `{model}`.",
         "data_note": f"one JSON object a line, such as `{example}`",
-        "file_rows": "".join(f"| `{name}` | {notes[name]} |\n" for name, _ in kind.files),
-        "advice": _ADVICE if kind.handler is None else _SUPERVISED_ADVICE,
+        "file_rows": "".join(f"| `{name}` | {notes[name]} |\n" for name in kind.files),
+        "advice": _read(kind.advice),
     }
 
 
@@ -417,7 +258,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     try:
         hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8")).get("hidden_size", 4096))
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"--model {model}: config.json is no model's: {error}") from None
+        raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024
     lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
     sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}

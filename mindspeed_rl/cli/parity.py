@@ -24,15 +24,16 @@ from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
+from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.cli.options import print_status
-from mindspeed_rl.config import Objective, RLConfig
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
 from mindspeed_rl.config.keys.schema import build
-from mindspeed_rl.config.objective import build_objective, unusable_plugins
-from mindspeed_rl.config.rules.objective_rules import algorithm_violations
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.metrics import merge
 from mindspeed_rl.rewards.samples import select_reward_functions
+from mindspeed_rl.run.objective import build_objective, unusable_plugins
+from mindspeed_rl.run.rules.objective_rules import algorithm_violations
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -123,7 +124,7 @@ def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
     errors: list[str] = []
     config, set_keys = build(RLConfig, {**batch.rl_config, **overrides}, "rl_config", errors)
     if not errors:
-        apply_aliases(config, None, {"rl_config": set_keys})
+        config, _, _ = apply_aliases(config, None, {"rl_config": set_keys})
         errors += unusable_plugins(config, batch.stage)
     if errors:
         raise ValueError("\n".join(errors))

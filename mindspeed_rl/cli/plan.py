@@ -13,7 +13,6 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import validate
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
@@ -28,6 +27,9 @@ from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
 from mindspeed_rl.planner.text import FitReport, MemoryReport, TimeReport
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import validate
 
 #: of an iteration in the simulation of modes; larger numbers give the same ratios
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
@@ -40,7 +42,7 @@ def main(argv: list[str]) -> int:
         argv: the arguments after `plan`, for example ["memory", "--config-name", "grpo_qwen3_8b_A3"].
     """
     parser = argparse.ArgumentParser(
-        prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; shapes and formulas alone."
+        prog="mindspeed-rl plan", description="Memory and time of a run before a device is booked; only shapes and formulas."
     )
     kinds = parser.add_subparsers(dest="kind", required=True)
     memory = kinds.add_parser("memory", help="bytes of a device by owner and phase, and what to change to fit")
@@ -148,11 +150,11 @@ def _tokens(text: str) -> int:
     except ValueError:
         count = 0
     if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens, like 2048 or 2k")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, like 2048 or 2k")
     return count
 
 
-def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, Device]:
+def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], Run, Device]:
     """Compose and read the run file, and find the device.
 
     Raises:
@@ -162,31 +164,32 @@ def _read(arguments: argparse.Namespace) -> tuple[Mapping[str, Any], RunConfig, 
         raise ValueError(f"--nodes: {arguments.nodes} must be at least 1.")
     directory, name = locate(arguments.config_name, arguments.config_dir)
     tree = compose(directory, name, arguments.overrides)
-    cfg = build_run_config(tree, config_name=name, config_dir=str(directory))
-    if violations := validate(cfg, arguments.nodes):
+    run = draft(build_run_config(tree, config_name=name, config_dir=str(directory)), arguments.nodes)
+    if violations := validate(run):
         raise ConfigError(map(str, violations))
-    return tree, cfg, find_device(cfg, arguments.chip, arguments.memory_gib)
+    return tree, run, find_device(run.config, arguments.chip, arguments.memory_gib)
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    tree, cfg, device = _read(arguments)
-    plan = plan_memory(cfg, device, arguments.nodes)
-    changes = find_changes_to_fit(tree, cfg, plan, device, arguments.nodes)
-    assumed = list(list_memory_assumptions(cfg, device))
+    tree, run, device = _read(arguments)
+    plan = plan_memory(run, device)
+    changes = find_changes_to_fit(tree, run, plan, device)
+    assumed = list(list_memory_assumptions(run.config, device))
     _print(MemoryReport(plan, changes, assumed), arguments)
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
 def _time(arguments: argparse.Namespace) -> int:
-    _, cfg, device = _read(arguments)
+    _, run, device = _read(arguments)
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
     measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
-    plan = plan_time(cfg, device, arguments.nodes, samples=known)
+    plan = plan_time(run, device, samples=known)
     if measured is not None:
-        plan = calibrate(plan, compute_factors(measured, find_device(measured.cfg, arguments.chip, arguments.memory_gib)))
+        measured_on = find_device(measured.run.config, arguments.chip, arguments.memory_gib)
+        plan = calibrate(plan, compute_factors(measured, measured_on))
     # with a dedicated rollout the run file determines the mode, and the plan is of that mode
-    modes = {} if cfg.is_supervised or cfg.placement.disaggregated else _modes(cfg, plan)
-    assumed = list(list_time_assumptions(cfg, device, plan))
+    modes = {} if run.config.is_supervised or run.placement.disaggregated else _modes(run.config, plan)
+    assumed = list(list_time_assumptions(run.config, device, plan))
     _print(TimeReport(plan, modes, assumed), arguments)
     return 0
 

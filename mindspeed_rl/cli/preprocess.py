@@ -20,7 +20,8 @@ from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
-from mindspeed_rl.data.preprocess import PreprocessConfig, run, show
+from mindspeed_rl.data.preprocess import run, show
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize
 from mindspeed_rl.observability.logging import clean_text
 
@@ -177,7 +178,7 @@ def _build_config(values: dict[str, Any]) -> PreprocessConfig:
             continue
         if key not in known:
             hint = registry.did_you_mean(key, known) or f" (known: {', '.join(known)})"
-            raise ValueError(f"{key!r} is no key of a dataset config{hint}")
+            raise ValueError(f"{key!r} is not a key of a dataset config{hint}")
         if key == "enable_thinking" and isinstance(value, bool):
             value = "true" if value else "false"
         if value is not None:

@@ -16,7 +16,7 @@ from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import RunFiles, read_run
 
-#: parts of the names of keys whose values are the user's own, and texts that can be names of algorithms alone
+#: parts of the names of keys whose values are the user's own, and texts that can only be names of algorithms
 _PRIVATE = ("host", "url", "token_file", "project", "exp_name", "run_name", "path", "prefix", "experiment", "command", "env")
 _PLAIN = re.compile(r"[A-Za-z][\w+-]{0,39}")
 

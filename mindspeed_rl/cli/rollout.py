@@ -10,15 +10,17 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from mindspeed_rl.cli.options import Parser, print_status, report_failure
-from mindspeed_rl.config import GenerateConfig, SamplingConfig, load_run_config
+from mindspeed_rl.config import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
+from mindspeed_rl.run.draft import load_run
 
 if TYPE_CHECKING:
     import argparse
@@ -43,7 +45,7 @@ def make_parser() -> Parser:
     """Build the argument parser."""
     parser = Parser(prog="mindspeed-rl rollout", description=_DESCRIPTION, allow_abbrev=False)
     add = parser.add_argument
-    add("--model", type=Path, help="Hugging Face folder; default: that of --config-name's actor")
+    add("--model", type=Path, help="Hugging Face folder; default: the actor's of --config-name")
     add("--join", type=Path, metavar="RUN", help="folder of a run that goes: serve it, with its settings, until either ends")
     add("--config-name", help="run file whose generate_config the engine has")
     add("--config-dir", help="folder of the run file; default: the project's configs/")
@@ -104,7 +106,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
         folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
     if args.config_name is not None:
-        cfg = load_run_config(args.config_name, args.config_dir, args.overrides)
+        cfg = load_run(args.config_name, args.config_dir, args.overrides).config
         if cfg.generate_config is None:
             raise ValueError(f"--config-name {args.config_name} has no group generate_config")
         generate, actor = cfg.generate_config, cfg.actor_config
@@ -113,7 +115,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         folder = folder or (Path(model) if model else None)
     if folder is None or not (folder.expanduser() / "config.json").is_file():
         raise ValueError(f"--model {folder}: no folder with config.json")
-    given = {
+    given: dict[str, Any] = {
         "infer_tensor_parallel_size": args.tensor_parallel_size,
         "max_model_len": args.max_model_len,
         "max_num_seqs": args.max_num_seqs,
@@ -126,7 +128,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         if value is not None:
             if not isinstance(value, str) and value <= 0:
                 raise ValueError(f"--{name.removeprefix('infer_').replace('_', '-')} {value} must be above 0")
-            setattr(generate, name, value)
+    generate = replace(generate, **{name: value for name, value in given.items() if value is not None})
     if args.speculative_config is not None:
         try:
             drafts = json.loads(args.speculative_config)
@@ -135,7 +137,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         if not isinstance(drafts, dict) or "method" not in drafts:
             example = json.dumps({"method": "suffix", "num_speculative_tokens": 8})
             raise ValueError(f"--speculative-config {args.speculative_config}: must be a JSON object with a method: {example}")
-        generate.speculative_config = drafts
+        generate = replace(generate, speculative_config=drafts)
     return generate, folder.expanduser().resolve(), shared
 
 

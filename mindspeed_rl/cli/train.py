@@ -12,11 +12,11 @@ from pathlib import Path
 from mindspeed_rl import registry
 from mindspeed_rl.cli.main import keep_without_reader
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
-from mindspeed_rl.config import Run, RunConfig, load_run_config, resolve
+from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
-from mindspeed_rl.importers.command import write_import
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
 
 
@@ -44,12 +44,14 @@ def main(argv: list[str]) -> int:
             if arguments.config_dir is not None:
                 parser.error("--config-dir is for an existing run file; --config-name is the path that --from-swift writes")
             written = Path(arguments.config_name or "from_swift.yaml").resolve()
+            # by name: importers are the top floor, which no module imports
+            write_import = registry.load("mindspeed_rl.importers.command:write_import", "train")
             arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
         with prepare_run(cfg, arguments.nodes) as run:
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch
-            from mindspeed_rl.trainers.resume import Recovery
+            from mindspeed_rl.trainers.recovery import Recovery
             from mindspeed_rl.trainers.termination import Terminated
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
@@ -84,32 +86,15 @@ def prepare_run(cfg: RunConfig, num_nodes: int) -> Iterator[Run]:
         os.environ[VISION_VARIABLE] = "1"
     # to the end: apart from importing, the driver waits and records metrics
     with collecting_seldom(), fork_server(cfg.platform, TRAINING if cfg.is_supervised else RL):
-        yield resolve_run(cfg, num_nodes)
-
-
-def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Run:
-    """Run the first stage of checks: what the run file says, with the config.json of its models.
-
-    The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
-
-    Args:
-        downloads: models that are named as on a hub are fetched where they are not in its cache.
-
-    Raises:
-        ValueError: the run file is wrong; all violations are named.
-    """
-    # these import torch and transformers, which read the environment
-    from mindspeed_rl.trainers.model_plans import fetch_models, with_model_configs
-
-    cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
-    return resolve(cfg, num_nodes, platform=registry.load("mindspeed_rl.platform:resolve_name", "train")(cfg.platform))
+        # by name: this imports torch and transformers, which read the environment
+        yield registry.load("mindspeed_rl.run.models:resolve_run", "train")(cfg, num_nodes)
 
 
 def _print_resume(run: Run | None, launched_s: float) -> None:
     """Print how to resume a run that has ended early, if it was launched."""
     if run is not None:
         # by name, as in main: it imports torch
-        describe_resume = registry.load("mindspeed_rl.trainers.resume:describe_resume", "train")
+        describe_resume = registry.load("mindspeed_rl.run.resume:describe_resume", "train")
         print(describe_resume(run, launched_s), file=sys.stderr)
 
 

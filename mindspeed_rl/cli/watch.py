@@ -30,7 +30,7 @@ class _RunServer(ThreadingHTTPServer):
     """Serves the page of some run folders on the loopback interface.
 
     Args:
-        folders: of the runs.
+        folders: run folders.
         port: 0 takes a free one.
     """
 
@@ -80,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send_page(self) -> None:
         try:
             body = render(cast("_RunServer", self.server).read(), is_live=True).encode("utf-8", "replace")
-        except (ValueError, OSError) as error:  # a file that is no JSON
+        except (ValueError, OSError) as error:  # a file that is not JSON
             self.send_error(500, explain=str(error))
             return
         self.send_response(200)

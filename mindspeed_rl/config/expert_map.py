@@ -45,13 +45,13 @@ def read_expert_map(path: Path) -> _ExpertMap:
         raise ValueError(f"{_KEY}: {path} cannot be read ({error.strerror}).") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{_KEY}: {path} is no expert map, which has layer_list, device_list and device_expert "
+            f"{_KEY}: {path} is not an expert map, which has layer_list, device_list and device_expert "
             f"({type(error).__name__}: {error})."
         ) from None
     for layer, devices in enumerate(layers):
         experts = [expert for device in devices for expert in device]
         if any(type(expert) is not int for expert in experts):
-            raise ValueError(f"{_KEY}: {path} is no expert map; the experts of layer {layer} are not all numbers.")
+            raise ValueError(f"{_KEY}: {path} is not an expert map; the experts of layer {layer} are not all numbers.")
         twice = sorted({expert for expert in experts if experts.count(expert) > 1})
         if twice:
             raise ValueError(

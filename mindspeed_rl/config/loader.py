@@ -17,8 +17,6 @@ from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
 from mindspeed_rl.config.model_metadata import read_model_metadata
-from mindspeed_rl.config.objective import unusable_plugins
-from mindspeed_rl.config.resolve import derive
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, locate
 
@@ -56,7 +54,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     A role's engine starts from its model block; the keys of megatron_training override it, then the keys of the role.
 
     Raises:
-        ConfigError: every unknown key, wrong type and unknown model block at once; else every plug-in that cannot be used.
+        ConfigError: every unknown key, wrong type and unknown model block at once.
     """
     errors: list[str] = []
     tree = normalize(tree)
@@ -98,7 +96,9 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     if errors:
         # each once: every role that takes a wrong model block reports it
         raise ConfigError(dict.fromkeys(errors))
-    aliased = apply_aliases(rl, generate, set_keys) if rl is not None else {}
+    aliased: dict[str, object] = {}
+    if rl is not None:
+        rl, generate, aliased = apply_aliases(rl, generate, set_keys)
     set_keys["run"] = frozenset(name for name in ("platform", "run_dir") if name in tree)
     cfg = RunConfig(
         config_name=config_name,
@@ -126,10 +126,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
             if role is not None and (metadata := read_model_metadata(role)) is not None
         },
     )
-    # before anything is derived from the objective
-    if rl is not None and not cfg.is_supervised and (unusable := unusable_plugins(rl, cfg.stage or "ray_grpo")):
-        raise ConfigError(unusable)
-    return derive(cfg if cfg.is_supervised or rl is None or rl.dropout_in_update else _disable_dropout(cfg))
+    return cfg if cfg.is_supervised or rl is None or rl.dropout_in_update else _disable_dropout(cfg)
 
 
 def _disable_dropout(cfg: RunConfig) -> RunConfig:

@@ -39,7 +39,7 @@ class EngineShape:
 
     Attributes:
         source: the folder of the sizes, for messages.
-        num_heads, num_kv_heads, head_size: of attention; `head_size` is the width of one head.
+        num_heads, num_kv_heads, head_size: numbers of heads and of key/value heads, and the width of one head.
         is_latent, latent_size: latent attention, and the width of its one cached head.
         max_length: maximum sequence that the positions of the model reach, in tokens.
         num_experts: experts of a layer with experts.

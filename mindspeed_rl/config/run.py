@@ -15,11 +15,7 @@ from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata
-from mindspeed_rl.config.objective import Objective, build_objective
-from mindspeed_rl.config.placement import Placement, place
-from mindspeed_rl.config.rules.resume_rules import record_keys
 from mindspeed_rl.config.run_files import find_project_configs
-from mindspeed_rl.config.sizes import Sizes, read_sizes
 
 #: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
@@ -40,9 +36,9 @@ class Derivation:
     source: str
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All values of a run file, typed and merged; not changed once `placement`, `sizes` or `objective` was read.
+    """All values of a run file, typed and merged.
 
     Attributes:
         megatron_training: keys that all roles share, with the model block it names.
@@ -87,30 +83,12 @@ class RunConfig:
 
     @property
     def is_supervised(self) -> bool:
-        """True for the stages that learn from a dataset alone."""
+        """True for the stages that learn only from a dataset."""
         return self.stage in SUPERVISED_STAGES
 
     @cached_property
-    def placement(self) -> Placement:
-        """Devices of every role."""
-        return place(self)
-
-    @cached_property
-    def sizes(self) -> Sizes | None:
-        """Numbers of the batch on one node; None where one that all others depend on is not set."""
-        return read_sizes(self, self.placement)
-
-    @cached_property
-    def objective(self) -> Objective | None:
-        """The loss of a run with rollouts; None in supervised stages."""
-        if self.rl_config is None or self.is_supervised:
-            return None
-        limit = self.response_limit if self.generate_config is not None else None
-        return build_objective(self.rl_config, self.stage or "ray_grpo", max_response_length=limit)
-
-    @cached_property
     def reward_model_keys(self) -> MegatronConfig | None:
-        """Keys of the reward model: those of reward_config, or the actor's with the weights of `rl_config.reward_model`.
+        """Keys of the reward model: the keys of reward_config, or the actor's with the weights of `rl_config.reward_model`.
 
         None where only functions score.
         """
@@ -131,7 +109,7 @@ class RunConfig:
         )
 
     def read_judge_keys(self) -> GenerateConfig:
-        """Return the engine's keys of the judge that the run serves: those of the rollout, but its lengths and layout."""
+        """Return the engine's keys of the judge that the run serves: the rollout's, with lengths and layout of its own."""
         rl, generate = self.rl_config, self.generate_config
         assert rl is not None and generate is not None and rl.served_judge is not None
         path = Path(rl.served_judge).expanduser() / "config.json"
@@ -144,7 +122,7 @@ class RunConfig:
             infer_expert_parallel_size=1,
             enable_expert_parallel=False,
             max_model_len=rl.judge_max_model_len or min(most, longest),
-            # of the rollout's model alone
+            # only of the rollout's model
             speculative_config=None,
             quantization=None,
             fp32_lm_head=None,
@@ -155,7 +133,7 @@ class RunConfig:
         )
 
     def read_teacher_keys(self, folder: str) -> MegatronConfig:
-        """Return the keys of the teacher with weights in a folder: those of teacher_config, or the actor's, but its shape."""
+        """Return the keys of the teacher with weights in a folder: teacher_config's, or the actor's, with its own shape."""
         return replace(
             (self.teacher_config or self.actor_config).without_model_keys(),
             load=folder,
@@ -174,7 +152,7 @@ class RunConfig:
 
     @property
     def reads_images(self) -> bool:
-        """True where the actor's files are those of a model of images."""
+        """True where the actor's files have a model of images."""
         metadata = self.model_metadata.get("actor_config")
         return metadata is not None and metadata.reads_images
 
@@ -198,13 +176,6 @@ class RunConfig:
             ffn_hidden_size=None if shape.num_experts else shape.ffn_hidden_size,
             num_experts=shape.num_experts,
         )
-
-    @property
-    def keys_on_resume(self) -> dict[str, object]:
-        """The values that a run which resumes from a checkpoint of this one is compared with, by dotted name."""
-        shared = "megatron_training" if self.is_supervised else "actor_config"
-        groups = {name: getattr(self, name) for name in ("critic_config", "rl_config", "generate_config")}
-        return record_keys({shared: self.actor_config} | {name: group for name, group in groups.items() if group is not None})
 
     @property
     def plugin_folders(self) -> tuple[Path, ...]:

@@ -38,9 +38,9 @@ def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:
         config_dir, config_name = os.path.split(config_name)
     name = config_name.removesuffix(".yaml")
     if not name.isprintable() or not 0 < len(name.encode("utf-8", "replace")) <= _MAX_NAME_BYTES or "/" in name:
-        raise ConfigError([f"--config-name {config_name[:60]!r} is no name of a file"])
+        raise ConfigError([f"--config-name {config_name[:60]!r} is not a name of a file"])
     if config_dir is not None and ("\0" in str(config_dir) or len(os.fsencode(config_dir)) > _MAX_PATH_BYTES):
-        raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is no name of a folder"])
+        raise ConfigError([f"--config-dir {str(config_dir)[:60]!r} is not a name of a folder"])
     # a file of the user wins over a shipped one only where its suffix marks it as a file
     here = [Path.cwd()] if config_name.endswith(".yaml") else []
     everywhere = [*here, find_project_configs(), Path.cwd() / "configs", Path.cwd()]
@@ -72,7 +72,7 @@ def compose(directory: Path, name: str, overrides: list[str]) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     folders = tuple(dict.fromkeys((directory, find_project_configs())))
-    _check_files(directory / f"{name}.yaml", folders, overrides)
+    _check_files(name, folders, overrides)
     items = [_force_override(item) for item in overrides]
     if directory != find_project_configs():
         items.append(f"hydra.searchpath=[{_quote(f'file://{find_project_configs()}')}]")
@@ -182,33 +182,52 @@ def _quote(value: object) -> str:
     return "'" + re.sub(r"(\\+)$", r"\1\1", escaped) + "'"
 
 
-def _check_files(path: Path, folders: tuple[Path, ...], overrides: Sequence[str] = ()) -> None:
+def _check_files(name: str, folders: tuple[Path, ...], overrides: Sequence[str] = ()) -> None:
     """Check the YAML of a run file, and of the files that its defaults or an override of `model` name.
 
+    Args:
+        name: run file, as a path below one of the folders without its suffix.
+        folders: where Hydra looks for a name; the first that has it wins.
+
     Raises:
-        ConfigError: `check_yaml` refuses one.
+        ConfigError: `check_yaml` refuses a file, or the defaults of files name each other in a circle.
     """
+    checked = set[str]()
+
+    def check(name: str, parents: tuple[str, ...]) -> None:
+        if name in parents:
+            circle = " -> ".join(f"{each}.yaml" for each in (*parents[parents.index(name) :], name))
+            raise ConfigError([f"defaults of {parents[0]}.yaml go in a circle: {circle}; remove one of these entries"])
+        path = next((path for folder in folders if (path := folder / f"{name}.yaml").is_file()), None)
+        if name in checked or path is None:  # composing reports a missing one
+            return
+        checked.add(name)
+        check_yaml(path)
+        for each in _read_defaults(path, os.path.dirname(name)):
+            check(each, (*parents, name))
+
+    for item in overrides:
+        if item.lstrip("+").startswith("model="):
+            for block in item.partition("=")[2].strip("[]").split(","):
+                check(f"model/{block.strip()}", ())
+    check(name, ())
+
+
+def _read_defaults(path: Path, group: str) -> Iterator[str]:
+    """Yield the names in the defaults of a file that lies in a group of run files; a name that begins with "/" has no group."""
     import yaml
 
-    waiting, seen = list[Path](), set[Path]()
-    blocks = [item.partition("=")[2].strip("[]").split(",") for item in overrides if item.lstrip("+").startswith("model=")]
-    waiting += [folder / "model" / f"{name.strip()}.yaml" for names in blocks for name in names for folder in folders]
-    waiting.append(path)
-    while waiting:
-        path = waiting.pop()
-        if path in seen or (seen and not path.is_file()):
-            continue
-        seen.add(path)
-        check_yaml(path)
-        with contextlib.suppress(yaml.YAMLError, ValueError, RecursionError):  # composing reports it
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-            defaults = tree.get("defaults") if isinstance(tree, dict) else None
-            for entry in defaults if isinstance(defaults, list) else ():
-                for group, names in entry.items() if isinstance(entry, dict) else [("", entry)]:
-                    group = str(group).split("@")[0].split()[-1:] or [""]
-                    for name in names if isinstance(names, list) else [names]:
-                        for folder in (path.parent, *folders):
-                            waiting.append(folder / group[0].lstrip("/") / f"{str(name).split('@')[0]}.yaml")
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError, RecursionError):  # composing reports it
+        return
+    defaults = tree.get("defaults") if isinstance(tree, dict) else None
+    for entry in defaults if isinstance(defaults, list) else ():
+        for choice, names in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            # "override /model@package" is the choice "/model"
+            choice = (str(choice).partition("@")[0].split() or [""])[-1]
+            for name in names if isinstance(names, list) else [names]:
+                yield os.path.join("/", group, choice, str(name).partition("@")[0]).lstrip("/")
 
 
 def _join_lines(error: Exception) -> str:
@@ -239,7 +258,7 @@ def check_yaml(path: Path) -> None:
     try:
         size = path.stat().st_size
         if not path.is_file() or size > _MAX_BYTES:
-            raise ConfigError([f"{path} is no run file: it has {size} bytes, more than {_MAX_BYTES}, or is no plain file"])
+            raise ConfigError([f"{path} is not a run file: it has {size} bytes, more than {_MAX_BYTES}, or is not plain"])
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None

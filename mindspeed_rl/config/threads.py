@@ -33,7 +33,7 @@ def decide_threads(key: int | None, num_workers: int, environment: Mapping[str, 
     Args:
         key: megatron_training.threads_per_worker.
         num_workers: workers that compute on this machine at a time.
-        environment: of the process that starts them.
+        environment: environment variables of the process that starts them.
     """
     if key is not None:
         return Threads(key, "megatron_training.threads_per_worker")
@@ -51,7 +51,7 @@ def count_cores(topology: Path = _TOPOLOGY, cgroups: Path = _CGROUPS, affinity: 
     Args:
         topology: Linux's folder of processors.
         cgroups: root of the mounted control groups, as a container sees its own.
-        affinity: processors that the process may run on; those of this process by default.
+        affinity: processors that the process may run on; this process's by default.
     """
     if affinity is None:
         allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)

@@ -43,7 +43,7 @@ def handler_class(name: str) -> type[Handler]:
     """Import and return the handler class that `--handler-name` names.
 
     Raises:
-        ValueError: unknown name, or a module:Class that cannot be imported or is no handler.
+        ValueError: unknown name, or a module:Class that cannot be imported or is not a handler.
     """
     subject = f"handler_name={name!r}"
     return registry.load_class(registry.target_of(HANDLERS, name, subject), subject, f"{_HANDLERS}.base:Handler")

@@ -139,7 +139,7 @@ def is_trained(message: Row, index: int, *, is_answer: bool) -> bool:
     """Return False for a message that the row marks as context: weight 0 (OpenAI), loss (ms-swift) or train (Axolotl) false.
 
     Raises:
-        MalformedRowError: another value, or a message that is no answer is to be trained.
+        MalformedRowError: another value, or a message that is not an answer is to be trained.
     """
     flags = {key: message[key] for key in TRAIN_KEYS if message.get(key) is not None}
     for key, value in flags.items():
@@ -154,7 +154,7 @@ def parse_tools(value: object) -> tuple[JsonObject, ...]:
     """Return tool schemas in OpenAI's form from a list, the JSON text of one, or nothing.
 
     Raises:
-        MalformedRowError: the text is not JSON, or an entry is no function schema.
+        MalformedRowError: the text is not JSON, or an entry is not a function schema.
     """
     if value is None or value == "" or value == []:
         return ()

@@ -23,7 +23,7 @@ class StoredLogProbs:
     For each row all predicted tokens, each with k ids (int32) and then k log-probs (float32), in falling order.
 
     Attributes:
-        metadata: of the teacher and the data, as written.
+        metadata: metadata about the teacher and the data, as written.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -76,7 +76,7 @@ class InstructionSample(_WithImages, _WithTeacher):
 
     input_ids, labels: [tokens] int64, padding cut off; labels are unshifted, IGNORE_INDEX where nothing is learnt.
     sample_lengths: [samples] int64, the lengths of the samples in a pack; they add up to `tokens`. One entry for a plain row.
-    images: of all samples, in the order of their tokens; for a model of images.
+    images: images of all samples, in the order of their tokens; for a model of images.
     teacher: ids and log-probs of `StoredLogProbs`, where the loss reads them.
     """
 
@@ -89,14 +89,14 @@ class InstructionDataset:
     """Rows of `<prefix>_packed_{input_ids,attention_mask,labels}_document`.
 
     The ends of a pack's samples are read from the attention mask of a neat pack (1,1,2,2,...,0); those of a plain pack, with
-    `splits_packs`, from its column `sample_lengths`. A row that is no pack is one sample either way.
+    `splits_packs`, from its column `sample_lengths`. A row that is not a pack is one sample either way.
 
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: rows longer than this are cut at the end when read; None reads full rows.
         splits_packs: keep the samples of a plain pack separate; `check_sample_lengths` has passed.
         pad_id: trailing tokens of this id without a label are padding and cut off; None keeps them.
-        image_rules: of a model with images.
+        image_rules: image rules of the model; None for a model of text.
         teacher: log-probs that rows get.
 
     Raises:
@@ -127,10 +127,10 @@ class InstructionDataset:
         return len(self._rows)
 
     def count_cut(self, indexes: Iterable[int]) -> tuple[int, int]:
-        """Count the rows that seq_length cuts, and those of them without any label left.
+        """Count the rows that seq_length cuts, and the ones of these that have no label left.
 
         Args:
-            indexes: of the rows.
+            indexes: indexes of the rows.
         """
         num_cut = num_without_label = 0
         limit = np.iinfo(np.int64).max if self._seq_length is None else self._seq_length
@@ -142,7 +142,7 @@ class InstructionDataset:
         return num_cut, num_without_label
 
     def _read(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Return input_ids, labels and attention mask of a row, and the end of what is no padding."""
+        """Return input_ids, labels and attention mask of a row, and the end of what is not padding."""
         input_ids = self._rows.row(index, "input_ids").astype(np.int64)
         labels = self._rows.row(index, "labels").astype(np.int64)
         mask = self._rows.row(index, "attention_mask")
@@ -154,7 +154,7 @@ class InstructionDataset:
 
     def __getitem__(self, index: int) -> InstructionSample:
         input_ids, labels, mask, end = self._read(index)
-        # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is no pack at all
+        # a neat pack ends in padding (0) or in the index of its last sample; one sample that fills the row is not a pack at all
         is_neat = mask[-1] != 1
         if self._seq_length is not None:
             end = min(end, self._seq_length)
@@ -219,7 +219,7 @@ class PreferenceDataset(_ShortRows):
 
 
 class JudgedAnswer(TypedDict):
-    """One answer, judged alone; arrays are [tokens] int64, labels as in `PreferencePair`.
+    """One answer, judged by itself; arrays are [tokens] int64, labels as in `PreferencePair`.
 
     desirable: bool.
     mismatched_input_ids, mismatched_labels: the same prompt with the answer to another one, cut at seq_length.
@@ -238,7 +238,7 @@ class UnpairedDataset:
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: longer answers (of pairs: pairs with one) are left out; `num_too_long` counts them. None keeps all.
-        seed: of the order in which answers are lent to other prompts.
+        seed: seed for the order in which answers are lent to other prompts.
     """
 
     def __init__(self, prefix: str | Path, *, seq_length: int | None = None, seed: int = 1234) -> None:
@@ -323,7 +323,7 @@ class ProcessRewardDataset(_ShortRows):
 class BatchSampler:
     """Endless batches of dataset indices, the same on every rank; each rank takes its slice.
 
-    The order is a function of (seed, epoch) alone, so a run resumes by counting samples. Every epoch has its own order and
+    The order depends only on (seed, epoch), so a run resumes by counting samples. Every epoch has its own order and
     uses every sample: a batch at the end of one is filled from the next.
 
     Raises:

@@ -124,7 +124,7 @@ class TextEncoder:
     def _encode_as_one_text(self, renderings: Sequence[Rendering]) -> list[list[TurnIds] | MalformedRowError]:
         """Tokenize each rendering as one text, and split the ids at the borders of sources and targets.
 
-        Together the ids are those of the full text, so a model reads in training the tokens that it reads in serving. A token
+        Together the ids are the full text's, so a model reads in training the tokens that it reads in serving. A token
         across the end of a source belongs to the source: the prompt ends after it. One across the end of an answer belongs
         to the next source, whose text must not be learned; but a special token that includes blanks ends the answer.
         """
@@ -139,7 +139,7 @@ class TextEncoder:
         ]
 
     def _split_by_parts(self, parts: list[str], ids: list[int]) -> list[TurnIds] | MalformedRowError:
-        """Encode each part alone, for a Python tokenizer, which has no positions; the tokens must be the same."""
+        """Encode each part by itself, for a Python tokenizer, which has no positions; the tokens must be the same."""
         encoded = self.encode(parts)
         if [token for part in encoded for token in part] != ids:
             return MalformedRowError(

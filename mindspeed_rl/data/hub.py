@@ -56,7 +56,7 @@ def parse_hub_name(text: object) -> HubName | None:
     match = _NAME.fullmatch(text)
     if match is None:
         if text.startswith((HF, MS)):
-            raise ValueError(f"'{text}' is no name on a hub; write {text[:5]}owner/name, or {text[:5]}owner/name@revision")
+            raise ValueError(f"'{text}' is not a name on a hub; write {text[:5]}owner/name, or {text[:5]}owner/name@revision")
         return None
     if match[1] is None and (text.startswith(".") or Path(text).exists() or Path(text).parent.exists()):
         return None
@@ -69,9 +69,9 @@ def fetch(
     """Return the folder with what is named, in the cache of its hub; what is not there yet is downloaded.
 
     Args:
-        name: of a model or data set.
+        name: name of a model or data set.
         key: where the user wrote it, for messages.
-        kind: of a model only the tokenizer, or all files that are used here; all files of a data set.
+        kind: selection of files: of a model only the tokenizer, or all files that are used here; all files of a data set.
         downloads: False takes only what is in the cache.
 
     Raises:
@@ -85,7 +85,7 @@ def fetch(
 
 def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
     what, local = ("data set", "file or folder") if is_dataset else ("model", "folder")
-    where = "" if name.hub == MS else f"is no {local} here, and "
+    where = "" if name.hub == MS else f"is not a {local} here, and "
     revision = f" with the revision '{name.revision}'" if name.revision else ""
     token = "HF_TOKEN" if name.hub == HF else "MODELSCOPE_API_TOKEN"
     return (
@@ -162,7 +162,7 @@ def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
     except (errors.HubError, OSError, ValueError) as error:
         if not downloads:
             raise NotFetchedError(_describe_unfetched(name, key)) from None
-        # the client raises errors of its own, or those of requests
+        # the client raises errors of its own, or errors of requests
         status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):
             raise ValueError(f"{key}: '{name}' is not open to this account; set MODELSCOPE_API_TOKEN") from error

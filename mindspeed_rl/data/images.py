@@ -73,9 +73,10 @@ class ImageRules:
 
     Attributes:
         folder: Hugging Face folder with the processor's files.
-        patch_size, temporal_patch_size, merge_size: of the processor; merge_size^2 patches are a token.
+        patch_size, temporal_patch_size, merge_size: patch sizes and merge size of the processor; merge_size^2 patches are a
+            token.
         min_pixels, max_pixels: an image is resized to an area between them.
-        token_id: of the tokens of an image.
+        token_id: id of an image's tokens.
         frame: ids of the tokens before and after them.
         own_limits: the two limits are the processor's own, not the run file's.
     """
@@ -238,7 +239,7 @@ def read_image(reference: str) -> bytes:
     """Return the encoded bytes of an image.
 
     Raises:
-        ImageError: there is no such file, or the text is no base64.
+        ImageError: there is no such file, or the text is not base64.
     """
     if match := _DATA.match(reference):
         try:
@@ -255,7 +256,7 @@ def read_image(reference: str) -> bytes:
 
 @contextlib.contextmanager
 def _open(reference: str) -> Iterator[Image]:
-    """Open an image; its header alone is read until a pixel is needed. All errors of pillow become one that names the image."""
+    """Open an image; only its header is read until a pixel is needed. All errors of pillow become one that names the image."""
     from PIL import Image
 
     try:
@@ -349,7 +350,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
     """Return the reference of an image in any of its forms.
 
     Args:
-        folder: of relative paths; None: the working directory.
+        folder: folder of relative paths; None: the working directory.
 
     Raises:
         ImageError: the form is not supported.
@@ -378,7 +379,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
 
 
 def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
-    """Return a message's content with IMAGE_MARK for each image, and the references; what is no list of parts stays.
+    """Return a message's content with IMAGE_MARK for each image, and the references; what is not a list of parts stays.
 
     Raises:
         ImageError: a part is neither text nor an image.
@@ -403,9 +404,9 @@ class ImageReader:
     """Reads the images of raw rows.
 
     Attributes:
-        rules: of the model; None reads rows before the model is known.
+        rules: image rules of the model; None reads rows before the model is known.
         marker: text of an image whose tokens are not counted yet: start, one token, end; or IMAGE_MARK.
-        folder: of relative paths; None: the working directory.
+        folder: folder of relative paths; None: the working directory.
     """
 
     rules: ImageRules | None
@@ -561,7 +562,7 @@ def build_image_columns(images: Sequence[StoredImage]) -> dict[str, np.ndarray]:
 
 
 def join_image_columns(contents: Sequence[np.ndarray], sizes: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return both columns of a pack from those of its samples."""
+    """Return both columns of a pack from its samples' columns."""
     count = sum(int(row[0]) for row in sizes)
     joined = np.concatenate([*(row[:-1] for row in contents), np.zeros(1, dtype=np.uint8)])
     return joined, np.concatenate([np.array([count], dtype=np.int32), *(row[1:] for row in sizes)])
@@ -572,8 +573,8 @@ class StoredImages:
     """The images of a preprocessed dataset, by reference.
 
     Attributes:
-        rules: of the model.
-        path: of the file with the bytes.
+        rules: image rules of the model.
+        path: path of the file with the bytes.
         offsets: [rows] of the first byte of each row.
         rows: all columns of the dataset.
     """
@@ -620,7 +621,7 @@ def describe_images(rules: ImageRules, rows: Iterable[Iterable[Grid]]) -> str:
     """Return a line with the tokens of the images of some rows, and the limits.
 
     Args:
-        rules: of the model.
+        rules: image rules of the model.
         rows: the grids of each row's images.
     """
     counts = ["+".join(str(rules.count_tokens(grid)) for grid in row) or "none" for row in rows]

@@ -29,7 +29,7 @@ TEXT_BYTES = "_utf8"
 IGNORE_INDEX = -100
 #: column of a pack: the lengths of its samples
 SAMPLE_LENGTHS = "sample_lengths"
-#: columns of answers that are judged alone
+#: columns of answers that are judged by themselves
 UNPAIRED_COLUMNS = ("input_ids", "labels", "desirable")
 SUFFIXES = (".bin", ".idx")
 #: indexed columns of a dataset with images: encoded bytes of a row's images and a zero, and their number, bytes and grids
@@ -172,8 +172,8 @@ def check_token_ids(path_prefix: str | Path, vocab_size: int, *, allows_ignored:
     """Check that the stored ids are tokens of the model: all of them, or a billion spread over a larger dataset.
 
     Args:
-        path_prefix: of the files.
-        vocab_size: of the model.
+        path_prefix: path prefix of the files.
+        vocab_size: vocabulary size of the model.
         allows_ignored: the column is labels, which may be IGNORE_INDEX.
 
     Raises:
@@ -198,12 +198,12 @@ def check_token_ids(path_prefix: str | Path, vocab_size: int, *, allows_ignored:
 
 
 def check_columns(prefix: Path, vocab_size: int, key: str) -> None:
-    """Check the files of a dataset, and that its columns of tokens hold those of the model.
+    """Check the files of a dataset, and that its columns of tokens hold ids of the model.
 
     Args:
-        prefix: of a tuning or RL dataset, or the full prefix of a pretraining dataset.
-        vocab_size: of the model.
-        key: of the run file that names it.
+        prefix: path prefix of a tuning or RL dataset, or the full prefix of a pretraining dataset.
+        vocab_size: vocabulary size of the model.
+        key: key of the run file that names it.
 
     Raises:
         ValueError: see `read_index` and `check_token_ids`.
@@ -224,7 +224,7 @@ def check_sample_lengths(prefix: str | Path) -> None:
     """Check that packs show where their samples begin: neat ones in the attention mask, others in a column.
 
     Args:
-        prefix: of a tuning dataset.
+        prefix: path prefix of a tuning dataset.
 
     Raises:
         ValueError: they do not, or the lengths exceed a row.
@@ -275,7 +275,7 @@ class IndexedColumns:
     Args:
         prefix: the value of preprocessing's `--output-prefix`.
         required: columns that must exist.
-        same_length: columns whose rows must be equally long (checked on the index alone).
+        same_length: columns whose rows must be equally long (checked only on the index).
 
     Raises:
         ValueError: a column is missing, or the columns disagree about the number of rows or their lengths.

@@ -16,7 +16,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from tqdm import tqdm
@@ -24,11 +23,9 @@ from tqdm import tqdm
 from mindspeed_rl.data.conversation import DropReason
 from mindspeed_rl.data.handlers.base import Handler
 from mindspeed_rl.data.indexed import IMAGE_BYTES, SUFFIXES, IndexedWriter, column_type, read_index
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import Chunk, RowSource, read_chunk
 from mindspeed_rl.data.summary import Counts
-
-if TYPE_CHECKING:
-    from mindspeed_rl.data.preprocess import PreprocessConfig
 
 
 @dataclass

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import ClassVar, get_args
 
 import numpy as np
 
@@ -36,88 +34,14 @@ from mindspeed_rl.data.indexed import (
     open_indexed,
 )
 from mindspeed_rl.data.parts import join_parts, make_folder, publish, work_folder, write_parts
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import Counts, format_summary, render_columns
-from mindspeed_rl.data.templates import HfTemplate, Template, Thinking, load_template
+from mindspeed_rl.data.templates import HfTemplate, Template, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
 
-#: a number of processes that any machine can start; all of them are forked at once
-_MAX_WORKERS = 64
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
 _OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools", "images")
-
-
-@dataclass(frozen=True)
-class PreprocessConfig:
-    """Settings of a run, under the names of the flags and of the YAML keys."""
-
-    choices: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "tokenizer_type": ("PretrainedFromHF", "HuggingFaceTokenizer"),
-        "on_bad_row": ("error", "skip"),
-        "enable_thinking": get_args(Thinking),
-        "mix_strategy": ("concat", "interleave_under", "interleave_over"),
-    }
-
-    input: str
-    output_prefix: str
-    handler_name: str = "GeneralPretrainHandler"
-    tokenizer_type: str = "PretrainedFromHF"
-    tokenizer_name_or_path: str | None = None
-    tokenizer_not_use_fast: bool = False
-    trust_remote_code: bool = False
-    json_keys: Sequence[str] = ("text",)
-    map_keys: Mapping[str, object] | None = None
-    dataset_additional_keys: Sequence[str] = ()
-    prompt_type: str | None = None
-    prompt_type_path: str | None = None
-    enable_thinking: str = "none"
-    reasoning_effort: str | None = None
-    drop_thinking: bool | None = None
-    append_eod: bool = False
-    seq_length: int | None = None
-    pad_to_multiple_of: int = 1
-    pack: bool = False
-    neat_pack: bool = False
-    placeholder_token: str = "ки"
-    reward_tokens: Sequence[str] = ()
-    workers: int = 1
-    n_subs: int = 1
-    log_interval: int = 100
-    on_bad_row: str = "error"
-    cache_dir: str | None = None
-    streaming: bool = False
-    hf_datasets_params: Mapping[str, object] | None = None
-    dataset_dir: str | None = None
-    interleave_probs: Sequence[float] = ()
-    mix_strategy: str = "concat"
-    max_samples: int | None = None
-    seed: int = 1234
-    image_folder: str | None = None
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.tokenizer_type not in self.choices["tokenizer_type"]:
-            raise ValueError(
-                f"tokenizer_type={self.tokenizer_type!r} is not supported; use PretrainedFromHF with a tokenizer folder"
-            )
-        if not self.tokenizer_name_or_path:
-            raise ValueError("tokenizer_name_or_path is missing; give the folder of the tokenizer")
-        if self.neat_pack:
-            object.__setattr__(self, "pack", True)
-        if self.pack and self.seq_length is None:
-            raise ValueError("pack needs seq_length, the length of a packed row")
-        for name in ("on_bad_row", "enable_thinking", "mix_strategy"):
-            if getattr(self, name) not in self.choices[name]:
-                raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(self.choices[name])}")
-        for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        if self.workers > (limit := max(_MAX_WORKERS, 2 * (os.cpu_count() or 1))):
-            raise ValueError(f"workers={self.workers} must be at most {limit} on this machine")
-        for name in ("seq_length", "max_samples"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
 
 
 @dataclass
@@ -165,7 +89,7 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     if rules is not None:
         images = ImageReader.build(rules, tokenizer, config.image_folder)
     if config.image_folder is not None and not (rules and kind.can_read_images):
-        reason = f"{config.handler_name} reads none" if rules else "tokenizer_name_or_path is no folder of a model with images"
+        reason = f"{config.handler_name} reads none" if rules else "tokenizer_name_or_path has no model with images"
         raise ValueError(f"image_folder={config.image_folder!r} has no meaning: {reason}")
     return kind(HandlerSettings(tokenizer=tokenizer, template=template, images=images, **settings))
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainData:
-    """Settings of the datasets; names are those of Megatron.
+    """Settings of the datasets, named as in Megatron.
 
     data_path: one prefix, or prefixes, or weights and prefixes in turn (`0.3 a_text_document 0.7 b_text_document`).
     split: shares of train, valid and test, such as "99,1,0".
@@ -116,7 +116,7 @@ def build_pretrain_datasets(
             documents: Any = self.dataset
             sizes = documents.sequence_lengths[self.document_index[first:last]].tolist()
             ends = np.cumsum([*sizes, int(end) + 1]) - int(offset)
-            # the extra token is a label alone
+            # the extra token is only a label
             ends = np.unique(ends[(ends > 0) & (ends < data.seq_length)])
             return item | {"document_lengths": torch.from_numpy(np.diff(ends, prepend=0, append=data.seq_length))}
 

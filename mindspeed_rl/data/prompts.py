@@ -56,13 +56,13 @@ class PromptItem(TypedDict):
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """Settings of raw prompts; names are those of `actor_config`, where enable_thinking is true, false or unset.
+    """Settings of raw prompts, named as in `actor_config`, where enable_thinking is true, false or unset.
 
     map_keys None reads the columns prompt and labels where the first row has a text `prompt`, else the handler's own columns.
     handler_name None takes Math17kAlpacaStyleInstructionHandler where the prompt column holds chat messages, else
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
-    can write them; a row's own take their place. image_rules are those of a model of images, image_folder has the images of
+    can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
     relative paths.
     """
 
@@ -142,14 +142,14 @@ class PromptDataset:
             try:
                 conversation = handler.conversation({column: value})
             except MalformedRowError as error:
-                raise ValueError(f"{where}: column {column!r} is no prompt of a teacher: {error}") from error
+                raise ValueError(f"{where}: column {column!r} is not a prompt of a teacher: {error}") from error
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
             renderings.append(handler.render_conversation(conversation))
         self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):
-                raise ValueError(f"{wheres[index]}: column {column!r} is no prompt of a teacher: {turns}")
+                raise ValueError(f"{wheres[index]}: column {column!r} is not a prompt of a teacher: {turns}")
             tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
             self._added[int(self._row_indices[index])] = {TEACHER_PROMPT_IDS: tokens}
 

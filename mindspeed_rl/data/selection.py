@@ -1,6 +1,6 @@
 """Data of the supervised stages from saved rollouts: the best responses, pairs of best and worst, or answers with a judgement.
 
-Token ids are those of the rollout: nothing is decoded and tokenized again.
+Token ids come from the rollout: nothing is decoded and tokenized again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class SelectionSettings:
-    """Settings of a selection; names are those of the command line.
+    """Settings of a selection, named as on the command line.
 
     Attributes:
         kind: `sft` takes the `best` responses of each prompt with a reward of at least `threshold`; `pairs` the best and the
             worst of each prompt, where their rewards differ by more than `margin`; `unpaired` all, judged by `threshold`.
         threshold: least reward of a good response; None takes any.
         best: responses of a prompt.
-        margin: of pairs; 0 leaves out equal rewards alone.
+        margin: margin between the rewards of a pair; at 0 only equal rewards are left out.
         seq_length: longest sequence, in tokens; None takes any.
         keeps_duplicates: equal responses to a prompt count as often as they were sampled.
         keeps_truncated: responses that hit the length limit are taken.
@@ -80,7 +80,7 @@ class SelectionSummary:
     Attributes:
         dropped: reason -> responses that were not considered.
         num_rows: rows of the data that were written.
-        rewards, selected_rewards: of all responses with a reward, and of those in the data.
+        rewards, selected_rewards: rewards of all responses that have one, and of the responses in the data.
     """
 
     num_files: int = 0

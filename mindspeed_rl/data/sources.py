@@ -170,7 +170,7 @@ def open_source(
 ) -> Source:
     """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
 
-    In a folder the most frequent data format is read, and of files named after splits those of `train`; the other files are
+    In a folder the most frequent data format is read, and of files named after splits the ones of `train`; the other files are
     listed in `ignored`.
 
     Raises:
@@ -285,7 +285,7 @@ def open_hub(
         loaded = load_dataset(repo, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"input={name!r} is no file or folder, and no dataset of that name can be loaded: {reason}") from error
+        raise ValueError(f"input={name!r} is not a file or folder, and no dataset of that name loads: {reason}") from error
     if streaming:
         return Source("stream", (name,), dataset=loaded)
     return Source("dataset", (name,), dataset=loaded.with_format("arrow"))
@@ -445,7 +445,7 @@ def _arrow_batches(path: str) -> Iterator[Any]:
             try:
                 file = pyarrow.ipc.open_file(memory)
             except broken as error:
-                raise ValueError(f"'{path}' is no Arrow file: {error}") from None
+                raise ValueError(f"'{path}' is not an Arrow file: {error}") from None
             batches = (file.get_batch(index) for index in range(file.num_record_batches))
         while True:
             try:
@@ -513,7 +513,7 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
         lines = file.read(chunk.stop - chunk.start).split(b"\n")
     if not lines[-1]:
         lines.pop()
-    # `_limit_rows` cuts a chunk by its number of rows alone
+    # `_limit_rows` cuts a chunk only by its number of rows
     rows = list(enumerate(lines[: chunk.num_rows], start=chunk.first_row))
     if chunk.kind == "txt":
         return [(number, _text_row(line)) for number, line in rows]

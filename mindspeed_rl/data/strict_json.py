@@ -29,7 +29,7 @@ class StrictDecoder:
         """Decode the JSON value that begins at `start` to (value, its end, the violation or None).
 
         Raises:
-            json.JSONDecodeError: the text is no JSON, or ends early.
+            json.JSONDecodeError: the text is not JSON, or ends early.
         """
         self._problem = None
         try:
@@ -41,7 +41,7 @@ class StrictDecoder:
             # two escaped halves may be one character: check the decoded text
             half = _HALF.search(json.dumps(value, ensure_ascii=False))
         if half is not None:
-            self._problem = f"it holds U+{ord(half.group()):04X}, half of a surrogate pair, which is no character"
+            self._problem = f"it holds U+{ord(half.group()):04X}, half of a surrogate pair, which is not a character"
         return value, end, self._problem
 
     def loads(self, text: str) -> Any:
@@ -68,7 +68,7 @@ class StrictDecoder:
         return value
 
     def _constant(self, name: str) -> float:
-        self._problem = f"{name} is no JSON number"
+        self._problem = f"{name} is not a JSON number"
         return float(name)
 
     def _integer(self, digits: str) -> int:

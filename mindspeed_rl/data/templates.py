@@ -143,7 +143,7 @@ class _Format:
 
 
 def _merge_texts(parts: Sequence[TextOrToken]) -> tuple[TextOrToken, ...]:
-    """Merge adjacent texts and remove empty ones, so that tokenization is that of a serving engine."""
+    """Merge adjacent texts and remove empty ones, so that tokenization is the same as in a serving engine."""
     merged: list[TextOrToken] = []
     for part in parts:
         if isinstance(part, str):
@@ -341,7 +341,7 @@ class Template:
                 )
             return "", "", content
         thought = message.reasoning
-        # an answer that ends a thought without opening it: the prompt, which is no part of it, has opened it
+        # an answer that ends a thought without opening it: the prompt, which is not part of it, has opened it
         for pattern in (*self._thoughts, *(() if thought else self._ends_of_thoughts)):
             match = pattern.match(content)
             if match:
@@ -636,7 +636,7 @@ def _replace_contents(message: Message, content: str, *, arguments: JsonObject |
     """Return an artificial message like this one, without its thought.
 
     Args:
-        arguments: of each of its calls, if it has some.
+        arguments: arguments of each of its calls, if it has some.
     """
     calls = tuple(ToolCall(call.name, arguments or {}) for call in message.calls)
     entries = []

@@ -88,8 +88,8 @@ class Ragged(Sequence[torch.Tensor]):
         """Return the rows as one [rows, length] tensor, right padded with `value`.
 
         Args:
-            value: of the padding.
-            length: width; that of the longest row when None.
+            value: value of the padding.
+            length: width; the longest row's when None.
 
         Raises:
             ValueError: a row is longer than `length`, or the rows are scalars.

@@ -46,7 +46,7 @@ class Request:
         Args:
             available: rows that are ready and were not consumed, in any order.
             capacity: rows of the data plane.
-            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is no
+            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is not a
                 multiple of it.
 
         Returns:
@@ -280,9 +280,9 @@ def check_put(name: str, kind: str, column_kind: str, written: Sequence[int]) ->
     """Raise ValueError unless rows of a kind can be put into a column.
 
     Args:
-        name: of the column.
-        kind: of the rows, from `describe_kind`.
-        column_kind: of the rows that were put before.
+        name: name of the column.
+        kind: kind of the rows, from `describe_kind`.
+        column_kind: kind of the rows that were put before.
         written: rows that would be put again.
     """
     if kind != column_kind:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
 from mindspeed_rl.dumps.causes import EngineOutputs, TrainerOutputs, WeightFinding
 from mindspeed_rl.dumps.record import Cut
 from mindspeed_rl.engine.batching import MicroBatching, Rows
@@ -23,6 +22,7 @@ from mindspeed_rl.resharding.quantization import quantize_tensors
 from mindspeed_rl.rollout.engine_probe import EngineProbe
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import sample_seed
+from mindspeed_rl.run import Run
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.roles import Role, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
@@ -189,7 +189,7 @@ def _build_outputs(generated: Generated, prompt_length: int, collected: _TensorC
 
     num_tokens = len(generated.token_ids)
     positions = join_steps("positions")
-    positions = positions[0] if positions.dim() > 1 else positions  # of text alone all three are equal
+    positions = positions[0] if positions.dim() > 1 else positions  # of only text all three are equal
     read = torch.full((prompt_length + num_tokens,), -1)
     read[positions] = join_steps("input_ids").to(read.dtype)
     rows = torch.full_like(read, -1)

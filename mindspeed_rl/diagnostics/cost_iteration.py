@@ -15,10 +15,12 @@ from multiprocessing.connection import Connection, wait
 from typing import cast
 
 from mindspeed_rl import platform, registry
-from mindspeed_rl.config import MegatronConfig, Objective, RLConfig, RunConfig
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import MegatronConfig, RLConfig, RunConfig
 from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.shapes import plan_role
 from mindspeed_rl.planner.step_costs import LowerBound, compute_lower_bounds, encode_costs, format_costs
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.runtime.process import find_free_port, prepare_process
 
 _DEVICE = "npu"
@@ -33,17 +35,17 @@ class CountJob:
     """The iteration that is counted.
 
     Attributes:
-        config, plan: of the actor, with the layers that are counted.
+        config, plan: configuration and model plan of the actor, with the layers that are counted.
         columns: columns that the policy loss reads besides advantages, masks and the rollout's log-probs.
         temperature: logits are divided by it.
         platform: name of the device kind.
         world_size: ranks.
-        rows, tokens: of an update on one rank, and of each row.
-        engine_ranks, engines_sharing_experts: of a rollout engine, and of a model's experts; where the ranks that are counted
-            do not divide by them, the largest number that divides both.
-        engine_dtype: of the rollout's weights.
+        rows, tokens: number of rows of an update on one rank, and the tokens of each row.
+        engine_ranks, engines_sharing_experts: number of ranks of a rollout engine, and of its engines that share a model's
+            experts; where the ranks that are counted do not divide by them, the largest number that divides both.
+        engine_dtype: dtype of the rollout's weights.
         bucket_bytes: limit of the bytes in flight on a rank during a push.
-        plain: Megatron alone trains, in place of the suite's engine.
+        plain: only Megatron trains, in place of the suite's engine.
     """
 
     config: MegatronConfig
@@ -73,9 +75,9 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
     """Return the costs of one iteration of a rank, as a table or as one JSON object.
 
     Args:
-        name: of the run file.
-        layers: of the model that is counted, in place of all.
-        rows, tokens: of an update on one rank, and of each row.
+        name: name of the run file.
+        layers: number of layers of the model that is counted, in place of all.
+        rows, tokens: number of rows of an update on one rank, and the tokens of each row.
 
     Raises:
         ValueError: this run file cannot be counted, or no device is usable.
@@ -113,7 +115,8 @@ def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: i
     Raises:
         ValueError: the run file is of a supervised stage, or its layout does not fit so few layers.
     """
-    objective = cfg.objective
+    run = draft(cfg)
+    objective, cfg = run.objective, run.config
     if objective is None or cfg.rl_config is None or cfg.generate_config is None:
         raise ValueError(f"--config-name: {name} is supervised; npu-cost counts updates of a policy.")
     config, plan = _shorten(cfg.actor_config, layers)

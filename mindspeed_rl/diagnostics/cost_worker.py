@@ -209,7 +209,7 @@ class _MegatronTrainer:
         # rows are equally long, so stages need not send each other shapes, as in Megatron's script
         transformer.variable_seq_lengths = False
         stage, stages = parallel_state.get_pipeline_model_parallel_rank(), plan.layout.pp
-        # WrappedTorchNorm is no module itself, but makes one
+        # WrappedTorchNorm is not a module itself, but makes one
         norm = cast(type[nn.Module], WrappedTorchNorm)
         spec = layer_spec(
             plan.model_config,

@@ -32,7 +32,7 @@ class PhaseTimes:
     Attributes:
         generate_s, train_s, push_s: generation; everything between it and the weight sync; resharding and offload.
         prompts, samples: prompts of an iteration, responses of each.
-        max_length: of a response, in mean lengths.
+        max_length: largest length of a response, in mean lengths.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Mode:
     Attributes:
         admission: decides which prompts are started and taken.
         interrupts: a weight sync does not wait for responses.
-        device_fraction: of the devices that generate; 1.0 where all devices generate and train in turn.
+        device_fraction: fraction of the devices that generate; 1.0 where all devices generate and train in turn.
         num_spare: samples of a prompt beyond those that train; when enough have ended, the others are aborted.
         places: fraction of an iteration's responses that the engines work on at once.
         longest_first: prompts whose earlier responses were longest start first.
@@ -100,7 +100,7 @@ class _Engine:
 
     Attributes:
         busy_s: seconds with at least one of them.
-        num_tokens, num_aborted: tokens that were generated, and those of them that were aborted.
+        num_tokens, num_aborted: tokens that were generated, and the aborted ones among them.
     """
 
     def __init__(self, fixed_s: float, varying_s: float, places: float = math.inf) -> None:
@@ -158,7 +158,7 @@ def _sample_lengths(times: PhaseTimes, seed: int) -> Iterator[float]:
 
 
 def _sample_prompts(times: PhaseTimes, seed: int, count: int) -> Iterator[tuple[float, list[float]]]:
-    """Yield the expected length of a prompt's responses, and so many lengths; half of the variance is that of the prompt.
+    """Yield the expected length of a prompt's responses, and so many lengths; half of the variance belongs to the prompt.
 
     Expected is the mean of as many responses as train, of an earlier epoch.
     """
@@ -190,9 +190,9 @@ def simulate(times: PhaseTimes, mode: Mode, *, seed: int = 0, by_prompt: bool = 
     """Return the outcome of a mode.
 
     Args:
-        times: of a synchronous run.
+        times: phase times of a synchronous run.
         mode: the mode.
-        seed: of the lengths.
+        seed: seed of the lengths.
         by_prompt: the responses to a prompt have similar lengths.
     """
     batch, admission = times.prompts * times.samples, mode.admission

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,8 +13,7 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run, RunConfig, resolve
-from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.config import RunConfig
 from mindspeed_rl.dumps.causes import (
     ActivationGap,
     Cause,
@@ -24,11 +22,14 @@ from mindspeed_rl.dumps.causes import (
     TrainerOutputs,
     WeightFinding,
 )
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.models import plan_models, with_model_configs
+from mindspeed_rl.run.paths import with_absolute_paths
+from mindspeed_rl.run.phases import Phase, Phases
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
-from mindspeed_rl.trainers.model_plans import plan_models, with_model_configs
 from mindspeed_rl.trainers.prompt_loader import load_prompts
-from mindspeed_rl.trainers.run_folder import make_paths_absolute
 from mindspeed_rl.workers.remote_group import WorkerKind, start_group
 
 #: temperatures that are tried
@@ -60,18 +61,16 @@ def compare_run(
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
     cfg = with_model_configs(cfg)
-    run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform))
-    run = replace(run, folder=folder)
+    run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform), folder=folder)
     if run.placement.disaggregated:
         raise ValueError(
             "diff builds the rollout engine beside the trainer, as run files without servers do: add the overrides "
             "rl_config.use_integrated_worker=true rl_config.rollout_resource=null generate_config.vllm_server_host=null"
         )
-    run, _ = plan_models(run)
+    run = with_absolute_paths(plan_models(run))
     actor = run.models["actor"]
     prompts, _ = load_prompts(run, load_tokenizer_of(actor.config, actor.source))
     chosen = [list(prompts[index]["prompt_ids"]) for index in range(min(num_prompts, len(prompts)))]
-    make_paths_absolute(run.config, run.models)
     logs = run.folder / "logs" / "ray"
     with fork_server(run.platform, RL), connect_cluster(run.plan.world_size, run.platform, logs=logs):
         workers = start_group(COMPARISON, run, run.config.actor_config, run.plan.world_size)
@@ -170,7 +169,7 @@ def _join_ranks(ranks: Sequence[TrainerOutputs]) -> dict[str, Tensor]:
 def _measure_gap(name: str, pairs: Sequence[tuple[Tensor, Tensor]]) -> ActivationGap:
     ours, engine = (torch.cat([pair[side].to(torch.float64) for pair in pairs]) for side in (0, 1))
     gaps = (ours - engine).abs().amax(1)
-    scale = max(float(ours.abs().max()), 1e-30)  # of zeros alone
+    scale = max(float(ours.abs().max()), 1e-30)  # of only zeros
     largest = float(gaps.max())
     return ActivationGap(name, largest / scale, float((gaps > 0.1 * largest).double().mean()) if largest else 0.0)
 

@@ -31,7 +31,7 @@ class EngineOutputs:
 
     Attributes:
         response: the tokens that it sampled.
-        log_probs: of them, as it reported them.
+        log_probs: log-probs that the engine reported for them.
         read: tokens that its model read, by position; -1 where it read nothing (after the last token, or a cached prefix).
         activations: by module, at the positions that predict the response: [R, hidden].
         logits: [R, vocabulary].
@@ -49,7 +49,7 @@ class TrainerOutputs:
     """Outputs of the trainer for one row on one rank.
 
     Attributes:
-        log_probs: of the response; None off the last pipeline stage.
+        log_probs: log-probs of the response; None off the last pipeline stage.
         activations: by module, [tokens, 1, hidden], with the part of the tokens that the rank has.
     """
 
@@ -102,11 +102,11 @@ class Cause:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements on the same tokens; the fields are those of the command's JSON.
+    """Measurements on the same tokens, with the fields of the command's JSON.
 
     Attributes:
         num_tokens: sampled tokens that were compared.
-        largest_gap, mean_gap: of the log-probs that trainer and engine give them.
+        largest_gap, mean_gap: largest and mean gap between the log-probs of trainer and engine.
         trainer_type, engine_type: types in which each computes.
         first_other_token: (position, trainer's token, engine's token) where the two read other tokens, else None.
         weights: parameters of the engine with other numbers than the trainer's weights give.
@@ -150,7 +150,7 @@ class Evidence:
         noise = _ACTIVATION_NOISE[coarser_type]
         # `not <=`, so that NaN counts as a difference
         first = next((place for place in self.places if not place.gap <= noise), None)
-        # a temperature acts on the logits alone: activations must agree
+        # a temperature acts only on the logits: activations must agree
         if first is None and (cause := _check_temperature(self)):
             return cause
         if first is not None and (layer := _find_layer(first.name, ".mlp")) is not None and layer in self.expert_layers:

@@ -28,7 +28,7 @@ class _Entry:
 
     Attributes:
         folder: has the tensors' file.
-        axis_ranks: of the rank that wrote it.
+        axis_ranks: rank on each axis of the process that wrote it.
     """
 
     folder: Path
@@ -108,7 +108,7 @@ class Dump:
                     key = entry.step, entry.role, entry.phase, entry.name, ranks.get("dp", 0), ranks.get("cp", 0)
                     dump.entries.setdefault(key, []).append(entry)
             except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path} is no index of a dump: {error}") from None
+                raise ValueError(f"{path} is not an index of a dump: {error}") from None
         return dump
 
     def sort_key(self, key: _Key) -> tuple[int | str, ...]:
@@ -145,7 +145,7 @@ class _Findings:
 
     Attributes:
         differences: in the order of the computation.
-        compared, by_statistics: tensors that were compared, and how many of them by their statistics alone.
+        compared, by_statistics: tensors that were compared, and how many of them only by their statistics.
         notes: parts that could not be compared, and why.
     """
 
@@ -176,7 +176,7 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> _Findi
     rows: where the two dumps have different numbers of them, only tensors that are the same everywhere are compared.
 
     Args:
-        tolerance: difference, relative to a tensor's largest number, that does not count; None for that of the type.
+        tolerance: difference, relative to a tensor's largest number, that does not count; None for the type's.
     """
     findings = _Findings()
     skipped = _skip_other_rows(first, second, findings)
@@ -268,7 +268,7 @@ def _describe_difference(a: Tensor, b: Tensor, allowed: float) -> str:
     # the difference itself must not be rounded
     a, b = a.to(torch.float64), b.to(torch.float64)
     finite = torch.isfinite(a) & torch.isfinite(b)
-    # the same infinity, or NaN in both, is no difference
+    # the same infinity, or NaN in both, is not a difference
     same = finite | (a == b) | (a.isnan() & b.isnan())
     if not same.all():
         return f"{int((~same).sum())} elements are not finite on one side"
@@ -294,7 +294,7 @@ def _describe_statistics(a: Statistics, b: Statistics, allowed: float) -> str:
         ("norm", a.norm, b.norm, max(a.norm, b.norm)),
         ("least number", a.least, b.least, scale),
         ("largest number", a.most, b.most, scale),
-        # the mean of numbers of both signs is small, but its rounding is that of the numbers
+        # the mean of numbers of both signs is small, but is rounded as the numbers are
         ("mean", a.mean, b.mean, scale),
     ):
         if abs(here - there) > allowed * unit:

@@ -109,12 +109,12 @@ class Record:
 
     Attributes:
         FORMAT: written into every index; a reader refuses another one.
-        folder: of the dump.
+        folder: folder of the dump.
         step, role, phase: iteration (from 0), model and phase.
         axis_ranks: this rank's index on each axis: {"rank": 3, "tp": 1, "dp": 0 ...}.
         sizes: number of ranks of each axis.
         with_tensors: tensors are stored next to their statistics.
-        max_bytes: of the stored tensors; those that would exceed it have statistics alone.
+        max_bytes: largest size in bytes of the stored tensors; for tensors beyond it only statistics are stored.
     """
 
     INDEX: ClassVar[str] = "index.json"
@@ -194,8 +194,8 @@ class MsprobeRecord(Record):
 
     `<role>_<phase>/step<n>/rank<r>/` has `dump.json` (statistics), `construct.json` (the module around each), `stack.json` (the
     calls that led to it) and `dump_tensor_data/*.pt`. A name is `Module.<module>.<class>.forward.<i>`, where i counts the
-    micro-batches, or the engine's forward steps; gradients of outputs are `.backward.<i>`, those of weights
-    `.parameters_grad.<update>`. What is no module, as a column of the loss, has the class Tensor. Inputs are left out: they are
+    micro-batches, or the engine's forward steps; gradients of outputs are `.backward.<i>`, of weights
+    `.parameters_grad.<update>`. What is not a module, as a column of the loss, is a Tensor. Inputs are left out: they are
     outputs of the module before.
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -19,6 +18,7 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.attention import CoreAttention
 from mindspeed_rl.engine.batching import BatchShape
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.gated_delta import GatedDeltaNet
 from mindspeed_rl.engine.lora import adapt_spec, adapt_tower, init_adapters
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -26,29 +26,12 @@ from mindspeed_rl.engine.multi_token_prediction import build_prediction_spec
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.engine.policy_model import PolicyModel, ValueModel
 from mindspeed_rl.engine.sparse_attention import SparseCoreAttention
-from mindspeed_rl.engine.vision import VisionEncoder, add_to_layers, build_tower
+from mindspeed_rl.engine.vision import ImagePositions, VisionEncoder, add_to_layers, build_tower
 from mindspeed_rl.models.builder import build_gpt_model, layer_spec, prediction_layer_spec, transformer_config
 from mindspeed_rl.models.layers import RMSNorm, complete_rotary_gradients, recompute_activations
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, VisionConfig
 from mindspeed_rl.models.plan import ModelPlan
-
-
-@dataclass(frozen=True)
-class BuiltModel:
-    """Model chunks of this rank (one, or one for each virtual stage), their plan and their config.
-
-    Attributes:
-        chunks: modules as the schedule runs them (Float16Module and DDP wrapped around).
-        ddp_chunks: the same modules where they train; empty where they do not.
-        models: the unwrapped models inside, in the same order.
-    """
-
-    plan: ModelPlan
-    transformer_config: TransformerConfig
-    chunks: list[MegatronModule]
-    ddp_chunks: list[DistributedDataParallel]
-    models: list[GPTModel]
 
 
 def batch_shape(
@@ -168,6 +151,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
     norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
     core_attention = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
     models: list[GPTModel] = []
+    encoders: list[VisionEncoder] = []
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     with platform.current().preserve_rng_state():
         for stage in range(layout.vpp):
@@ -208,12 +192,13 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             if model.pre_process or model.mtp_process:
                 model.embedding.register_forward_hook(_restore_strides)
             if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
-                model.vision = vision
+                model.inputs = ImagePositions()
                 if model.pre_process:
                     model.vision_model = tower = build_tower(plan.hf_config)
                     if lora is not None:
                         adapt_tower(tower, lora, config.trained_tower_parts)
-                    model.encoder = VisionEncoder(tower, vision)
+                    model.inputs = encoder = VisionEncoder(tower, vision)
+                    encoders.append(encoder)
                     add_to_layers(model, layout.chunk_layers(pp_rank, stage), len(vision.deepstack_layers))
             if isinstance(model, PolicyModel):
                 model.true_vocab_size = model_config.vocab_size
@@ -226,9 +211,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
             models.append(model.to(platform.current().current_device()))
         if lora is not None:
             init_adapters(models, layout, seed=config.seed)
-        for encoder in (model.encoder for model in models if isinstance(model, (PolicyModel, ValueModel)) and model.encoder):
-            if lora is None:
-                encoder.set_trained(config.trained_tower_parts)
+        for encoder in encoders if lora is None else ():
+            encoder.set_trained(config.trained_tower_parts)
     chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
     ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):

@@ -24,7 +24,7 @@ from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from safetensors import SafetensorError
@@ -52,9 +52,7 @@ from mindspeed_rl.engine.disks import (
     raise_any_failure,
     share_small_files,
 )
-from mindspeed_rl.engine.lora import is_trained
 from mindspeed_rl.engine.lora_layers import LoraSettings
-from mindspeed_rl.engine.optimizer import load_optimizer_state, shard_optimizer_state
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
 
@@ -204,12 +202,8 @@ class CheckpointSaver:
         config, rank = self.engine.config, dist.get_rank()
         self.engine.offloader.onload(optimizer=True)  # a swapped optimizer leaves again after the next step
         adapters_only = LoraSettings.from_config(config) is not None and config.lora_ckpt_filter
-        state = _build_sharded_state(
-            self.engine,
-            "adapters" if adapters_only else "all",
-            with_optimizer=not config.no_save_optim,
-            is_loading=False,
-        )
+        subset, with_optimizer = "adapters" if adapters_only else "all", not config.no_save_optim
+        state = self.engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
         assert request is not None  # of an asynchronous save, which `execute_sync` can run at once
         if request.async_fn is None:  # nothing to write on this rank
@@ -355,32 +349,6 @@ def _name_newest(folder: Path, iteration: int) -> None:
     os.replace(temporary, latest)
 
 
-def _build_sharded_state(
-    engine: TrainEngine, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
-) -> ShardedStateDict:
-    """Return Megatron's sharded state of weights and, with `with_optimizer`, optimizer."""
-    state: ShardedStateDict = {}
-    for index, model in enumerate(engine.model.models):
-        # a stage with prediction layers and a copy of the embedding reads the group from it
-        copies = getattr(model, "mtp_process", False) and not model.pre_process
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
-        if engine.float32_weights is not None:
-            engine.float32_weights.substitute(model, weights)
-        if subset != "all":
-            # a score head is trained in a LoRA run, and belongs to a base model too
-            weights = {
-                name: value
-                for name, value in weights.items()
-                if (is_trained(name) if subset == "adapters" else ".lora_" not in name)
-            }
-        state[f"model{index}"] = weights
-    if with_optimizer and engine.optimizer is not None:
-        weights = state if len(engine.model.models) > 1 else {"model": state["model0"]}
-        state["optimizer"] = shard_optimizer_state(engine.optimizer, weights, is_loading=is_loading)
-    return state
-
-
 def _record_layout(engine: TrainEngine) -> dict[str, int]:
     layout = engine.model.plan.layout
     return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
@@ -450,17 +418,6 @@ def _choose_subset(
 
 def _describe(record: dict[str, Any]) -> str:
     return f"lora_r {record['r']}, lora_alpha {record['alpha']}, lora_target_modules {' '.join(record['target_modules'])}"
-
-
-def _load_schedule(engine: TrainEngine, record: dict[str, Any]) -> None:
-    """Move the schedule to the position of the saved one, counted in iterations; its shape stays this run's."""
-    scheduler, saved = engine.scheduler, record["scheduler"]["num_steps"]
-    assert scheduler is not None  # an engine that trains has one
-    # the keys of the schedule count iterations, of which each may have another number of steps now
-    per_iteration = record.get("steps_per_iteration", engine.steps_per_iteration)
-    scheduler.num_steps = round(saved * engine.steps_per_iteration / per_iteration)
-    # sets the learning rate of the restored position
-    scheduler.step(increment=0)
 
 
 def _add_zero_head(model: nn.Module, weights: ShardedStateDict) -> None:
@@ -545,7 +502,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
             f"load: {path} is a language model's, without a score head to resume with; set finetune: true to start from its "
             "weights."
         )
-    sharded = _build_sharded_state(engine, subset, with_optimizer=with_optimizer, is_loading=True)
+    sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True)
     if fresh_head:
         for index in range(len(engine.model.models)):
             sharded[f"model{index}"].pop(SCORE_HEAD, None)
@@ -567,17 +524,12 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     for index, model in enumerate(engine.model.models):
         if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
             _add_zero_head(model, state[f"model{index}"])
-        model.load_state_dict(state[f"model{index}"], strict=subset == "all")
-        if engine.float32_weights is not None:
-            engine.float32_weights.load_state(model, state[f"model{index}"])
+    engine.load_weights(state, strict=subset == "all")
     if with_optimizer:
-        assert optimizer is not None
-        engine.num_updates = record.get("num_updates", record["scheduler"]["num_steps"])
-        load_optimizer_state(optimizer, state["optimizer"], num_steps=engine.num_updates)
-        _load_schedule(engine, record)
-    elif optimizer is not None:
+        engine.load_optimizer(state, record)
+    elif engine.optimizer is not None:
         # its fp32 main weights are still copies of those from before the load
-        optimizer.reload_model_params()
+        engine.optimizer.reload_model_params()
     random_restored = restores_random and states.is_file()
     if random_restored:
         restore_rng_state(load_file(states))

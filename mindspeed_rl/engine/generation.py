@@ -12,7 +12,7 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from torch import Tensor
 
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.policy_model import NextTokenRequest
 
 

@@ -26,7 +26,7 @@ import hashlib
 import math
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from mindspeed_rl.checkpoint.lora import PeftMerge, export_peft
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora_layers import (
     AdaptedColumnParallelLinear,
     AdaptedModule,
@@ -53,9 +54,6 @@ from mindspeed_rl.models.names import list_adapted_modules
 from mindspeed_rl.models.specs import Part
 from mindspeed_rl.models.vision import get_tower_part
 from mindspeed_rl.models.weights import MemorySource, WeightOp
-
-if TYPE_CHECKING:  # build.py imports this module
-    from mindspeed_rl.engine.build import BuiltModel
 
 #: grouped experts -> their adapted form, in releases that have them
 _ADAPTED_EXPERTS: dict[type | None, type] = {}

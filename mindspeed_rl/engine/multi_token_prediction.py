@@ -17,8 +17,8 @@ layers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,11 +36,13 @@ from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
 
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
-from mindspeed_rl.engine.sequence_layout import PredictionTargets
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.batching import MicroBatch
-
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.head_outputs import HeadPass
+from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.observability.metrics import Metric
 
 #: name of the decoder layer inside: `transformer_layer` in megatron-core 0.16, `mtp_model_layer` in later releases
 _INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLayerSubmodules) if field.name.endswith("_layer"))
@@ -101,31 +103,37 @@ def build_prediction_spec(
     return MultiTokenPredictionBlockSubmodules([ModuleSpec(module=_PredictionLayer, submodules=parts)] * num_layers)
 
 
-class PredictionLosses:
-    """Loss of the prediction layers in training, on one rank.
+class PredictionLosses(EnginePart):
+    """Loss of the prediction layers in training, on one rank."""
 
-    Attributes:
-        detaches: no gradient of this loss reaches the model's own weights.
-    """
+    def __init__(self, model: BuiltModel, scaling_factor: float, *, detaches: bool) -> None:
+        """Set the weight of a layer.
 
-    def __init__(self, num_layers: int, scaling_factor: float, *, detaches: bool) -> None:
-        """Set the weight of a layer."""
-        self._num_layers, self.detaches = num_layers, detaches
-        self._weight = scaling_factor / num_layers
+        Args:
+            scaling_factor: weight of the loss.
+            detaches: no gradient of this loss reaches the model's own weights.
+        """
+        # the layers are in the last chunk, on the last stage
+        self._model: Any = model.models[-1]
+        self._weight, self._detaches = scaling_factor / model.plan.model_config.mtp_num_layers, detaches
         self._ratio = torch.zeros(())
         self._sums = torch.zeros(2)
 
-    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
-        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks.
+    @classmethod
+    def build(cls, config: MegatronConfig, model: BuiltModel) -> PredictionLosses | None:
+        """Build them for a model that trains with prediction layers."""
+        if not model.ddp_chunks or not model.plan.model_config.mtp_num_layers:
+            return None
+        return cls(model, config.mtp_loss_scaling_factor, detaches=bool(config.mtp_detach_heads))
 
-        Args:
-            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
-        """
-        trained = sum((self._trained(one).sum() for one in micro_batches if not one.is_filler), torch.zeros_like(count))
-        totals = torch.stack([count, trained])
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
+        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
+        counted = count()
+        trained = sum((self._trained(one).sum() for one in micro_batches if not one.is_filler), torch.zeros_like(counted))
+        totals = torch.stack([counted, trained])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._ratio = totals[0] / totals[1].clamp(min=1)
-        self._sums = torch.zeros(2, device=count.device)
+        self._sums = torch.zeros(2, device=counted.device)
 
     @staticmethod
     def _trained(micro_batch: MicroBatch) -> Tensor:
@@ -133,34 +141,42 @@ class PredictionLosses:
         mask = micro_batch.columns.get("loss_mask")
         return micro_batch.predicted_mask if mask is None else micro_batch.predicted_mask & mask.bool()
 
-    def attach(
-        self,
-        hidden_states: Tensor,
-        predicted: Sequence[Tensor],
-        micro_batch: MicroBatch,
-        compute_log_probs: Callable[[Tensor, PredictionTargets], Tensor],
-    ) -> Tensor:
-        """Return the hidden states of the model with the loss in their graph; the gradient of the loss is that of its sum.
+    def attach(self, head: HeadPass, hidden_states: Tensor) -> Tensor:
+        """Run the layers; return the model's hidden states with the loss in their graph.
 
-        Args:
-            predicted: hidden states of every prediction layer.
-            compute_log_probs: (hidden states of a layer, its targets) -> [n] log-probs of the targets.
+        The gradient of the loss is that of its sum.
         """
+        micro_batch, model = head.micro_batch, self._model
+        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        output = model.mtp(
+            input_ids=[targets.input_ids for targets in micro_batch.predictions],
+            position_ids=head.position_ids,
+            hidden_states=hidden_states.detach() if self._detaches else hidden_states,
+            embedding=(lambda **named: model.embedding(**named).detach()) if self._detaches else model.embedding,
+            **{name: head.inputs[name] for name in names},
+        )
+        vocab = dataclasses.replace(head.vocab, temperature=1.0)
+        weight = head.weight.detach() if self._detaches else head.weight
         trained = self._trained(micro_batch).flatten()
+        # Megatron returns all hidden states in one tensor, the model's first
+        predicted = output.chunk(1 + len(micro_batch.predictions))[1:]
         for hidden, targets in zip(predicted, micro_batch.predictions, strict=True):
             is_trained = trained.index_select(0, targets.slots)
-            loss = -torch.where(is_trained, compute_log_probs(hidden, targets), 0.0).sum()
+            log_probs = compute_vocab_log_probs(head.select(hidden, targets.hidden_index), weight, targets.labels, vocab)[0]
+            loss = -torch.where(is_trained, log_probs, 0.0).sum()
             if not micro_batch.is_filler:
                 self._sums += torch.stack([loss.detach(), is_trained.sum().float()])
             factor = 0.0 if micro_batch.is_filler else self._weight * self._ratio
             hidden_states = MTPLossAutoScaler.apply(hidden_states, factor * loss)
         return hidden_states
 
-    def metrics(self) -> PendingMetrics:
-        """Return the mean loss of a target over the layers since `start_step`, not read yet.
+    def metrics(self) -> Mapping[str, Metric]:
+        """Return the mean loss of a target over the layers since `start_step`, not read yet; none on other stages.
 
         Collective over the context-parallel ranks.
         """
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return {}
         if parallel_state.get_context_parallel_world_size() > 1:
             dist.all_reduce(self._sums, group=parallel_state.get_context_parallel_group())
         return PendingMetrics({"mtp_loss": ("mean", (self._sums[0], self._sums[1]))})

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.platform.base import SideStream
-
-if TYPE_CHECKING:  # the engine has an offloader
-    from mindspeed_rl.engine.train_engine import TrainEngine
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -91,19 +89,22 @@ class Offloader:
     """Weights, gradients and optimizer state of one engine, each on or off the device.
 
     Code that reads or changes one of them calls `onload` before, even where it may be on the device already.
+
+    Attributes:
+        optimizer: None where the model does not train.
     """
 
-    def __init__(self, engine: TrainEngine) -> None:
-        self._engine = engine
+    def __init__(self, model: BuiltModel, optimizer: MegatronOptimizer | None = None) -> None:
+        self._model, self.optimizer = model, optimizer
         stream = platform.current().side_stream()
         self._params = _Offload(stream, keep_content=True)
         self._grads = _Offload(stream, keep_content=False)
         self._optimizer = _Offload(stream, keep_content=True)
 
     def _weight_tensors(self) -> Iterator[Tensor]:
-        for model in self._engine.model.models:
+        for model in self._model.models:
             yield from (parameter.data for parameter in model.parameters())
-        for buffer in self._engine.gradient_buffers():
+        for buffer in self._model.gradient_buffers():
             # with the distributed optimizer parameters are views of this buffer
             if buffer.param_data is not None:
                 yield buffer.param_data
@@ -111,7 +112,7 @@ class Offloader:
     def _optimizer_tensors(self) -> Iterator[Tensor]:
         weights = _storages(self._weight_tensors())
         # Megatron chains one optimizer for dense and one for expert parameters
-        for optimizer in getattr(self._engine.optimizer, "chained_optimizers", [self._engine.optimizer]):
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
             inner = optimizer.optimizer
             # this rank has no parameters of that kind
             if inner is None:
@@ -124,24 +125,24 @@ class Offloader:
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state that are on the device now."""
         weights = _storages(self._weight_tensors())
-        gradients = _storages(buffer.grad_data for buffer in self._engine.gradient_buffers())
-        optimizer = _storages(self._optimizer_tensors()) if self._engine.optimizer is not None else {}
+        gradients = _storages(buffer.grad_data for buffer in self._model.gradient_buffers())
+        optimizer = _storages(self._optimizer_tensors()) if self.optimizer is not None else {}
         resident = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         return {name: sum(storage.size() for storage in storages.values()) for name, storages in resident.items()}
 
     def start_offload(self, *, optimizer: bool) -> None:
         """Start to copy the optimizer's state to the host in the background; `offload` then only frees it."""
-        if optimizer and self._engine.optimizer is not None:
+        if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Offload the named states. Optimizer before params, because its storages are identified by those of the weights."""
         named: list[_Offload] = []
-        if optimizer and self._engine.optimizer is not None:
+        if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
             named.append(self._optimizer)
         if grads:
-            self._grads.start_emptying(_storages(buffer.grad_data for buffer in self._engine.gradient_buffers()).values())
+            self._grads.start_emptying(_storages(buffer.grad_data for buffer in self._model.gradient_buffers()).values())
             named.append(self._grads)
         if params:
             self._params.start_emptying(_storages(self._weight_tensors()).values())

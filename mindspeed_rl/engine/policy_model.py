@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,18 +13,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
-from mindspeed_rl.engine.sequence_layout import PaddedLayout, PredictionTargets
-from mindspeed_rl.engine.vision import AttachFeatures, VisionEncoder
-from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
-from mindspeed_rl.models.model_config import VisionConfig
+from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
+from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.vision import DecoderInputs
+from mindspeed_rl.engine.vocab import VocabHead
 from mindspeed_rl.models.reward_model import GPTRewardModel
 
 
@@ -33,22 +30,15 @@ class HeadRequest:
     """Request to the head for a micro-batch. It travels through GPTModel.forward as its `labels`.
 
     Attributes:
-        choices: token ids whose logits are the only results.
-        top_k: the results are log-probs and ids of so many most probable tokens; 0 for those of the predicted tokens.
-        divergence: (log-probs at the column teacher_ids, column teacher_log_probs), [n, k] each -> results [n] that are
-            added for rows with these columns; None where no teacher's tokens are compared.
-        squares: sums of squared probabilities are a third result.
-        predictions: the loss of the multi-token-prediction layers is added; None where they are not run.
+        outputs: what is computed.
+        parts: parts of the engine that add to the hidden states first.
     """
 
     micro_batch: MicroBatch
     temperature: float
     chunk_size: int
-    choices: tuple[int, ...] | None = None
-    top_k: int = 0
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
-    squares: bool = False
-    predictions: PredictionLosses | None = None
+    outputs: HeadOutputs = HeadOutputs()
+    parts: Sequence[EnginePart] = ()
 
 
 @dataclass(frozen=True)
@@ -90,13 +80,11 @@ class _ResponseAligned(GPTModel):
     """Megatron's model with images among its tokens, and per-token results where the loss expects them.
 
     Attributes:
-        vision: of a model that sees images; None for others.
-        encoder: its tower, on the first stage.
+        inputs: what the decoder reads; `build.build_model` gives a model that sees images another one.
     """
 
     config: TransformerConfig
-    vision: VisionConfig | None = None
-    encoder: VisionEncoder | None = None
+    inputs: DecoderInputs = DecoderInputs()
 
     def forward(
         self,
@@ -110,37 +98,16 @@ class _ResponseAligned(GPTModel):
         **named: Any,
     ) -> Any:
         """Run GPTModel, with the features of images in place of their tokens' embeddings."""
-        if self.vision is not None and position_ids.dim() == 2:
-            position_ids = position_ids.expand(3, *position_ids.shape)
-        if self.encoder is not None:
-            images = labels.micro_batch.images if isinstance(labels, HeadRequest) else None
-            embeddings = self.embedding(input_ids=input_ids, position_ids=position_ids)
-            decoder_input, added = self.encoder.embed(embeddings, images)
-            if self.config.sequence_parallel:
-                group = self.pg_collection.tp
-                decoder_input = scatter_to_sequence_parallel_region(decoder_input, group=group)
-                if added is not None:
-                    length = decoder_input.size(0) * decoder_input.size(1)
-                    # a rank adds its slice, and the tower of each needs the gradients of all
-                    added.levels = [copy_to_tensor_model_parallel_region(level, group=group) for level in added.levels]
-                    added.select_slice(group.rank() * length, length)
-            if added is not None:
-                packed_seq_params = PaddedLayout() if packed_seq_params is None else packed_seq_params
-                decoder_input = AttachFeatures.apply(added, decoder_input, *added.levels)
-            if packed_seq_params is not None:
-                packed_seq_params.added = added
-        output = super().forward(
-            input_ids,
-            position_ids,
-            attention_mask,
-            decoder_input,
-            labels,
-            *args,
-            packed_seq_params=packed_seq_params,
-            **named,
+        images = labels.micro_batch.images if isinstance(labels, HeadRequest) else None
+        # Megatron declares the second and the third as if they were never None
+        prepared: tuple[Tensor, Any, Any] = self.inputs.prepare(
+            self, input_ids, position_ids, decoder_input, packed_seq_params, images
         )
-        if self.encoder is not None and packed_seq_params is not None and not torch.is_grad_enabled():
-            packed_seq_params.added = None  # no layer is computed again
+        position_ids, decoder_input, layout = prepared
+        output = super().forward(
+            input_ids, position_ids, attention_mask, decoder_input, labels, *args, packed_seq_params=layout, **named
+        )
+        self.inputs.release(layout)
         return output
 
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -149,39 +116,11 @@ class _ResponseAligned(GPTModel):
         return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
 
 
-def _compute_choice_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    choices: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    in_float32: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
-    """Compute [len(choices), n] float32 logits of a few tokens, equal on all ranks of the group; collective over it.
-
-    Arguments and the gradient of `hidden` as in `compute_vocab_log_probs`.
-    """
-    vocab = weight.size(0)
-    local = torch.tensor(choices, device=weight.device) - vocab * (group.rank() if group is not None else 0)
-    mine = (local >= 0) & (local < vocab)
-    # a rank without the token adds 0
-    rows = weight.index_select(0, local.clamp(0, vocab - 1))
-    logits = (hidden.float() @ rows.float().t() if in_float32 else (hidden @ rows.t()).float()) * mine
-    if group is not None and group.size() > 1:
-        logits = reduce_from_tensor_model_parallel_region(logits, group=group)
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    return (logits / temperature).t()
-
-
 class PolicyModel(_ResponseAligned):
     """GPTModel whose last stage returns log-probs and entropies instead of logits.
 
-    `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage,
-    log-prob and entropy of each predicted token, [rows, width] float32 each, 0 on padding, and what a divergence adds; if the
-    request names choices (token ids), one [rows, width] for each: its logits; with top_k [rows, width, k] log-probs and ids.
+    `forward(input_ids, position_ids, None, labels=HeadRequest(...), packed_seq_params=...)` returns, on the last stage, the
+    results of `HeadRequest.outputs`, [rows, width] float32 each unless they say otherwise, 0 on padding.
     With `labels=NextTokenRequest()` it returns this rank's part of the logits after the last token of each row, [rows, part of
     the vocabulary], or after every token, [tokens * rows, ...]. Other stages return hidden states as GPTModel does.
 
@@ -210,42 +149,30 @@ class PolicyModel(_ResponseAligned):
             tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
             logits = self.output_layer(hidden_states if labels.everywhere else hidden_states[-1:], weight=tied)[0]
             return logits.flatten(0, 1)
-        micro_batch, group = labels.micro_batch, self.pg_collection.tp
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None  # the last stage has it
-        if labels.predictions is not None:
-            hidden_states = self._add_prediction_losses(hidden_states, position_ids, weight, labels, labels.predictions, kwargs)
-        hidden = self._select_hidden(hidden_states, micro_batch.hidden_index)
-        if labels.choices is not None:
-            logits = _compute_choice_logits(
-                hidden,
-                weight,
-                labels.choices,
-                temperature=labels.temperature,
+        # padding is at the end of the full vocabulary, so on the last rank, or on several
+        end = weight.size(0) * (self.pg_collection.tp.rank() + 1)
+        head = HeadPass(
+            labels.micro_batch,
+            weight,
+            VocabHead(
+                labels.temperature,
+                labels.chunk_size,
+                padding=min(max(end - self.true_vocab_size, 0), weight.size(0)),
                 softcap=self.final_logit_softcapping,
                 in_float32=self.fp32_lm_head,
-                group=group,
-            )
-            return self._to_response(logits.unbind(0), micro_batch)
-        head = self._describe_head(weight, labels)
-        if labels.top_k:
-            log_probs, ids = compute_top_log_probs(hidden, weight, labels.top_k, **head)
-            # ids are exact in float32 up to 2**24, more than any vocabulary has
-            values = self._to_response([*log_probs.unbind(1), *ids.float().unbind(1)], micro_batch)
-            return torch.stack(values[: labels.top_k], -1), torch.stack(values[labels.top_k :], -1)
-        if labels.divergence is None or "teacher_ids" not in micro_batch.columns:
-            added = (compute_squared_probs(hidden, weight, **head),) if labels.squares else ()
-            results = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head)
-            return self._to_response([*results, *added], micro_batch)
-        # [rows, width, k] -> those of this rank's predicted tokens
-        ids, teacher = (
-            micro_batch.columns[name].flatten(0, 1).index_select(0, micro_batch.slots)
-            for name in ("teacher_ids", "teacher_log_probs")
+                group=self.pg_collection.tp,
+            ),
+            select=self._select_hidden,
+            align=lambda values: self._to_response(values, labels.micro_batch),
+            position_ids=position_ids,
+            inputs=kwargs,
         )
-        judged = {"others": ids, "teacher": teacher, "divergence": labels.divergence}
-        results = compute_vocab_log_probs(hidden, weight, micro_batch.labels, **head, **judged)
-        return self._to_response([*results], micro_batch)
+        for part in labels.parts:
+            hidden_states = part.attach(head, hidden_states)
+        return labels.outputs.compute(head, self._select_hidden(hidden_states, labels.micro_batch.hidden_index))
 
     def _select_hidden(self, hidden_states: Tensor, index: Tensor) -> Tensor:
         """Return [n, h]: the hidden states that reach the vocabulary product, to which prompts and padding do not belong."""
@@ -255,49 +182,6 @@ class PolicyModel(_ResponseAligned):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden_states, group=self.pg_collection.tp)
         return hidden.reshape(-1, hidden.size(-1)).index_select(0, index)
-
-    def _describe_head(self, weight: Tensor, request: HeadRequest) -> dict[str, Any]:
-        """Return the arguments of the functions of `engine/vocab.py`."""
-        # padding is at the end of the full vocabulary, so on the last rank, or on several
-        end = weight.size(0) * (self.pg_collection.tp.rank() + 1)
-        return {
-            "temperature": request.temperature,
-            "chunk_size": request.chunk_size,
-            "padding": min(max(end - self.true_vocab_size, 0), weight.size(0)),
-            "softcap": self.final_logit_softcapping,
-            "in_float32": self.fp32_lm_head,
-            "group": self.pg_collection.tp,
-        }
-
-    def _add_prediction_losses(
-        self,
-        hidden_states: Tensor,
-        position_ids: Tensor,
-        weight: Tensor,
-        request: HeadRequest,
-        losses: PredictionLosses,
-        inputs: dict[str, Any],
-    ) -> Tensor:
-        """Run the multi-token-prediction layers; return the hidden states with their losses attached."""
-        micro_batch, detaches = request.micro_batch, losses.detaches
-        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
-        output = self.mtp(
-            input_ids=[targets.input_ids for targets in micro_batch.predictions],
-            position_ids=position_ids,
-            hidden_states=hidden_states.detach() if detaches else hidden_states,
-            embedding=(lambda **named: self.embedding(**named).detach()) if detaches else self.embedding,
-            **{name: inputs[name] for name in names},
-        )
-        head: dict[str, Any] = {**self._describe_head(weight, request), "temperature": 1.0}
-        vocabulary = weight.detach() if detaches else weight
-
-        def compute_log_probs(hidden: Tensor, targets: PredictionTargets) -> Tensor:
-            selected = self._select_hidden(hidden, targets.hidden_index)
-            return compute_vocab_log_probs(selected, vocabulary, targets.labels, **head)[0]
-
-        # Megatron returns all hidden states in one tensor, the model's first
-        predicted = output.chunk(1 + len(micro_batch.predictions))[1:]
-        return losses.attach(hidden_states, predicted, micro_batch, compute_log_probs)
 
 
 class ValueModel(_ResponseAligned, GPTRewardModel):

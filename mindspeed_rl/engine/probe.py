@@ -18,9 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.dumps.record import Cut, Sink
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
+from mindspeed_rl.engine.weights import LocalWeight, list_model_ops
 
 _Result = TypeVar("_Result")
 _Batch = TypeVar("_Batch")
@@ -57,11 +57,11 @@ class ModelProbe:
     def recording(self) -> Iterator[ModelProbe]:
         """Record passes of the engine in the block."""
         handles = list(self._hooks()) if self._modules else []
-        self._engine.on_gradients = self._end_update
+        self._engine.on_gradients.append(self._end_update)
         try:
             yield self
         finally:
-            self._engine.on_gradients = None
+            self._engine.on_gradients.remove(self._end_update)
             for handle in handles:
                 handle.remove()
 
@@ -176,7 +176,7 @@ def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | No
     parts of the same tensors. Gradients are those of the full batch, before clipping. Collective over the training world.
     """
     _gather_gradients(engine)
-    for weight in list_local_weights(engine.model):
+    for weight in engine.weights():
         gradient = getattr(weight.parameter, "main_grad", None)
         if gradient is not None:
             yield from _to_hf(weight, gradient)
@@ -185,7 +185,7 @@ def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | No
 
 def _gather_gradients(engine: TrainEngine) -> None:
     """Gather full gradients on every rank; a distributed optimizer sums each shard only on the rank that steps it."""
-    for buffer in engine.gradient_buffers():
+    for buffer in engine.model.gradient_buffers():
         if not buffer.ddp_config.use_distributed_optimizer:
             continue
         group = buffer.data_parallel_group

@@ -17,10 +17,9 @@ attached to the router's probabilities by its `MoEAuxLossAutoScaler` times C. C 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,13 +29,12 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from mindspeed_rl import platform
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.batching import MicroBatch
+from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.models.plan import RouterBalancing
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.build import BuiltModel
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -61,38 +59,6 @@ class _Tokens:
         if self.groups is None:
             return values.sum(0, keepdim=True)
         return values.new_zeros(len(self.factors), values.size(1)).index_add(0, self.groups, values)
-
-
-class ArmedPasses(Generic[_T]):
-    """Arguments of a module's next forward pass, returned again when backward recomputes that pass.
-
-    It is armed before each forward pass of its chunk, as a replayed router is (`engine/router_replay.py`): the call for which
-    it was armed is the forward pass, any other one recomputes in the order of the forward passes.
-    """
-
-    def __init__(self) -> None:
-        self.armed: _T | None = None
-        self._again: deque[_T] = deque()
-
-    def take(self) -> _T | None:
-        """Return the arguments of this pass; None for a pass that is not armed, and where no gradient is recorded."""
-        taken = self.take_any()
-        # a checkpointed layer has its graph in the second call
-        return taken if torch.is_grad_enabled() else None
-
-    def take_any(self) -> _T | None:
-        """Return the arguments of this pass, whether or not a gradient is recorded; None for a pass that is not armed."""
-        taken, self.armed = self.armed, None
-        if taken is None:
-            return self._again.popleft() if self._again else None
-        if not torch.is_grad_enabled():  # backward recomputes a pass that has recorded none
-            self._again.append(taken)
-        return taken
-
-    def reset(self) -> None:
-        """Forget passes."""
-        self.armed = None
-        self._again.clear()
 
 
 class _Routing:
@@ -138,7 +104,7 @@ class _Routing:
         return loss
 
 
-class RouterLosses:
+class RouterLosses(EnginePart):
     """Losses of all routers of this rank's model, in training."""
 
     def __init__(self, model: BuiltModel) -> None:
@@ -152,16 +118,27 @@ class RouterLosses:
         ]
         self._tokens: dict[int, _Tokens] = {}
         self._ratio = torch.zeros(())
+        buffers = (buffer for chunk in model.models for buffer in chunk.named_buffers())
+        #: biases that balance, which Megatron moves with every batch that it sees, and their values before a step
+        self._biases = [(bias, bias.clone()) for name, bias in buffers if "expert_bias" in name]
 
-    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
-        """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks.
+    @classmethod
+    def build(cls, config: MegatronConfig, model: BuiltModel) -> RouterLosses | None:
+        """Build them for a model that trains with one of the losses, or with a bias that balances.
 
-        Args:
-            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
+        That bias is moved by counts of tokens, which must leave padding out.
         """
+        balancing, has_bias = model.plan.balancing, model.transformer_config.moe_router_enable_expert_bias
+        return cls(model) if model.ddp_chunks and (balancing.coeff or balancing.z_coeff or has_bias) else None
+
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
+        """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks."""
+        for bias, before in self._biases:
+            before.copy_(bias)
+        counted = count()
         lengths = [micro_batch.lengths for micro_batch in micro_batches if not micro_batch.is_filler]
         mine = [sum(map(sum, lengths)), sum(map(len, lengths))]
-        totals = torch.cat([count.view(1), torch.tensor(mine, device=count.device)])
+        totals = torch.cat([counted.view(1), torch.tensor(mine, device=counted.device)])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         # by token, by sequence
         self._ratio = totals[0] / totals[1:].clamp(min=1)
@@ -172,6 +149,11 @@ class RouterLosses:
             self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
         for routing in self._chunks[chunk]:
             routing.passes.armed = self._tokens[id(micro_batch)]
+
+    def revert(self) -> None:
+        """Restore the biases that balance."""
+        for bias, before in self._biases:
+            bias.copy_(before)
 
     def reset(self) -> None:
         """Clear the routers after a pass over all micro-batches, completed or failed."""

@@ -4,13 +4,12 @@ A sequence is then trained on the experts that sampled it: arXiv:2510.11370 (R3)
 Megatron's `RouterReplay`. A class here replaces it, because Megatron's keeps one list for all models of a process and does not
 recognize a recomputed layer.
 
-`TrainEngine` arms the routers of a chunk before it runs.
+`RoutedLayers` is a part of the engine whose rows have routing (`TrainEngine.add_part`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,20 +20,17 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
+from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.batching import MicroBatch, Rows
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.sequence_layout import expand_ranges
 
 
 class _Router(RouterReplay):
     """Replay of one router.
 
-    A router is armed before each forward pass of its chunk. The call for which it was armed is the forward pass; any other one
-    recomputes, in the order of the forward passes, because backward goes through the micro-batches of a chunk in the order of
-    forward.
-
     Attributes:
-        armed: experts of the tokens in the next pass, [tokens, k], -1 where the router chooses; None without a replay.
         recorded: list that gets the chosen experts, [tokens, k], of every pass, if any.
         agreed, compared: replayed experts that the router would have chosen too, and all of them; on the device.
     """
@@ -43,14 +39,16 @@ class _Router(RouterReplay):
         # not Megatron's, which adds each to a list that outlives the model
         self.agreed: Tensor | None = None
         self.compared: Tensor | None = None
-        self.armed: Tensor | None = None
         self.recorded: list[Tensor] | None = None
-        self._again: deque[Tensor] = deque()
+        self._passes = ArmedPasses[Tensor]()
+
+    def arm(self, experts: Tensor) -> None:
+        """Set the experts of the tokens in the next pass, [tokens, k], -1 where the router chooses."""
+        self._passes.armed = experts
 
     def reset(self) -> None:
         """Stop the replay and forget passes."""
-        self.armed = None
-        self._again.clear()
+        self._passes.reset()
 
     def get_replay_topk(
         self,
@@ -65,14 +63,12 @@ class _Router(RouterReplay):
         values, default = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.recorded is not None:
             self.recorded.append(default.detach())
-        experts, self.armed = self.armed, None
-        if experts is not None:
-            self._again.append(experts)
-            self._compare(default, experts)
-        elif self._again:
-            experts = self._again.popleft()
-        else:
+        is_forward = self._passes.armed is not None
+        experts = self._passes.take_any()
+        if experts is None:
             return values, default
+        if is_forward:  # and not the same pass, recomputed
+            self._compare(default, experts)
         chosen = torch.where(experts >= 0, experts.to(default.dtype), default)
         return scores.gather(1, chosen), chosen
 
@@ -99,8 +95,10 @@ class _Recording:
     micro_batches: list[MicroBatch] = field(default_factory=list)
 
 
-class RoutedLayers:
+class RoutedLayers(EnginePart):
     """Routers of this rank's model, which choose experts themselves unless a pass has rows with routing."""
+
+    trains_only = False
 
     def __init__(self, model: BuiltModel) -> None:
         """Replace Megatron's replay in the routers of the model."""
@@ -129,7 +127,7 @@ class RoutedLayers:
         first = sum(map(len, self._chunks[:chunk]))
         layers = self._local_positions(micro_batch.routing).unbind(1)[first : first + len(self._chunks[chunk])]
         for router, experts in zip(self._chunks[chunk], layers):
-            router.armed = experts
+            router.arm(experts)
 
     def reset(self) -> None:
         """Clear the routers after a pass over all micro-batches, completed or failed."""

@@ -13,11 +13,10 @@ from torch.nn import functional
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import packed_rope
+from mindspeed_rl.models.model_config import LINEAR_CHUNK
 
 #: a group of sequences is padded to its maximum length when padding is at most this fraction of it
 _MAX_PADDING = 0.25
-#: tokens of a chunk of linear attention
-_CHUNK = 64
 #: chunks of short sequences are no longer than they need
 _SMALLEST_CHUNK = 16
 
@@ -226,7 +225,7 @@ class ChunkPlan:
         for parent in parents:
             depths.append(0 if parent < 0 else depths[parent] + 1)
         longest = max(length for _, length in parts)
-        size = min(_CHUNK, max(_SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
+        size = min(LINEAR_CHUNK, max(_SMALLEST_CHUNK, 1 << (longest - 1).bit_length()))
         num_tokens = sum(length for _, length in parts)
         restore = torch.empty(num_tokens, dtype=torch.int64)
         phases, slot_of, offset = [], {}, 0

@@ -23,9 +23,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,15 +42,15 @@ from torch.utils.checkpoint import checkpoint
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
 from mindspeed_rl.engine.batching import MicroBatch
-from mindspeed_rl.engine.router_losses import ArmedPasses
+from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.sequence_layout import PackedLayout
 from mindspeed_rl.models.builder import LatestIndex
 from mindspeed_rl.models.model_config import SparseAttention
-
-if TYPE_CHECKING:
-    from mindspeed_rl.engine.build import BuiltModel
 
 #: elements of a matrix of scores, of all heads, that exists at a time
 _SCORES = 1 << 25
@@ -363,11 +363,16 @@ class SparseCoreAttention(CoreAttention):
         return out.index_select(0, layout.view.restore), divergences.index_select(0, layout.view.restore)
 
 
-class SharedIndexers:
+class SharedIndexers(EnginePart):
     """Layers of this rank's model of which some attend to the tokens that the indexer of another one chose."""
 
     def __init__(self, model: BuiltModel) -> None:
         self._chunks = [[one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models]
+
+    @classmethod
+    def build(cls, config: MegatronConfig, model: BuiltModel) -> SharedIndexers | None:
+        """Build them for a model with layers without an indexer; those of passes without training are cleared too."""
+        return cls(model) if model.plan.model_config.layers_without_indexer else None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
@@ -408,7 +413,7 @@ class _TokenWeights:
         return total * self.factor
 
 
-class IndexerLosses:
+class IndexerLosses(EnginePart):
     """Loss of the indexers of all layers in training, on one rank.
 
     It adds to the loss that is minimised (`engine/router_losses.py`), as DeepSeek's sparse training does,
@@ -428,17 +433,20 @@ class IndexerLosses:
         self._tokens: dict[int, _TokenWeights] = {}
         self._factor, self._sums, self._num_tokens = torch.zeros(()), torch.zeros(1), 0
 
-    def start_step(self, micro_batches: Sequence[MicroBatch], count: Tensor) -> None:
-        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks.
+    @classmethod
+    def build(cls, config: MegatronConfig, model: BuiltModel) -> IndexerLosses | None:
+        """Build them for a model that trains, where `dsa_indexer_loss_coeff` is not 0."""
+        coeff = config.dsa_indexer_loss_coeff
+        return cls(model, coeff) if model.ddp_chunks and coeff else None
 
-        Args:
-            count: 0-d int64, sum of `LossOutput.count` over these micro-batches.
-        """
+    def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
+        """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
+        counted = count()
         self._num_tokens = sum(sum(one.lengths) for one in micro_batches if not one.is_filler)
-        totals = torch.stack([count, torch.full_like(count, self._num_tokens)])
+        totals = torch.stack([counted, torch.full_like(counted, self._num_tokens)])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._factor = self._coeff * totals[0] / totals[1].clamp(min=1)
-        self._sums = torch.zeros(1, device=count.device)
+        self._sums = torch.zeros(1, device=counted.device)
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare the next forward pass of this chunk, that of the micro-batch."""

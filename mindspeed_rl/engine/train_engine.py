@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from mindspeed_rl import platform
-from mindspeed_rl.algorithms.interfaces import NUM_DIVERGENCES, LossInputs, LossOutput, PendingMetrics
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import (
@@ -34,15 +35,22 @@ from mindspeed_rl.engine.batching import (
     round_up,
     split_rows,
 )
-from mindspeed_rl.engine.build import BuiltModel
-from mindspeed_rl.engine.multi_token_prediction import PredictionLosses
+from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.lora import is_trained
 from mindspeed_rl.engine.offload import Offloader
-from mindspeed_rl.engine.optimizer import build_optimizer, build_scheduler, compute_squared_norms, step_with_norm
+from mindspeed_rl.engine.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    compute_squared_norms,
+    load_optimizer_state,
+    shard_optimizer_state,
+    step_with_norm,
+)
+from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.parts import build_parts
 from mindspeed_rl.engine.policy_model import HeadRequest
-from mindspeed_rl.engine.router_losses import RouterLosses
-from mindspeed_rl.engine.router_replay import RoutedLayers
-from mindspeed_rl.engine.sparse_attention import IndexerLosses, SharedIndexers
-from mindspeed_rl.engine.weights import Float32Weights
+from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights
 from mindspeed_rl.observability.metrics import Metrics, merge
 
 _log = logging.getLogger(__name__)
@@ -84,18 +92,18 @@ class StepResult:
 class TrainEngine:
     """A model and, when it trains, its optimizer and schedule.
 
+    Another engine has the same interface: `forward`, `measure` and `train_step` compute rows; `weights` are what is exported;
+    `state`, `load_weights` and `load_optimizer` are what a checkpoint has; `offloader` moves all of it off the device.
+
     All methods are collective over the training world unless their docstring excludes it.
 
     Attributes:
-        choices: token ids whose logits losses get instead of log-probs and entropies; None: the latter.
-        top_k: most probable tokens that `forward` returns instead, as log-probs and ids; 0: log-probs and entropies.
-        squares: `forward` returns sums of squared probabilities as a third list, next to log-probs and entropies.
-        divergence: of the head, for rows that have the columns of teachers (`HeadRequest`); None without teachers' tokens.
-        on_gradients: called in every step between the backward pass and the optimizer, if any.
+        outputs: results of the head that losses get, and `forward` returns by default.
+        parts: ingredients of the model, each of which takes part in every pass (`engine/part.py`).
+        on_gradients: functions that are called in every step between the backward pass and the optimizer.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
-        routed: the routers, where rows may carry the experts of their tokens; None elsewhere.
-        float32_weights: of a 16-bit model that moves by small steps; None elsewhere.
+        stored_weights: form of the weights that an average moves.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -112,18 +120,11 @@ class TrainEngine:
         self.chunks = model.chunks
         self.shape = shape
         self.temperature = temperature
-        self.choices: tuple[int, ...] | None = None
-        self.top_k = 0
-        self.squares = False
-        self.divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
-        self.on_gradients: Callable[[], None] | None = None
-        self.routed: RoutedLayers | None = None
-        self._router_losses: RouterLosses | None = None
-        self._prediction_losses: PredictionLosses | None = None
-        self._indexer_losses: IndexerLosses | None = None
-        self._shared_indexers = SharedIndexers(model) if model.plan.model_config.layers_without_indexer else None
-        self.float32_weights: Float32Weights | None = None
-        self._num_counted: Tensor | None = None
+        self.outputs = HeadOutputs()
+        self.parts = build_parts(config, model)
+        self.on_gradients: list[Callable[[], None]] = []
+        self.stored_weights = StoredWeights()
+        self._num_counted = torch.empty(0)  # of one element once the schedule has finalized gradients
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
         )
@@ -131,7 +132,7 @@ class TrainEngine:
         self.scheduler: OptimizerParamScheduler | None = None
         self.steps_per_iteration = 1
         self.num_updates = 0
-        self.offloader = Offloader(self)
+        self.offloader = Offloader(model)
         # on the NPU MindSpeed swaps the state inside its optimizer
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
 
@@ -142,18 +143,10 @@ class TrainEngine:
                 "reuse_fp32_param: %s has no optimizer whose bf16 weights share storage with their fp32 copies; both are kept.",
                 platform.current().name,
             )
-        self.optimizer = build_optimizer(self.config, self.chunks)
+        self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.chunks)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
-        transformer_config, balancing = self.model.transformer_config, self.model.plan.balancing
-        # a bias that balances is moved by counts of tokens, which must leave padding out
-        if balancing.coeff or balancing.z_coeff or transformer_config.moe_router_enable_expert_bias:
-            self._router_losses = RouterLosses(self.model)
-        if num_layers := self.model.plan.model_config.mtp_num_layers:
-            detaches = bool(self.config.mtp_detach_heads)
-            self._prediction_losses = PredictionLosses(num_layers, self.config.mtp_loss_scaling_factor, detaches=detaches)
-        if self.config.dsa_indexer_loss_coeff:
-            self._indexer_losses = IndexerLosses(self.model, self.config.dsa_indexer_loss_coeff)
+        transformer_config = self.model.transformer_config
         transformer_config.finalize_model_grads_func = self._finalize_gradients
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
@@ -161,15 +154,25 @@ class TrainEngine:
             # the interleaved schedule takes a list, undeclared
             transformer_config.no_sync_func = cast(Callable[..., object], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
 
+    def add_part(self, part: EnginePart) -> None:
+        """Add a part that the model itself does not ask for, in place of an earlier one of its class. Not collective."""
+        self.parts = [*(one for one in self.parts if type(one) is not type(part)), part]
+
     # ------------------------------------------------------------------ forward only
 
     @torch.no_grad()
-    def forward(self, rows: Rows, batching: MicroBatching) -> tuple[list[Tensor], ...] | None:
-        """Compute log-probs and entropies of the predicted tokens (with a value head values and nothing else).
+    def forward(
+        self, rows: Rows, batching: MicroBatching, outputs: HeadOutputs | None = None, *, temperature: float | None = None
+    ) -> tuple[list[Tensor], ...] | None:
+        """Compute results of the predicted tokens, such as log-probs and entropies (with a value head values alone).
+
+        Args:
+            outputs: the results; None for those that a loss would get.
+            temperature: sampling temperature, where it is not the one of the engine.
 
         Returns:
-            Two lists (three with `squares`) of [response length] float32 CPU tensors ([response length, k] with `top_k`), one a
-            row, in row order; None on ranks of other pipeline stages than the last.
+            A list for each result of [response length] float32 CPU tensors, one a row, in row order; None on ranks of other
+            pipeline stages than the last.
         """
         with self._mode(training=False):
             micro_batches = self._micro_batches(rows, batching)
@@ -178,37 +181,28 @@ class TrainEngine:
             nothing = torch.zeros((), device=self.device)  # once, not with a kernel for every micro-batch
 
             def collect(
-                index: int, micro_batch: MicroBatch, outputs: tuple[Tensor, ...]
+                index: int, micro_batch: MicroBatch, computed: tuple[Tensor, ...]
             ) -> tuple[Tensor, Tensor, tuple[MicroBatch, list[Tensor]]]:
                 # the schedule needs a sum and a count; results leave the device at once, so that they do not pile up there
-                results = [device.to_host(output.detach()) for output in outputs]
+                results = [device.to_host(output.detach()) for output in computed]
                 return nothing, torch.zeros((), dtype=torch.int), (micro_batch, results)
 
-            results = get_forward_backward_func()(**self._schedule(micro_batches, collect, forward_only=True))
+            results = get_forward_backward_func()(
+                **self._schedule(micro_batches, collect, outputs, training=False, temperature=temperature)
+            )
         device.synchronize()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        found: tuple[list[Tensor], ...] = tuple([torch.empty(0)] * len(rows) for _ in range(3 if self.squares else 2))
+        by_row: tuple[list[Tensor], ...] = tuple([torch.empty(0)] * len(rows) for _ in results[0][1])
         lengths = rows.response_lengths
-        for micro_batch, outputs in results:
+        for micro_batch, computed in results:
             for position, index in enumerate(micro_batch.indexes):
                 # the row of a filler
                 if index < 0:
                     continue
-                for column, output in zip(found, outputs):
+                for column, output in zip(by_row, computed, strict=True):
                     column[index] = output[position, : lengths[index]]
-        return found
-
-    def judge(
-        self, rows: Rows, batching: MicroBatching, top_k: int, temperature: float | None
-    ) -> tuple[list[Tensor], ...] | None:
-        """Return `forward` as a teacher's: log-probs and ids of `top_k` tokens, at another temperature; None for its own."""
-        before = self.top_k, self.temperature
-        self.top_k, self.temperature = top_k, temperature or self.temperature
-        try:
-            return self.forward(rows, batching)
-        finally:
-            self.top_k, self.temperature = before
+        return by_row
 
     @torch.no_grad()
     def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
@@ -216,7 +210,7 @@ class TrainEngine:
         with self._mode(training=False):
             loss_step = partial(self.loss_step, loss, None)
             micro_batches = self._micro_batches(rows, batching)
-            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=True))
+            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, training=False))
         PendingMetrics.read(one.metrics for one in losses)
         return losses if parallel.is_output_source() else []
 
@@ -275,26 +269,20 @@ class TrainEngine:
             optimizer.zero_grad()
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
-            # Megatron moves them with every batch that it sees
-            biases = [
-                (bias, bias.clone()) for chunk in self.chunks for name, bias in chunk.named_buffers() if "expert_bias" in name
-            ]
-            # losses whose weight does not depend on what the loss of the model divides by
-            added = [one for one in (self._router_losses, self._prediction_losses, self._indexer_losses) if one is not None]
-            for count in [self._count(micro_batches, loss_step)] if added else ():
-                for one in added:
-                    one.start_step(micro_batches, count)
+            count = functools.cache(partial(self._count, micro_batches, loss_step))
+            for part in self.parts:
+                part.start_step(micro_batches, count)
             # called here and not in a helper, so that only Megatron's frames are between this line and the loss
-            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, forward_only=False))
+            losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, training=True))
             grad_norm, is_skipped = self._check_step(losses, micro_batches)
-            if self.on_gradients is not None:
-                self.on_gradients()
+            for call in self.on_gradients:
+                call()
             lr = optimizer.param_groups[0]["lr"] if optimizer.param_groups else 0.0
             # only now, when activations no longer take the memory of a swapped optimizer
             self.offloader.onload(optimizer=True)
             if is_skipped:  # moments and weight decay would change weights
-                for bias, before in biases:
-                    bias.copy_(before)
+                for part in self.parts:
+                    part.revert()
             else:
                 step_with_norm(optimizer, grad_norm)
             if self.config.overlap_param_gather and not has_next:
@@ -352,8 +340,7 @@ class TrainEngine:
 
         A count does not depend on the outputs of the model (`LossOutput`), so zeros do.
         """
-        num_outputs = 1 if self.model.plan.model_config.head == "reward" else len(self.choices or (0, 1))
-        num_outputs += 0 if self.divergence is None else NUM_DIVERGENCES
+        num_outputs = 1 if self.model.plan.model_config.head == "reward" else self.outputs.count
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for index, micro_batch in enumerate(micro_batches):
             zeros = torch.zeros(micro_batch.rows, micro_batch.width, device=self.device)
@@ -387,21 +374,19 @@ class TrainEngine:
         Args:
             losses: of the micro-batches; none on other pipeline stages than the last.
         """
-        optimizer, num_counted = self.optimizer, self._num_counted
-        assert optimizer is not None and num_counted is not None  # the schedule has finalized the gradients
-        checks, num_counted = not self.config.no_check_for_nan_in_loss_and_grad, num_counted.reshape(())
+        optimizer, num_counted = self.optimizer, self._num_counted.reshape(())
+        assert optimizer is not None  # start_training came first
+        checks = not self.config.no_check_for_nan_in_loss_and_grad
         # NaN and infinity survive a sum: one number a buffer, also where the norm does not look, as in the parts of the
         # distributed optimizer's other ranks and in the second copy of a weight
-        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.gradient_buffers())]
+        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.model.gradient_buffers())]
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
         if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
         must_stop = self.config.reuse_fp32_param and not all(state.tolist())
         squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
-        added = [] if self._indexer_losses is None else [self._indexer_losses.metrics()]
-        if self._prediction_losses is not None and losses:  # on the last stage
-            added.append(self._prediction_losses.metrics())
+        added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
             [*(one.metrics for one in losses), *added], [*state.unbind(), *squares]
         )
@@ -416,7 +401,7 @@ class TrainEngine:
             for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
             if not torch.isfinite(loss.loss_sum)
         ]
-        is_finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in self.gradient_buffers())
+        is_finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in self.model.gradient_buffers())
         rank = dist.get_rank()
         mine = f"rank {rank}: {broken[0]}" if broken else None if is_finite else f"rank {rank}: a gradient is not finite"
         texts: list[str | None] = [None] * dist.get_world_size()
@@ -429,11 +414,62 @@ class TrainEngine:
             f"the norm of the gradient is not finite ({norm}) though loss and gradient are; no weight was changed"
         )
 
-    # ------------------------------------------------------------------ shared
+    # ------------------------------------------------------------------ weights and state
 
-    def gradient_buffers(self) -> list[_ParamAndGradBuffer]:
-        """Return Megatron's flat gradient buffers; none in an engine that does not train. Not collective."""
-        return [buffer for chunk in self.model.ddp_chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    def weights(self) -> list[LocalWeight]:
+        """Return the weights of this rank under their HF names, in forward order. Not collective."""
+        return list_local_weights(self.model)
+
+    def state(
+        self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
+    ) -> ShardedStateDict:
+        """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
+        state: ShardedStateDict = {}
+        for index, model in enumerate(self.model.models):
+            # a stage with prediction layers and a copy of the embedding reads the group from it
+            copies = model.mtp_process and not model.pre_process
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
+            self.stored_weights.substitute(model, weights)
+            if subset != "all":
+                # a score head is trained in a LoRA run, and belongs to a base model too
+                weights = {
+                    name: value
+                    for name, value in weights.items()
+                    if (is_trained(name) if subset == "adapters" else ".lora_" not in name)
+                }
+            state[f"model{index}"] = weights
+        if with_optimizer and self.optimizer is not None:
+            weights = state if len(self.model.models) > 1 else {"model": state["model0"]}
+            state["optimizer"] = shard_optimizer_state(self.optimizer, weights, is_loading=is_loading)
+        return state
+
+    def load_weights(self, state: ShardedStateDict, *, strict: bool) -> None:
+        """Take the weights of a loaded `state`.
+
+        Args:
+            strict: the state has every weight.
+        """
+        for index, model in enumerate(self.model.models):
+            model.load_state_dict(state[f"model{index}"], strict=strict)
+            self.stored_weights.load_state(model, state[f"model{index}"])
+
+    def load_optimizer(self, state: ShardedStateDict, record: Mapping[str, Any]) -> None:
+        """Take the optimizer's state of a loaded `state`, and move the schedule, whose shape stays that of this run.
+
+        Args:
+            record: of the checkpoint; its schedule is counted in iterations, of which each may have other steps now.
+        """
+        optimizer, scheduler, saved = self.optimizer, self.scheduler, record["scheduler"]["num_steps"]
+        assert optimizer is not None and scheduler is not None  # start_training came first
+        self.num_updates = record.get("num_updates", saved)
+        load_optimizer_state(optimizer, state["optimizer"], num_steps=self.num_updates)
+        per_iteration = record.get("steps_per_iteration", self.steps_per_iteration)
+        scheduler.num_steps = round(saved * self.steps_per_iteration / per_iteration)
+        # sets the learning rate of the restored position
+        scheduler.step(increment=0)
+
+    # ------------------------------------------------------------------ shared
 
     @contextlib.contextmanager
     def _mode(self, *, training: bool) -> Iterator[None]:
@@ -442,9 +478,8 @@ class TrainEngine:
         try:
             yield
         finally:
-            for layers in (self.routed, self._router_losses, self._indexer_losses, self._shared_indexers):
-                if layers is not None:
-                    layers.reset()
+            for part in self.parts:
+                part.reset()
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all data-parallel ranks (empty ones have no loss)."""
@@ -495,39 +530,32 @@ class TrainEngine:
         self,
         micro_batches: list[MicroBatch],
         on_output: Callable[[int, MicroBatch, tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]],
+        outputs: HeadOutputs | None = None,
         *,
-        forward_only: bool,
+        training: bool,
+        temperature: float | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of Megatron's schedule, which returns the third results of `on_output`, on the last stage.
 
         Args:
             on_output: (index of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, result.
+            outputs, temperature: None for those of the engine.
         """
         indices = {id(chunk): index for index, chunk in enumerate(self.chunks)}
+        parts = [part for part in self.parts if training or not part.trains_only]
+        outputs, temperature = outputs or self.outputs, temperature or self.temperature
 
         def forward_step(
             iterator: Iterator[tuple[int, MicroBatch]], chunk: torch.nn.Module
         ) -> tuple[object, Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, _Result]]]:
             index, micro_batch = next(iterator)
-            if self.routed is not None:
-                self.routed.arm(indices[id(chunk)], micro_batch)
-            for one in (self._router_losses, self._indexer_losses, self._shared_indexers) if not forward_only else ():
-                if one is not None:
-                    one.arm(indices[id(chunk)], micro_batch)
-            request = HeadRequest(
-                micro_batch,
-                self.temperature,
-                self.config.loss_chunk_size,
-                self.choices,
-                0 if not forward_only else self.top_k,
-                self.divergence,
-                forward_only and self.squares,
-                None if forward_only else self._prediction_losses,
-            )
-            outputs = chunk(
+            for part in parts:
+                part.arm(indices[id(chunk)], micro_batch)
+            request = HeadRequest(micro_batch, temperature, self.config.loss_chunk_size, outputs, parts)
+            computed = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )
-            return outputs, partial(on_output, index, micro_batch)
+            return computed, partial(on_output, index, micro_batch)
 
         # every virtual stage reads all micro-batches
         iterators = [enumerate(micro_batches) for _ in self.chunks]
@@ -539,5 +567,5 @@ class TrainEngine:
             # pipelines exchange real shapes, so any rank's length works
             "seq_length": max(one.input_ids.size(1) for one in micro_batches) * self.shape.cp_size,
             "micro_batch_size": micro_batches[0].input_ids.size(0),
-            "forward_only": forward_only,
+            "forward_only": not training,
         }

@@ -14,10 +14,15 @@ from typing import Any, cast
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.engine.sequence_layout import AddedFeatures
+from mindspeed_rl.engine.sequence_layout import AddedFeatures, PackedLayout, PaddedLayout
 from mindspeed_rl.models.model_config import HfConfig, VisionConfig
 from mindspeed_rl.models.vision import PreparedImage, get_tower_part
 
@@ -179,8 +184,49 @@ class _BlankImage:
         return torch.zeros(self._shape)
 
 
-class VisionEncoder:
-    """The tower of a model, which is a submodule of it.
+class DecoderInputs:
+    """Inputs of a decoder, of text alone; chosen when the model is built."""
+
+    def prepare(
+        self,
+        model: GPTModel,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None,
+        layout: PackedSeqParams | None,
+        images: ImageBatch | None,
+    ) -> tuple[Tensor, Tensor | None, PackedSeqParams | None]:
+        """Return the positions, the hidden states that enter the decoder (None: the model embeds its tokens) and the layout.
+
+        Args:
+            images: of the micro-batch.
+        """
+        return position_ids, decoder_input, layout
+
+    def release(self, layout: PackedSeqParams | None) -> None:
+        """Release after a forward pass what no layer needs again."""
+
+
+class ImagePositions(DecoderInputs):
+    """Inputs of a later stage of a model that sees images: positions have three axes."""
+
+    def prepare(
+        self,
+        model: GPTModel,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None,
+        layout: PackedSeqParams | None,
+        images: ImageBatch | None,
+    ) -> tuple[Tensor, Tensor | None, PackedSeqParams | None]:
+        """Return the positions of text on all three axes, where they have one."""
+        if position_ids.dim() == 2:
+            position_ids = position_ids.expand(3, *position_ids.shape)
+        return position_ids, decoder_input, layout
+
+
+class VisionEncoder(ImagePositions):
+    """Inputs of the first stage, with the features of the tower, a submodule of the model, in place of image tokens.
 
     Features of a frozen tower stay on the host, so that an update finds those that the log-probs were computed with.
     """
@@ -199,6 +245,39 @@ class VisionEncoder:
         """Choose the parts of the tower that train, as `get_tower_part` names them."""
         for name, parameter in self._tower.named_parameters():
             parameter.requires_grad_(get_tower_part(name) in parts)
+
+    def prepare(
+        self,
+        model: GPTModel,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        decoder_input: Tensor | None,
+        layout: PackedSeqParams | None,
+        images: ImageBatch | None,
+    ) -> tuple[Tensor, Tensor | None, PackedSeqParams | None]:
+        """Return positions, embeddings with the features of images, and a layout that has those of further levels."""
+        position_ids, _, layout = super().prepare(model, input_ids, position_ids, decoder_input, layout, images)
+        embeddings = model.embedding(input_ids=input_ids, position_ids=position_ids)
+        decoder_input, added = self.embed(embeddings, images)
+        if model.config.sequence_parallel:
+            group = model.pg_collection.tp
+            decoder_input = scatter_to_sequence_parallel_region(decoder_input, group=group)
+            if added is not None:
+                length = decoder_input.size(0) * decoder_input.size(1)
+                # a rank adds its slice, and the tower of each needs the gradients of all
+                added.levels = [copy_to_tensor_model_parallel_region(level, group=group) for level in added.levels]
+                added.select_slice(group.rank() * length, length)
+        if added is not None:
+            layout = PaddedLayout() if layout is None else layout
+            decoder_input = AttachFeatures.apply(added, decoder_input, *added.levels)
+        if isinstance(layout, (PaddedLayout, PackedLayout)):
+            layout.added = added
+        return position_ids, decoder_input, layout
+
+    def release(self, layout: PackedSeqParams | None) -> None:
+        """Release the features of further levels where no layer is computed again."""
+        if isinstance(layout, (PaddedLayout, PackedLayout)) and not torch.is_grad_enabled():
+            layout.added = None
 
     def embed(self, embeddings: Tensor, images: ImageBatch | None) -> tuple[Tensor, AddedFeatures | None]:
         """Put the features of images in place of their tokens' embeddings [s, b, h].

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from torch import Tensor, nn
 
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora_layers import AdaptedModule
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.weights import TensorSource, WeightOp
@@ -97,7 +97,22 @@ def list_local_weights(model: BuiltModel) -> list[LocalWeight]:
     return sorted(weights, key=lambda weight: order[weight.op.mcore])
 
 
-class Float32Weights:
+class StoredWeights:
+    """The weights of a model as they are stored, each step of an average rounded to their format."""
+
+    @torch.no_grad()
+    def mix(self, weight: LocalWeight, other: Tensor, alpha: float) -> None:
+        """Set weight <- alpha * other + (1 - alpha) * weight, computed in float32."""
+        weight.tensor.copy_(torch.lerp(weight.tensor.float(), other.float(), alpha))
+
+    def substitute(self, module: nn.Module, state: ShardedStateDict) -> None:
+        """Put the values that a checkpoint has in place of the weights into the sharded state of a model chunk."""
+
+    def load_state(self, module: nn.Module, state: Mapping[str, Tensor]) -> None:
+        """Take the values of a model chunk from its loaded state."""
+
+
+class Float32Weights(StoredWeights):
     """Float32 values of a model's 16-bit weights where many small changes add up; the weights are these, rounded.
 
     A change below half a unit in the last place of a bfloat16 weight, 0.2 % of its value, would be lost each time. The values
@@ -113,7 +128,7 @@ class Float32Weights:
 
     @torch.no_grad()
     def mix(self, weight: LocalWeight, other: Tensor, alpha: float) -> None:
-        """Set weight <- alpha * other + (1 - alpha) * weight; one that is in float32 has no other values."""
+        """Set weight <- alpha * other + (1 - alpha) * weight in float32; a weight in float32 has no other values."""
         assert weight.parameter is not None
         value = self._values.get(weight.parameter, weight.tensor)
         mixed = torch.lerp(value.to(weight.tensor.device), other.float(), alpha)

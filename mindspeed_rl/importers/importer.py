@@ -8,15 +8,15 @@ from dataclasses import replace
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.resolve import build_batch_plan
-from mindspeed_rl.config.rules.validation import unavailable
-from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceProject
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import unavailable, validate
+from mindspeed_rl.run.rules.violation import format_value
 
 
 def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
@@ -101,11 +101,12 @@ def _compare_plans(run: Import, there: Recipe) -> None:
     Raises:
         ConfigError: the run file breaks a rule, needs what this version does not have, or numbers differ.
     """
-    cfg = build_run_config(run.tree)
-    plan = build_batch_plan(cfg)
-    if missing := unavailable(cfg):
+    resolved = draft(build_run_config(run.tree))
+    if violations := validate(resolved):
+        raise ConfigError(str(violation) for violation in violations)
+    if missing := unavailable(resolved):
         raise ConfigError(missing)
-    here = plan_run(cfg, plan, run.settings.rows)
+    here = plan_run(resolved, run.settings.rows)
     run.plans = (there, here)
     differences = find_differences(there, here)
     if errors := [

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.importers.source_plan import SourcePlan, render_plans
+from mindspeed_rl.run.rules.violation import format_value
 
 #: keys of megatron_training that belong to the actor alone: a critic has its own
 _ACTOR_KEYS = ("load", "save", "finetune", "lr")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.rules.violation import format_value
-from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import BatchPlan
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.rules.violation import format_value
 
 _Plan = TypeVar("_Plan", bound="SourcePlan")
 _LossLevel = Literal["token", "sequence", "sequence_token"]
@@ -178,13 +177,13 @@ def read_schedule(actor: MegatronConfig, train_iters: int, steps_per_iteration: 
     return Schedule(actor.lr or 0.0, actor.lr_decay_style, decay, warmup, actor.lr_warmup_init, actor.min_lr)
 
 
-def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
-    """Return the numbers of a sound run file.
+def plan_run(run: Run, rows: int) -> SourcePlan:
+    """Return the numbers of a sound run.
 
     Args:
-        plan: its batch.
         rows: rows of its data, which a length in epochs is counted over.
     """
+    cfg, plan = run.config, run.plan
     actor, steps = cfg.actor_config, plan.num_optimizer_steps
     iters = plan.train_iters
     if actor.train_epochs is not None:
@@ -215,12 +214,13 @@ def plan_run(cfg: RunConfig, plan: BatchPlan, rows: int) -> SourcePlan:
         data=tuple(str(item) for item in data if item is not None),
         model=actor.base_model or actor.load,
     ).follow(read_schedule(actor, iters or 0, steps))
-    return shared if cfg.objective is None else _plan_rollout(shared, cfg, plan)
+    return shared if run.objective is None else _plan_rollout(shared, run)
 
 
-def _plan_rollout(shared: SourcePlan, cfg: RunConfig, plan: BatchPlan) -> SourcePlan:
+def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
     """Return the plan of a run that learns from its own rollouts."""
-    rl, generate, objective = cfg.rl_config, cfg.generate_config, cfg.objective
+    cfg, plan, objective = run.config, run.plan, run.objective
+    rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None and objective is not None
     sampling = generate.sampling_config
     # a plug-in's record may leave out which keys it reads

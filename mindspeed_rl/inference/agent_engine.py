@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.inference.engine_interface import Delta, Engine, Finish, Request
@@ -14,15 +14,12 @@ from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, Task
-from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.tools.environments import read_environment
 from mindspeed_rl.tools.tasks import retrieve_exception
+from mindspeed_rl.tools.toolbox import Toolbox
 from mindspeed_rl.workers.agents import build_toolbox, choose_parser
-
-if TYPE_CHECKING:
-    from mindspeed_rl.rollout.protocol import RolloutEngine
-    from mindspeed_rl.tools.toolbox import Toolbox
 
 _Result = TypeVar("_Result")
 #: limit of the time between two deltas: after it an empty one comes, so that the reader can stop
@@ -38,7 +35,7 @@ class AgentSettings:
         agent_loop: a name or module:Class; None: by the other flags.
         tool_parser: see `tools.parsers`.
         multi_turn_scheduler, environment: module:Class, of the loops of these names.
-        max_turns: of the model; None: as many as fit.
+        max_turns: largest number of turns of the model; None: as many as fit.
     """
 
     tools: str | None
@@ -71,9 +68,9 @@ class AgentEngine:
         """Start the tools and add them to prompts.
 
         Args:
-            settings: of loop and tools.
+            settings: settings of loop and tools.
             prompt_format: gets the schemas of the tools.
-            max_model_len: of prompt and all turns.
+            max_model_len: largest length of prompt and all turns together.
 
         Raises:
             ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
@@ -202,7 +199,7 @@ class _DeltaQueue:
             Exception: the failure of a task, or of the engine.
         """
         if not self._deltas:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), _IDLE_LIMIT_S)
             self.changed.clear()
         for task in (*tasks, serving):

@@ -70,7 +70,7 @@ class GenerationSettings:
             if self.sampling.temperature == 0 or self.sampling.min_p > 0:
                 raise ValueError("beam_search_with_sampling needs a --temperature above 0, and knows no --min-p")
         if self.uses_beams and (changed := self.sampling.list_penalties()):
-            raise ValueError(f"--{changed[0].replace('_', '-')}: {self.method} ranks sequences by their log-probs alone")
+            raise ValueError(f"--{changed[0].replace('_', '-')}: {self.method} ranks sequences only by their log-probs")
 
     @property
     def uses_beams(self) -> bool:
@@ -91,7 +91,7 @@ class GeneratedAnswer:
     Attributes:
         prompt, sample: indexes of the prompt and of its answer.
         num_tokens: with the end token.
-        log_prob: of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
+        log_prob: log-prob of all its tokens under the model without temperature or cut-offs (of the beam, for beam methods: for
             sampling under the distribution with cut-offs).
     """
 
@@ -116,7 +116,7 @@ def generate(
         engine: that answers.
         prompt_format: decodes the answers.
         prompts: token ids.
-        settings: of the answers.
+        settings: settings of the answers.
         images: references of the images of each prompt; empty where no prompt has any.
 
     Raises:
@@ -187,7 +187,7 @@ def read_jsonl(
         lines: one row each.
         where: they are from, for messages.
         prompt_key: column of the prompt.
-        image_folder: of relative paths; None: the working directory.
+        image_folder: folder of relative paths; None: the working directory.
 
     Raises:
         ValueError: a line is not such a row; the message has its number.

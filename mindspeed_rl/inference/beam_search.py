@@ -22,7 +22,7 @@ class BeamSettings:
         length_penalty: a finished sequence scores its log-prob divided by length ** length_penalty.
         sampling: None extends by the most likely tokens; else (temperature, top_k, top_p), and a step samples without
             replacement from the product of the beams and their distributions with cut-offs, as transformers' beam sampling.
-        seed: of the samples.
+        seed: seed of the samples.
     """
 
     num_beams: int

@@ -72,7 +72,7 @@ class History:
 
         Raises:
             MalformedRowError: the template cannot render the conversation.
-            ValueError: the question alone is longer than a prompt may be.
+            ValueError: the question itself is longer than a prompt may be.
         """
         self._forget(max(0, len(self.turns) - self.max_turns))
         while True:
@@ -141,12 +141,12 @@ def run_chat(
 
     Args:
         engine: that answers.
-        history: of the conversation.
-        sampling: of the answers.
+        history: past turns of the conversation.
+        sampling: sampling parameters of the answers.
         read: reads a line after a prompt; raises EOFError at the end of the input.
         write: shows text without adding anything.
         show_thinking: thoughts are shown.
-        seed: of the run.
+        seed: seed of the run.
     """
     index = 0
     while True:
@@ -173,7 +173,7 @@ def run_chat(
                 write(f"{error}\n")
             continue
         if question.startswith("/") and question[1:].isalpha():
-            write(f"{question} is no command; there are {', '.join(COMMANDS)}.\n")
+            write(f"{question} is not a command; there are {', '.join(COMMANDS)}.\n")
             continue
         if not question:
             continue

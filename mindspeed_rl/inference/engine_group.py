@@ -12,10 +12,10 @@ from tempfile import mkdtemp
 
 from mindspeed_rl.config import MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.inference.engine_interface import Delta, Engine, Request
 from mindspeed_rl.inference.model_files import EngineSettings
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.cluster import build_worker_environment, connect_cluster
 from mindspeed_rl.runtime.fork_server import INFERENCE, TRAINING, fork_server
 from mindspeed_rl.runtime.futures import WorkerError
@@ -32,7 +32,7 @@ def _start_workers(settings: EngineSettings, platform_name: str, folder: Path) -
     """Place and start the workers of the engines.
 
     Args:
-        settings: of the engines.
+        settings: settings of the engines.
         platform_name: name of the device kind.
         folder: takes the logs.
     """

@@ -17,7 +17,7 @@ class Request:
 
     Attributes:
         prompt_ids: tokens of the prompt.
-        seed: of this answer alone: it does not depend on other requests in the batch.
+        seed: seed of this answer: it does not depend on other requests in the batch.
         allowed_ids: tokens to choose from; empty allows all.
         max_tokens: limit of generated tokens, where it differs from the sampling's.
         label, columns: the reference answer and the other columns of the row, for tools and environments.
@@ -38,9 +38,9 @@ class Delta:
     """The tokens that one engine step adds to one answer.
 
     Attributes:
-        index: of the request.
+        index: index of the request.
         token_ids: new tokens; the stop token is among them.
-        log_probs: of these tokens under the untempered model.
+        log_probs: log-probs of these tokens under the untempered model.
         finish: the reason why the answer ends here, None while it continues.
         from_tools: replies of tools; all deltas of this answer before them were an earlier turn.
     """
@@ -69,7 +69,7 @@ class Engine(Protocol):
 
         Args:
             requests: one for each answer.
-            sampling: of all answers.
+            sampling: sampling parameters of all answers.
             stop_strings: texts that end an answer; the last tokens contain the text, which the caller removes.
         """
         ...

@@ -33,7 +33,7 @@ class _HarnessSettings:
     """Settings of a task.
 
     Attributes:
-        include_path: folder with further definitions of tasks; None for those of the package alone.
+        include_path: folder with further definitions of tasks; None for only the package's own.
         num_shots: worked examples; None for the task's default.
         max_samples: limit of the questions; None takes all.
         chat_template: prompts are rendered by the tokenizer's own template.
@@ -55,9 +55,9 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
 
     Args:
         engine: that generates.
-        tokenizer: of the model.
-        name: of the task.
-        keys: of `_HarnessSettings`.
+        tokenizer: tokenizer of the model.
+        name: name of the task.
+        keys: keys of `_HarnessSettings`.
 
     Raises:
         ValueError: there is no such task, or it requires running programs, which is never allowed here.
@@ -178,7 +178,7 @@ class _HarnessModel(LM):
         return self._tokenizer.encode(text, add_special_tokens=not self._settings.chat_template)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Split the tokens of the joined text into those of both parts; blanks between the two belong to the second."""
+        """Split the tokens of the joined text into the tokens of both parts; blanks between the two belong to the second."""
         if not context:
             return [self._prefix], self._tokenizer.encode(continuation, add_special_tokens=False)
         bare = context.rstrip()

@@ -15,7 +15,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.build import BuiltModel, build_model
+from mindspeed_rl.engine.build import build_model
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights
@@ -35,7 +36,7 @@ class _Answer:
     """An answer in progress.
 
     Attributes:
-        index: of its request.
+        index: index of its request.
         max_tokens: limit of its tokens.
         token_ids: generated so far.
     """
@@ -52,14 +53,14 @@ class _Answer:
 class MegatronEngine:
     """A Megatron model with a cache of keys and values. All ranks of a replica make the same calls in one order.
 
-    Greedy answers are those of any other engine, up to rounding; sampled ones have generators of their own, not vLLM's.
+    Greedy answers are the same as from any other engine, up to rounding; sampled ones have generators of their own, not vLLM's.
     """
 
     def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
         """Join the process group (of one process where there is no other), build the model and load its weights.
 
         Args:
-            settings: of the engine.
+            settings: settings of the engine.
             model: from `open_model(settings.model)`.
             tokenizer: decodes the end of an answer for stop strings.
 
@@ -212,10 +213,10 @@ def _sample_token(
 
     Args:
         logits: [vocabulary] float32, on the host.
-        sampling: of the answer.
-        generator: of this answer alone.
+        sampling: sampling parameters of the answer.
+        generator: random generator of this answer.
         request: its prompt, and the tokens to choose from.
-        token_ids: of the answer so far.
+        token_ids: token ids of the answer so far.
     """
     log_probs = logits.log_softmax(-1)
     logits = _penalize(logits, sampling, request.prompt_ids, token_ids)

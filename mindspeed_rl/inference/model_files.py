@@ -19,8 +19,8 @@ from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.rules.engine_limits import engine_limits
 from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.run.rules.engine_limits import engine_limits
 from mindspeed_rl.scratch import make_process_folder
 
 
@@ -111,7 +111,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
     """Open a model and check it; no weights are read yet, but for the checksums of their files.
 
     Args:
-        settings: of the model.
+        settings: settings of the model.
         verified: another process has checked the files against their checksums.
 
     Raises:
@@ -205,7 +205,7 @@ class EngineSettings:
 
     Attributes:
         max_model_len: limit of prompt and answer, in tokens.
-        dtype: "auto" takes that of the checkpoint.
+        dtype: "auto" takes the checkpoint's.
         max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
         kind: vLLM, or the Megatron model itself.
         tensor_parallel_size: devices of one engine.

@@ -27,13 +27,13 @@ class PromptFormat:
     """The rendering of conversations into prompts, and the tokens that end an answer.
 
     Attributes:
-        name: of the template; None continues plain text.
+        name: name of the template; None continues plain text.
         is_chat: True when a template separates the speakers.
         stop_token_ids: the tokenizer's and the template's end tokens, those that generation_config.json names, and the user's.
         thought_marks: texts that open and close a thought.
         decoder: for answers; thought marks stay in the text.
         tools: function schemas of every conversation that has none itself.
-        image_reader: of a model of images; None for one of text.
+        image_reader: image reader of a model of images; None for a model of text.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class PromptFormat:
         """Load the template.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             name: a template's name, "hf" for the tokenizer's own, None for plain text.
             hf_folder: may contain generation_config.json.
             end_tokens, end_ids: additional tokens that end an answer, as text and by id.
-            image_reader: of a model of images.
+            image_reader: image reader of a model of images.
 
         Raises:
             ValueError: unknown template, or an end token that is not in the vocabulary.

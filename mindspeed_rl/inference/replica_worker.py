@@ -64,9 +64,9 @@ class MegatronInferenceWorker(_ReplicaWorker):
         """Join the process group, build the model and load its weights; collective over all workers.
 
         Args:
-            settings: of the engines.
+            settings: settings of the engines.
             run_id: unused; vLLM's workers need one.
-            rank: of this worker.
+            rank: rank of this worker.
         """
         # imports Megatron, which a worker of vLLM does not need
         from mindspeed_rl.inference.megatron_engine import MegatronEngine

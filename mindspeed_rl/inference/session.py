@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 from mindspeed_rl import adaptors, platform, registry
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape
-from mindspeed_rl.config.rules.engine_limits import EngineRequest, engine_obstacles
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.images import ImageReader, ImageRules
 from mindspeed_rl.data.templates import Thinking
@@ -22,6 +21,7 @@ from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 from mindspeed_rl.observability.logging import set_up_logging
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_obstacles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,7 +104,7 @@ class Session:
     """The resolved options before the engine starts.
 
     Attributes:
-        settings: of the engine, with the limit of prompt and answer.
+        settings: settings of the engine, with the limit of prompt and answer.
     """
 
     model: ModelFiles

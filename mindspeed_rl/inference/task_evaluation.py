@@ -77,7 +77,7 @@ class TaskScore:
         unscored: answers that the scorer could not score (counted as wrong), by reason.
         pass_at: number of answers k -> estimated fraction of questions that k answers solve; where there are several answers.
         majority: fraction of questions whose most frequent answer is right; None where answers cannot be compared.
-        mean_score: of all answers, where some score is neither 0 nor 1; an answer is right from a score of 1 on.
+        mean_score: mean score of all answers, where some score is neither 0 nor 1; an answer is right from a score of 1 on.
         cut_off: answers that the token limit ended.
         notes: further messages of scorers, such as missing isolation of the sandbox.
     """

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-#: "limit" is no text: the answer ended at the max tokens
+#: "limit" is not text: the answer ended at the max tokens
 Kind = Literal["thought", "answer", "tools", "limit"]
 
 

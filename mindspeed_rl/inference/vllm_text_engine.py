@@ -35,7 +35,7 @@ class VllmTextEngine(VllmEngine):
         """Build the engine and load the weights.
 
         Args:
-            settings: of the engine.
+            settings: settings of the engine.
             model: from `open_model(settings.model)`.
             tokenizer: decodes the end of an answer for stop strings.
             run_id: equal on all ranks that build engines together; needed with tensor parallelism only.
@@ -82,7 +82,7 @@ class VllmTextEngine(VllmEngine):
                 # vLLM refuses an empty list
                 allowed_token_ids=list(request.allowed_ids) or None,
                 seed=request.seed,
-                # that of the sampled token alone
+                # only the sampled token's
                 logprobs=0,
                 # text_stream makes text and stop strings of tokens, alike for every engine
                 detokenize=False,

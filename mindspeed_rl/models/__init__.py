@@ -9,10 +9,10 @@ import re
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
+from mindspeed_rl.models.model_config import HfConfig
 
 if TYPE_CHECKING:
     from mindspeed_rl.models.architecture import Architecture
-    from mindspeed_rl.models.model_config import HfConfig
 
 ARCHITECTURES: dict[str, str] = {
     "llama": "mindspeed_rl.models.llama:LLAMA",

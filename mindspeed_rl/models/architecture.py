@@ -65,7 +65,8 @@ class Architecture:
         legacy: whether Megatron's pre-core ("legacy") layout can express the model.
         read_mtp_ops: (model_config, prediction layer, expert packing) -> rows of a multi-token-prediction layer, if it has any.
         read_copies: model_config -> HF tensors that repeat another one and that Megatron does not store: {copy: owner}.
-        text_prefix: of the language model's weights in an HF checkpoint; `read_layer_ops` and the like name them with "model.".
+        text_prefix: prefix of the language model's weights in an HF checkpoint; `read_layer_ops` and the like name them with
+            "model.".
         read_tower_ops: model_config -> rows of the vision tower and its projector, if the family has one.
         add_published_tower: a language model -> the same with the tower of the published models, for plans without config.json.
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.

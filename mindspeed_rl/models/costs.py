@@ -1,4 +1,4 @@
-"""Costs of a model from its shapes alone: floating-point operations, and bytes of keys and values in a rollout engine."""
+"""Costs of a model, only from its shapes: floating-point operations, and bytes of keys and values in a rollout engine."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from mindspeed_rl.models.vision import PROJECTORS, TOWER
 #: tokens of one KV block on the CPU; a sequence takes full blocks
 _CPU_BLOCK_TOKENS = 128
 _MAX_DERIVED_BYTES = 8 << 30
-#: tokens of a chunk of linear attention (engine/sequence_layout.py)
-_LINEAR_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -52,14 +50,11 @@ class ModelFlops:
         weights += model_config.mtp_num_layers * model_config.hidden_size * model_config.vocab_size
         if (linear := model_config.linear_attention) is not None:
             attended -= len(linear.layers)
-            # products with the state: what is read, written and put out; then those inside a chunk
-            state = 3 * linear.key_head_dim * linear.value_head_dim
-            inside = _LINEAR_CHUNK * (linear.key_head_dim + linear.value_head_dim)
-            weights += len(linear.layers) * linear.num_value_heads * (state + inside)
+            weights += len(linear.layers) * linear.products_per_token
         attention = attended * model_config.num_attention_heads * head
         if (sparse := model_config.sparse_attention) is not None:
-            # full attention, of which a mask leaves some tokens; and one product of the indexer instead of two
-            attention += attended * sparse.n_heads * sparse.head_dim / 2
+            # full attention, of which a mask leaves some tokens, and the indexer
+            attention += attended * sparse.products_per_pair
         return cls(2.0 * weights, 2.0 * attention)
 
     def training(self, lengths: Iterable[int]) -> float:
@@ -77,7 +72,7 @@ class TowerCosts:
 
     Attributes:
         per_token, per_squared_token: operations of a forward pass over an image of n tokens: a * n + b * n^2.
-        block: numbers of a token that backward needs of one block; a forward pass has those of one block at a time.
+        block: numbers of a token that backward needs of one block; a forward pass has one block at a time.
         depth: blocks.
         ends: numbers of a token before the first block and after the last: pixels, and features of all levels.
     """
@@ -118,7 +113,7 @@ class TowerCosts:
 
 
 def measure_head_share(architecture: Architecture, model_config: ModelConfig, product_cost: float) -> float:
-    """Return the part of the head's products in those of an update, where its logits are in float32.
+    """Return the share of the head's products in an update's, where its logits are in float32.
 
     Its logits are computed twice, because backward computes them again, at `product_cost` times the cost of other products;
     then come two products for gradients. Other weights have one product forward and two backward.
@@ -144,7 +139,7 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
         assert model_config.kv_lora_rank is not None and model_config.qk_pos_emb_head_dim is not None
         values = model_config.num_layers * (model_config.kv_lora_rank + model_config.qk_pos_emb_head_dim)
         if (sparse := model_config.sparse_attention) is not None:
-            values += (model_config.num_layers - len(sparse.shared_layers)) * sparse.head_dim
+            values += sparse.count_cached(model_config.num_layers)
         return values * itemsize
     heads, layers = -(-model_config.num_query_groups // tensor), model_config.num_layers
     if model_config.linear_attention is not None:
@@ -153,15 +148,8 @@ def kv_bytes_per_token(model_config: ModelConfig, itemsize: int, tensor: int = 1
 
 
 def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tensor: int = 1) -> int:
-    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets.
-
-    A state is in float32; next to it are the last tokens that the convolution sees.
-    """
-    if linear is None:
-        return 0
-    state = linear.num_value_heads * linear.key_head_dim * linear.value_head_dim * 4
-    window = linear.num_key_heads * sum(linear.convolved) * (linear.conv_kernel_dim - 1) * itemsize
-    return len(linear.layers) * (state + window) // tensor
+    """Return the bytes of the states of a sequence of any length on one of `tensor` ranks; 0 without gated delta nets."""
+    return 0 if linear is None else linear.count_state_bytes(itemsize, tensor)
 
 
 def read_kv_bytes(folder: str | Path, itemsize: int) -> int:
@@ -195,13 +183,13 @@ def read_weight_bytes(folder: Path, itemsize: int) -> int:
 
 
 def cpu_cache_bytes(config: GenerateConfig, kv_bytes_per_token: int, state_bytes: int = 0) -> int:
-    """Return the cache's bytes on the CPU: those of the run file, or of `max_num_seqs` full sequences and some spare blocks.
+    """Return the cache's bytes on the CPU: from the run file, or for `max_num_seqs` full sequences and some spare blocks.
 
     Without a size in the run file they are at most 8 GiB.
 
     Args:
-        kv_bytes_per_token: of the full model.
-        state_bytes: of the states of a sequence, in the full model.
+        kv_bytes_per_token: bytes per token of the full model's KV cache.
+        state_bytes: size in bytes of the states of a sequence, in the full model.
     """
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * (1 << 30))

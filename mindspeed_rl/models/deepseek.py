@@ -34,7 +34,7 @@ from mindspeed_rl.models.weights import ROWS, Split, WeightOp
 def read_deepseek(hf_config: HfConfig, architecture: str) -> ModelConfig:
     """Return the fields that V2 and V3 spell the same way."""
     nope, rope = read_size(hf_config, "qk_nope_head_dim"), read_size(hf_config, "qk_rope_head_dim")
-    # every head has its own keys and values, whatever num_key_value_heads is; head_dim is the rotary part alone, or absent
+    # every head has its own keys and values, whatever num_key_value_heads is; head_dim is only the rotary part, or absent
     heads = {"head_dim": nope + rope, "num_key_value_heads": hf_config.get("num_attention_heads")}
     common = read_common({**hf_config, **heads}, architecture)
     if read_flag(hf_config, "attention_bias"):

@@ -32,7 +32,7 @@ _DEFAULTS: HfConfig = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
 
 
 def _read_dense(hf_config: HfConfig, architecture: str) -> ModelConfig:
-    """Return the shape of a Hunyuan; its "dynamic" frequencies with ``alpha`` are those of another base."""
+    """Return the shape of a Hunyuan; its "dynamic" frequencies with ``alpha`` follow from another base."""
     hf_config = {**_DEFAULTS, **hf_config}
     if read_flag(hf_config, "attention_bias"):
         raise ValueError("config.json sets attention_bias; Hunyuan is converted without it")

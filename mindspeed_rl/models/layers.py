@@ -129,7 +129,7 @@ class WindowedAttention(nn.Module):
     ) -> Tensor:
         """Return [s, b, n * d] from [s, b, n, d], or [t, 1, n * d] from packed [t, n, d].
 
-        Keys and values of earlier tokens may come before those of the queries, from a cache.
+        Keys and values of earlier tokens may come before the queries' own, from a cache.
         """
         if packed_seq_params is None:
             return self._attend(query, key, value)
@@ -218,11 +218,11 @@ class MultimodalRotary(nn.Module):
 
 
 class HeadsNorm(RMSNorm):
-    """RMSNorm of queries or keys over all their heads together, those of other tensor parallel ranks included.
+    """RMSNorm of queries or keys over all their heads together, with the heads of other tensor parallel ranks.
 
     Args:
-        hidden_size: of one head.
-        num_heads: of the model.
+        hidden_size: width of one head.
+        num_heads: number of heads of the model.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class HeadsNorm(RMSNorm):
         full = x.float()
         squares = full.square().sum((-2, -1), keepdim=True)
         if self.divided:
-            # the sum over ranks forward, and that of its gradients backward
+            # the sum over ranks forward, and the sum of its gradients backward
             squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares)
             squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares)
         normalized = full * torch.rsqrt(squares / self.full_size + self.eps)
@@ -280,7 +280,7 @@ class NormalizedAttention(nn.Module):
 class BiasedSoftmaxRouter(TopKRouter):
     """A router whose experts are chosen by a softmax over all of them plus a bias; chosen ones share their softmax scores.
 
-    Megatron has the bias with sigmoid scores alone: the logits are changed into those whose sigmoids are the softmax scores.
+    Megatron has the bias only with sigmoid scores: the logits are changed into those whose sigmoids are the softmax scores.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -316,7 +316,7 @@ class HeadsNormAttention(SelfAttention):
     without it releases from 0.19 refuse norms among the submodules.
 
     Args:
-        num_heads: of queries and of keys; None: no such norms.
+        num_heads: numbers of heads of queries and of keys; None: no such norms.
     """
 
     def __init__(

@@ -33,6 +33,10 @@ class RopeScaling:
     truncate: bool = True
 
 
+#: tokens that a gated delta net computes together (engine/gated_delta.py)
+LINEAR_CHUNK = 64
+
+
 @dataclass(frozen=True)
 class LinearAttention:
     """Gated delta nets of a hybrid model; the names are Megatron's, after `linear_`.
@@ -64,10 +68,36 @@ class LinearAttention:
         ratio = self.num_value_heads // self.num_key_heads
         return *self.convolved, ratio * self.value_head_dim, ratio, ratio
 
+    @property
+    def products_per_token(self) -> int:
+        """Multiplications of a token in a layer: its state is read, written and put out, then those inside a chunk."""
+        state = 3 * self.key_head_dim * self.value_head_dim
+        inside = LINEAR_CHUNK * (self.key_head_dim + self.value_head_dim)
+        return self.num_value_heads * (state + inside)
+
+    def count_saved(self, itemsize: int) -> float:
+        """Count the numbers of `itemsize` bytes that backward needs of a token in a layer.
+
+        Input of the convolution, output, gate and gated output; in float32 query and key before and after their norms, values,
+        output and its norm, and the inverse of each chunk (engine/gated_delta.py).
+        """
+        keys, values = self.num_key_heads * self.key_head_dim, self.num_value_heads * self.value_head_dim
+        wide = 4 * keys + 3 * values + LINEAR_CHUNK * self.num_value_heads
+        return self.num_key_heads * sum(self.convolved) + 3 * values + 4 / itemsize * wide
+
+    def count_state_bytes(self, itemsize: int, tensor: int = 1) -> int:
+        """Count the bytes of the states of a sequence of any length on one of `tensor` ranks.
+
+        A state is in float32; next to it are the last tokens that the convolution sees.
+        """
+        state = self.num_value_heads * self.key_head_dim * self.value_head_dim * 4
+        window = self.num_key_heads * sum(self.convolved) * (self.conv_kernel_dim - 1) * itemsize
+        return len(self.layers) * (state + window) // tensor
+
 
 @dataclass(frozen=True)
 class SparseAttention:
-    """Indexer of latent attention that attends to some tokens alone; the names are Megatron's, after `dsa_indexer_`.
+    """Indexer of latent attention that attends only to some tokens; the names are Megatron's, after `dsa_indexer_`.
 
     Each query attends to the ``topk`` tokens before it, itself included, that the indexer scores highest.
 
@@ -82,17 +112,30 @@ class SparseAttention:
     interleaved: bool = False
     shared_layers: tuple[int, ...] = ()
 
+    @property
+    def products_per_pair(self) -> float:
+        """Multiplications for two tokens in a layer; one product, where attention has the two that `ModelFlops` counts."""
+        return self.n_heads * self.head_dim / 2
+
+    def count_saved(self, itemsize: int) -> float:
+        """Count the numbers of `itemsize` bytes that backward needs of a token: queries, keys, and float32 weights."""
+        return (self.n_heads + 1) * self.head_dim + 4 / itemsize * self.n_heads
+
+    def count_cached(self, num_layers: int) -> int:
+        """Count the cached numbers of a token, the key of each indexer."""
+        return (num_layers - len(self.shared_layers)) * self.head_dim
+
 
 @dataclass(frozen=True)
 class VisionConfig:
     """Vision tower of a model with its projector, and the way in which the language model sees images.
 
     Attributes:
-        image_token_id, video_token_id: of the tokens in whose place the features of an image or a video are put.
+        image_token_id, video_token_id: ids of the tokens in whose place the features of an image or a video are put.
         patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
         merge_size: patches of this many rows and columns become one token.
-        depth, hidden_size, ffn_hidden_size, num_heads: of the tower; its blocks see `window_size` pixels of height and width
-            but for those in `full_layers`, which see the image; a window size of 0 means that all do.
+        depth, hidden_size, ffn_hidden_size, num_heads: shape of the tower; its blocks see `window_size` pixels of height and
+            width but for those in `full_layers`, which see the image; a window size of 0 means that all do.
         num_positions: learned positions, 0 where there are none.
         deepstack_layers: layers of the tower whose features are added after the first layers of the language model, too.
         rotary_sections: rotary frequencies that follow the time, the height and the width of a token.
@@ -333,7 +376,7 @@ def read_linear_attention(hf_config: HfConfig, num_layers: int) -> LinearAttenti
 
 
 def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> ModelConfig:
-    """Return the model with its sliding window, which all layers have but those of full attention.
+    """Return the model with its sliding window, which all layers have except layers of full attention.
 
     Args:
         full_every: without ``layer_types`` every so many layers end in one of full attention.
@@ -345,7 +388,7 @@ def read_windows(hf_config: HfConfig, common: ModelConfig, full_every: int) -> M
 
 
 def split_rope_parameters(hf_config: HfConfig, base: float, local_base: float) -> tuple[HfConfig, float]:
-    """Return config.json with the rotary settings of full attention alone, and the base of the layers with a window.
+    """Return config.json with only the rotary settings of full attention, and the base of the layers with a window.
 
     Args:
         base, local_base: their bases where config.json has none.
@@ -436,7 +479,7 @@ def read_common(
     ``partial_rotary_factor`` at the top level (earlier releases).
 
     Args:
-        activations: those that the architecture is defined with.
+        activations: activations that the architecture is defined with.
 
     Raises:
         ValueError: a key is missing or has a value that is not supported.

@@ -27,7 +27,7 @@ def fill_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Pat
     A role without model keys (no model block, nothing written) stays without them.
 
     Args:
-        model_config: of the config.json at `path`.
+        model_config: model config from the config.json at `path`.
         written: keys that the run file or an override sets for this role, model blocks not included.
 
     Raises:

@@ -61,7 +61,7 @@ def list_adapted_modules(targets: Iterable[str]) -> tuple[str, ...]:
     return *targets, *(others[target] for target in targets if target in others)
 
 
-# names of MindSpeed-LLM's first converter; the last is that of its checkpoints with prediction layers
+# names of MindSpeed-LLM's first converter; the last is used in its checkpoints with prediction layers
 _READ_ALIASES = (
     ("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight"),
     ("self_attention.linear_q_up_proj.", "self_attention.linear_qb."),

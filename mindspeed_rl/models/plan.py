@@ -69,7 +69,7 @@ class ModelSource:
             Megatron layout.
         iteration: which checkpoint of the folder; None for the newest.
         adapter: PEFT folder whose adapter belongs to the weights: a role with adapters trains it on, the others merge it.
-        is_start: `pretrained_checkpoint` names it: a run takes its weights alone, also where it has the state of a run.
+        is_start: `pretrained_checkpoint` names it: a run takes only its weights, also where it has the state of a run.
     """
 
     hf_folder: Path
@@ -80,7 +80,7 @@ class ModelSource:
     adapter: Path | None = None
 
     def is_resumed(self, config: MegatronConfig) -> bool:
-        """Return True where a role with these keys resumes from the checkpoint, instead of taking its weights alone."""
+        """Return True where a role with these keys resumes from the checkpoint, instead of taking only its weights."""
         return self.kind == "training" and not (config.finetune or self.is_start)
 
 

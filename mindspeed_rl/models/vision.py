@@ -68,9 +68,9 @@ class PreparedImage(Protocol):
 
 
 def read_text_config(hf_config: HfConfig) -> HfConfig:
-    """Return the config of the language model: that of `text_config`, or the config itself, with what both parts share."""
+    """Return the config of the language model: `text_config`, or the config itself, with what both parts share."""
     text = {**hf_config, **read_group(hf_config, "text_config")}
-    if "tie_word_embeddings" in hf_config:  # the whole model is tied or not, whatever its text part states alone
+    if "tie_word_embeddings" in hf_config:  # the whole model is tied or not, whatever its text part states
         text["tie_word_embeddings"] = hf_config["tie_word_embeddings"]
     for name in ("rope_scaling", "rope_parameters"):
         rope = dict(read_group(text, name))
@@ -175,10 +175,10 @@ def add_vision(
     """Return the family of models with a language model of another family and a vision tower.
 
     Args:
-        name, hf_class, upstream_names, read_model_config: of the new family.
+        name, hf_class, upstream_names, read_model_config: names of the new family and the reader of its config.json.
         list_tower_shapes: name -> shape of each weight of the tower and its projectors.
         add_published_tower: as of `Architecture`.
-        text_prefix, tower_prefix: of the weights in an HF checkpoint.
+        text_prefix, tower_prefix: prefixes of the weights of language model and tower in an HF checkpoint.
     """
     return replace(
         text,

@@ -53,7 +53,7 @@ class MemorySource:
 class _Packing(ABC):
     """A change of HF tensors (or equal slices of them) into a Megatron tensor (or shard), and back.
 
-    Chunks are tensors whose bytes, one after the other, are those of the result: views of the input where possible.
+    Chunks are tensors whose bytes, one after the other, are the result's: views of the input where possible.
     """
 
     @abstractmethod
@@ -220,7 +220,7 @@ class DropAxis(_Packing):
 
 @dataclass(frozen=True)
 class _GroupedPacking(_Packing):
-    """The weights of several experts in one tensor, of which those of each expert are views with strides."""
+    """The weights of several experts in one tensor; each expert's weights are a view with strides."""
 
     num_experts: int
 
@@ -337,7 +337,7 @@ class Split:
         if self.blocks == 1 and not self.sections:
             full = concatenate(shards, self.dim)
         else:
-            # a shard has its slice of every block: the slices of the first block come before those of the second
+            # a shard has its slice of every block: the slices of the first block come before the slices of the second
             sizes = self.part_rows(len(shards) * shards[0].shape[self.dim], len(shards))
             slices = [shard.split(sizes, dim=self.dim) for shard in shards]
             full = concatenate([of_shard[block] for block in range(len(sizes)) for of_shard in slices], self.dim)
@@ -444,7 +444,7 @@ class WeightOp:
         return {name: self.splits[i].join_chunks([u[i] for u in unpacked]) for i, name in enumerate(self.hf)}
 
     def shard_shape(self, num_shards: int = 1) -> tuple[int, ...]:
-        """Return the shape of one rank's shard; with 1 that of the full (padded) tensor."""
+        """Return the shape of one rank's shard; with 1 the shape of the full (padded) tensor."""
         shapes = [split.shard_shape(shape, num_shards) for split, shape in zip(self.splits, self.shapes)]
         return self.packing.shape(shapes)
 

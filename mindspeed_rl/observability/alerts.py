@@ -12,7 +12,7 @@ from typing import Literal
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History, Series
 
-#: iterations that count as the present, and iterations after which a reward of 0 is no bad luck
+#: iterations that count as the present, and iterations after which a reward of 0 is not bad luck
 _RECENT, _FEW = 10, 5
 #: KL divergence to the reference, in nats a token, beyond which a policy is another model
 _FAR_NATS = 1.0
@@ -45,7 +45,7 @@ def find_alerts(history: History, completions: Sequence[CompletionRecord] = ()) 
 
     Args:
         history: metrics of the iterations.
-        completions: of completions.jsonl.
+        completions: rows of completions.jsonl.
     """
     alerts = [alert for check in _CHECKS for alert in check(history)]
     explained = {kind for alert in alerts for kind in _EXPLAINS.get(alert.kind, ())}
@@ -194,7 +194,7 @@ def _check_kl(history: History) -> Iterator[Alert]:
 def _check_spread(history: History) -> Iterator[Alert]:
     series = history.finite("rewards/groups_without_spread", "reward/zero_std_groups")
     iterations, values = series.x, series.y
-    # three iterations in sequence: one batch of prompts that are too easy is no anomaly
+    # three iterations in sequence: one batch of prompts that are too easy is not an anomaly
     if len(values) >= 3 and min(values[-3:]) >= 0.9:
         is_solved = _is_solved(history)
         yield Alert(

@@ -16,15 +16,15 @@ class Tokens:
 
     Attributes:
         ids: as sampled.
-        texts: of each token; together they are the response.
-        log_probs: of the rollout.
-        advantages: of each token.
+        texts: text of each token; together they are the response.
+        log_probs: log-probs from the rollout.
+        advantages: advantage of each token.
         loss_mask: False where a token does not train.
-        trainer_log_probs: of the trainer before the update, where it computed them.
+        trainer_log_probs: log-probs from the trainer before the update, where it computed them.
         weights: importance weight, exp(trainer - rollout).
         versions: weight version that each token was sampled from.
-        ratios: of the policy at the start of the update's last step to the one before the update, as the loss takes them (of
-            the full response where it counts sequences).
+        ratios: ratios of the policy at the start of the update's last step to the one before the update, as the loss takes
+            them (of the full response where it counts sequences).
         clipped: True where the loss clipped the token's policy gradient in that step.
         sampled: False where a tool or the environment wrote the token.
     """
@@ -51,7 +51,7 @@ class Completion:
         response: its text.
         reward: total reward; None for a response that could not be scored.
         parts: unweighted score by verifier.
-        advantage: of its tokens (their mean where they differ).
+        advantage: advantage of its tokens (their mean where they differ).
         extra: more fields: label, length, finish reason, tool calls.
         group: index of the prompt in the batch.
         sample: index of the response among those to the prompt.

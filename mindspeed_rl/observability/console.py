@@ -54,7 +54,7 @@ _COLUMNS: tuple[tuple[str, str, str], ...] = (
     ("timing/all", "s", ".2f"),
 )
 
-#: phases whose seconds follow those of the iteration, in brackets: timer, label
+#: phases whose seconds follow the iteration's, in brackets: timer, label
 _PHASES: tuple[tuple[str, str], ...] = (
     ("timing/rollout", "rollout"),
     ("timing/rule_reward", "reward"),
@@ -99,7 +99,7 @@ def format_summary(
     Args:
         history: metrics of the iterations; empty for a run that ended before its first.
         outcome: as in the report.
-        seconds: of this part of the run.
+        seconds: duration of this part of the run.
         planned: iterations of a complete run.
         report: its path.
     """

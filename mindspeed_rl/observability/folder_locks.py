@@ -88,7 +88,7 @@ def _lock(file: Path) -> int:
 
 
 def _release(file: Path, descriptor: int) -> None:
-    # removed while it is locked: who opens it now sees that it is another file than that of the name
+    # removed while it is locked: who opens it now sees that the name has another file
     with contextlib.suppress(OSError):
         file.unlink()
     os.close(descriptor)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-#: folder of these files in that of the run
+#: folder of these files in the run folder
 FOLDER = "alive"
 #: interval in which a process checks for a request
 _CHECK_S = 0.5
@@ -31,7 +31,7 @@ _Recorder = Callable[[], Mapping[str, object]]
 def heartbeat_file(folder: Path, name: str, kind: str) -> Path:
     """Return the file of this kind (.json, .stacks, .recorder) of the process with this name.
 
-    The file "request" without a kind is that of all processes: it is written anew to request stacks.
+    The file "request" without a kind is for all processes: it is written anew to request stacks.
     """
     return folder / FOLDER / f"{name.replace(' ', '_')}{kind}"
 
@@ -49,8 +49,8 @@ class _Heartbeat:
         """Write the first record and start the thread.
 
         Args:
-            folder: of the run.
-            name: of the process in messages, for example worker 0.
+            folder: run folder.
+            name: name of the process in messages, for example worker 0.
             interval_s: between two beats.
             recorder: reads the flight recorder of the collectives.
         """
@@ -80,7 +80,7 @@ class _Heartbeat:
         self._write()
 
     def end(self) -> None:
-        """Note that the process has ended regularly, so that its silence is no fault."""
+        """Note that the process has ended regularly, so that its silence is not a fault."""
         self._end.set()
         self.set("ended")
 

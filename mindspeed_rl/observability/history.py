@@ -52,7 +52,7 @@ class History:
 
     Attributes:
         iterations: ascending, from 1.
-        series: of each metric, in order of appearance; iteration 0 is the evaluation before the first one.
+        series: series of each metric, in order of appearance; iteration 0 is the evaluation before the first one.
     """
 
     def __init__(self, records: Iterable[Record] = ()) -> None:

@@ -118,7 +118,7 @@ class Metrics(dict[str, Metric]):
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
-    """Return one `Metrics` over all parts; `last` is that of the last part."""
+    """Return one `Metrics` over all parts; `last` is the last part's."""
     total = Metrics()
     for part in parts:
         total.merge(part)

@@ -61,7 +61,7 @@ class StalledCollective:
 
     Attributes:
         group: name of the group of ranks.
-        number: of the collective in its group, from 1; a field of `doctor --hang --json`.
+        number: number of the collective in its group, from 1; a field of `doctor --hang --json`.
         kind: "all_reduce" and so on.
         waiting: ranks that are in it.
         late: ranks of the group that have not entered it, as far as their recorders were read.
@@ -81,7 +81,7 @@ class StalledCollective:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """The status of one process; its fields are those of `doctor --hang --json`.
+    """The status of one process, with the fields of `doctor --hang --json`.
 
     Attributes:
         name: used in messages, for example worker 0.
@@ -92,7 +92,7 @@ class ProcessStatus:
         doing, since: its phase, and the start of it (seconds since the epoch).
         place: the line of ours that it runs, and the innermost one; empty without stacks.
         last_collective: described; empty without one.
-        record: of its collectives.
+        record: record of its collectives.
     """
 
     name: str
@@ -128,8 +128,8 @@ def read_statuses(folder: Path, *, names: Iterable[str] | None = None) -> list[P
     """Read the status of all processes with a heartbeat, in the order of their names; the processes are not contacted.
 
     Args:
-        folder: of the run.
-        names: of these processes alone.
+        folder: run folder.
+        names: names of the only processes to read.
     """
     paths = [heartbeat_file(folder, name, ".json") for name in names] if names is not None else (folder / FOLDER).glob("*.json")
     statuses = [status for path in paths if (status := _read_status(path)) is not None]
@@ -147,7 +147,7 @@ def collect_statuses(folder: Path, *, patience_s: float = 5.0) -> list[ProcessSt
     A process of this machine that does not answer gets a signal, at which the interpreter itself writes its stacks.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         patience_s: time that the processes have to answer.
     """
     before = {item.name: item for item in read_statuses(folder)}
@@ -206,7 +206,7 @@ def remove_status_files(folder: Path, names: Iterable[str]) -> None:
 
 
 def terminate_processes(folder: Path, names: Iterable[str], *, grace_s: float = 3.0) -> list[str]:
-    """Wait for the end of those of these processes that are on this machine, then kill them; return the names of the killed.
+    """Wait for the end of the processes among these that are on this machine, then kill them; return the names of the killed.
 
     Ray requests a worker to exit, which a stopped process never does.
     """

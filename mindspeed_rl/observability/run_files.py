@@ -49,11 +49,11 @@ class RunFiles:
     """The contents of a run folder.
 
     Attributes:
-        folder: of the run.
-        history: of metrics.jsonl.
-        completions: of completions.jsonl, in order; the last `_MAX_COMPLETIONS`.
-        examples: of examples.jsonl, in order.
-        events: of timeline.json; of the last `_TIMELINE_ITERATIONS`.
+        folder: run folder.
+        history: history from metrics.jsonl.
+        completions: rows of completions.jsonl, in order; the last `_MAX_COMPLETIONS`.
+        examples: rows of examples.jsonl, in order.
+        events: events of timeline.json, from the last `_TIMELINE_ITERATIONS`.
         report: report.json; incomplete while the run goes.
     """
 
@@ -75,7 +75,7 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     """Read a run folder, also of a run that goes or died.
 
     Args:
-        folder: of the run.
+        folder: run folder.
         may_be_empty: also of a run that has not begun.
 
     Raises:
@@ -104,11 +104,11 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
     """Yield the objects of a JSONL file, none without a file; skip a last line that a killed run left half-written.
 
     Raises:
-        ValueError: another line is no JSON object; names file and line.
+        ValueError: another line is not a JSON object; names file and line.
     """
     if not path.exists():
         return
-    # newlines alone end a line: a model's text may hold U+2028, which JSON leaves as it is
+    # only newlines end a line: a model's text may hold U+2028, which JSON leaves as it is
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for index, line in enumerate(lines, 1):
             if not line.strip():
@@ -118,9 +118,9 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
             except json.JSONDecodeError as error:
                 if not line.endswith("\n"):
                     return
-                raise ValueError(f"{path}, line {index} is no JSON: {error.msg}.") from None
+                raise ValueError(f"{path}, line {index} is not JSON: {error.msg}.") from None
             if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {index} is no JSON object.")
+                raise ValueError(f"{path}, line {index} is not a JSON object.")
             yield record
 
 

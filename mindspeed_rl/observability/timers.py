@@ -149,7 +149,7 @@ class OperatorTime:
     """One operator over a full profile.
 
     Attributes:
-        name: of the operator.
+        name: name of the operator.
         calls: number of calls.
         host_us, device_us: microseconds of its own, without the operators that it calls.
         memory_bytes: allocated less freed by itself; 0 where that was not recorded.

@@ -180,7 +180,7 @@ class _JsonlTracker:
         Args:
             iteration: from 1.
             metrics: its values.
-            is_pending: before the iteration's save: write the pending file alone.
+            is_pending: before the iteration's save: write only the pending file.
         """
         record = {"iteration": iteration} | {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         try:
@@ -375,7 +375,7 @@ class Trackers:
         Args:
             iteration: from 1.
             metrics: its values.
-            is_pending: before the iteration's save: write them to the pending file of metrics.jsonl alone.
+            is_pending: before the iteration's save: write them only to the pending file of metrics.jsonl.
         """
         self.lines.log(iteration, metrics, is_pending=is_pending)
         if not is_pending:

@@ -1,4 +1,4 @@
-"""Memory and time of a run before a device is booked: shapes and formulas alone, no torch.
+"""Memory and time of a run before a device is booked: only shapes and formulas, no torch.
 
 | file | content |
 |---|---|

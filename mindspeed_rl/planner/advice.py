@@ -1,4 +1,4 @@
-"""Changes after which a run fits, nearest first: those that cost nothing, those that cost time, those of the layout."""
+"""Changes after which a run fits, nearest first: changes that cost nothing, changes that cost time, other layouts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 _MAX_SHOWN = 5
 _MAX_ROUNDS = 6
@@ -35,7 +37,7 @@ class Change:
 
 
 def find_changes_to_fit(
-    tree: Mapping[str, object], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int = 1
+    tree: Mapping[str, object], run: Run, plan: MemoryPlan, device: Device
 ) -> list[Change]:
     """Return single changes after which the run fits, nearest first; where none is enough, one set of changes.
 
@@ -43,20 +45,19 @@ def find_changes_to_fit(
 
     Args:
         tree: the run file as `compose` gives it.
-        cfg: the same, read.
+        run: its draft.
         plan: its memory.
         device: kind of the devices.
-        num_nodes: machines of the run.
     """
     if plan.verdict == "fits":
         return []
-    changes = (_apply(tree, values, costs, device, num_nodes) for values, costs in _list_candidates(cfg))
+    changes = (_apply(tree, values, costs, device, run.num_nodes) for values, costs in _list_candidates(run))
     enough = [change for change in changes if change is not None and change.plan.verdict == "fits"]
-    return enough[:_MAX_SHOWN] or _combine(tree, cfg, plan, device, num_nodes)
+    return enough[:_MAX_SHOWN] or _combine(tree, run, plan, device)
 
 
 def find_relieving_changes(
-    tree: Mapping[str, object], cfg: RunConfig, phase: str, device: Device, num_nodes: int = 1
+    tree: Mapping[str, object], run: Run, phase: str, device: Device
 ) -> list[Change]:
     """Return single changes after a phase ran out of memory, nearest first.
 
@@ -65,9 +66,9 @@ def find_relieving_changes(
     Raises:
         ValueError: the run cannot be planned.
     """
-    plan = plan_memory(cfg, device, num_nodes)
+    plan = plan_memory(run, device)
     if plan.verdict != "fits":
-        return find_changes_to_fit(tree, cfg, plan, device, num_nodes)
+        return find_changes_to_fit(tree, run, plan, device)
 
     def count_bytes(planned: MemoryPlan) -> int:
         """Return the bytes of the fullest device in the phase, or of the peak, without those that no key changes."""
@@ -75,19 +76,19 @@ def find_relieving_changes(
         return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in phases)
 
     limit = 0.9 * count_bytes(plan)
-    changes = (_apply(tree, values, costs, device, num_nodes) for values, costs in _list_candidates(cfg))
+    changes = (_apply(tree, values, costs, device, run.num_nodes) for values, costs in _list_candidates(run))
     return [change for change in changes if change is not None and count_bytes(change.plan) < limit][:_MAX_SHOWN]
 
 
-def _combine(tree: Mapping[str, object], cfg: RunConfig, plan: MemoryPlan, device: Device, num_nodes: int) -> list[Change]:
+def _combine(tree: Mapping[str, object], run: Run, plan: MemoryPlan, device: Device) -> list[Change]:
     """Take in each round the first candidate that frees a good part of the fullest device, until the run fits."""
     best: Change | None = None
     for _ in range(_MAX_ROUNDS):
         step: Change | None = None
-        for values, costs in _list_candidates(cfg):
+        for values, costs in _list_candidates(run):
             if best is not None:
                 values, costs = best.values | values, f"{best.costs}; {costs}"
-            change = _apply(tree, values, costs, device, num_nodes)
+            change = _apply(tree, values, costs, device, run.num_nodes)
             if change is None or not _is_better(change.plan, plan):
                 continue
             if change.plan.verdict == "fits":
@@ -97,7 +98,8 @@ def _combine(tree: Mapping[str, object], cfg: RunConfig, plan: MemoryPlan, devic
         if step is None:
             break
         best, plan = step, step.plan
-        cfg = build_run_config(apply_values(tree, step.values), config_name=cfg.config_name, config_dir=cfg.config_dir)
+        names = {"config_name": run.config.config_name, "config_dir": run.config.config_dir}
+        run = draft(build_run_config(apply_values(tree, step.values), **names), run.num_nodes)
     return [] if best is None else [best]
 
 
@@ -110,19 +112,19 @@ def _is_better(new: MemoryPlan, old: MemoryPlan) -> bool:
 def _apply(tree: Mapping[str, object], values: dict[str, object], costs: str, device: Device, num_nodes: int) -> Change | None:
     """Return the change; None where the run file would break a rule."""
     try:
-        cfg = build_run_config(apply_values(tree, values))
-        if not is_valid(cfg, num_nodes) or unavailable(cfg):
+        run = draft(build_run_config(apply_values(tree, values)), num_nodes)
+        if not is_valid(run) or unavailable(run):
             return None
-        return Change(values, costs, plan_memory(cfg, device, num_nodes))
+        return Change(values, costs, plan_memory(run, device))
     except (ConfigError, ValueError):
         return None
 
 
-def _list_candidates(cfg: RunConfig) -> Iterator[_Candidate]:
-    yield from _candidates_without_cost(cfg)
-    yield from _candidates_for_time(cfg)
-    yield from _candidates_of_layout(cfg)
-    yield from _candidates_of_dedicated_roles(cfg)
+def _list_candidates(run: Run) -> Iterator[_Candidate]:
+    yield from _candidates_without_cost(run.config)
+    yield from _candidates_for_time(run.config)
+    yield from _candidates_of_layout(run.config)
+    yield from _candidates_of_dedicated_roles(run)
 
 
 def _candidates_without_cost(cfg: RunConfig) -> Iterator[_Candidate]:
@@ -197,11 +199,12 @@ def _candidates_of_layout(cfg: RunConfig) -> Iterator[_Candidate]:
             yield values, costs
 
 
-def _candidates_of_dedicated_roles(cfg: RunConfig) -> Iterator[_Candidate]:
+def _candidates_of_dedicated_roles(run: Run) -> Iterator[_Candidate]:
     """Yield changes of the keys of models on dedicated devices, for which the actor's keys do nothing."""
+    cfg = run.config
     for role in ("critic", "ref", "reward"):
         group, config = f"{role}_config", getattr(cfg, f"{role}_config")
-        if role not in cfg.placement.dedicated or config is None or config is cfg.actor_config:
+        if role not in run.placement.dedicated or config is None or config is cfg.actor_config:
             continue
         if role == "critic" and config.recompute_granularity != "full":
             yield _recompute_all(group, config), "a third more operations in its update"

@@ -31,7 +31,7 @@ class Assumption:
     """A number that a plan takes as given.
 
     Attributes:
-        source: of the value.
+        source: source of the value.
         is_unverified: no run on an NPU has confirmed it.
     """
 

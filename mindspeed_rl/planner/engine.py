@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from mindspeed_rl.config.placement import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
+from mindspeed_rl.config.device_limits import HEAD_ROWS, PACKED_ELEMENTS, engine_adapter_rank
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import (
     TowerCosts,
@@ -68,7 +68,7 @@ class Engine:
 
 def plan_engine(run: RunShape) -> Engine | None:
     """Compute the bytes of a rank of the run's engines; None without rollouts."""
-    generate, engines = run.generate, run.cfg.placement.engines
+    generate, engines = run.generate, run.placement.engines
     if generate is None or engines is None:
         return None
     model_config, architecture = run.actor.plan.model_config, run.actor.plan.architecture
@@ -100,13 +100,13 @@ def plan_engine(run: RunShape) -> Engine | None:
     if model_config.moe_layers:
         inner = model_config.moe_router_topk * (model_config.moe_ffn_hidden_size or 0)
     step = int(rows * (4 * model_config.hidden_size + 3 * inner / tensor) * itemsize)
-    # the sampler's rows, those of drafts included: logits, their float32 form and the log-probs, of the full vocabulary
+    # the sampler's rows, with the drafts' rows: logits, their float32 form and the log-probs, of the full vocabulary
     sampled = 1 + int(str((generate.drafts or {}).get("num_speculative_tokens") or 0))
     step += min(generate.max_num_seqs * sampled, rows) * model_config.vocab_size * 12
     if itemsize == 2 and (generate.fp32_lm_head or run.cfg.actor_config.fp32_lm_head):
         step += 4 * model_config.hidden_size * min(HEAD_ROWS, model_config.vocab_size // tensor)
     if (tower := TowerCosts.count(architecture, model_config)) is not None:
-        # images of a step, at most its tokens or those of one prompt; their features wait for the prompt's tokens
+        # images of a step, at most its tokens or one prompt's tokens; their features wait for the prompt's tokens
         images = min(max(rows, run.count_image_tokens(run.actor)), generate.max_num_seqs * run.count_image_tokens(run.actor))
         step += int(images * (tower.block / tensor + tower.ends) * itemsize)
     problem = ""

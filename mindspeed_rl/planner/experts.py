@@ -32,7 +32,7 @@ def place_experts(counts: Sequence[Sequence[int]], num_devices: int) -> list[_La
 
     Args:
         counts: [layers, experts] tokens.
-        num_devices: of an expert group.
+        num_devices: number of devices of an expert group.
 
     Raises:
         ValueError: the number of devices does not divide the experts.

@@ -16,13 +16,14 @@ from typing import Any
 
 from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.rules.validation import is_valid, unavailable
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 #: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")
@@ -54,7 +55,7 @@ class FitRequest:
     Attributes:
         block: the model block's keys; `model` is its name.
         prompt, response: maximum tokens.
-        prompts, samples: of an iteration, and of a prompt.
+        prompts, samples: number of prompts of an iteration, and of samples of a prompt.
     """
 
     model: str
@@ -285,11 +286,11 @@ class _Search:
         """Plan a layout; None where the values break a rule."""
         nodes = self._request.num_nodes
         try:
-            cfg = build_run_config(apply_values(tree, values), config_name="fit")
-            if not is_valid(cfg, nodes) or unavailable(cfg):
+            run = draft(build_run_config(apply_values(tree, values), config_name="fit"), nodes)
+            if not is_valid(run) or unavailable(run):
                 return None
-            memory = plan_memory(cfg, self._device, nodes)
-            return memory, plan_time(cfg, self._device, nodes, samples=self._samples, efficiency=self._efficiency)
+            memory = plan_memory(run, self._device)
+            return memory, plan_time(run, self._device, samples=self._samples, efficiency=self._efficiency)
         except ValueError:  # a ConfigError is one
             return None
 

@@ -1,13 +1,13 @@
 """Bytes of a device by owner and phase.
 
-The phases are those of `config/phases.py`, with the owners that are on the device in each: training state that the run file
+The phases are named as in `run/phases.py`, with the owners that are on the device in each: training state that the run file
 offloads leaves before a weight sync and returns model by model; reference and critic are offloaded after their pass or update.
 
 Bytes of activations are a model, not a count. For each token of a layer backward needs (arXiv:2205.05198, without dropout and
 with attention that saves no scores): the inputs of both norms and of both first projections (4 hidden; divided by TP with
 sequence parallelism), query, key, value and the output of attention (divided by TP), and three widths of the gated MLP
 (divided by TP). An expert layer saves, for each token that its rank receives, the input of its expert and four of the expert's
-widths. Recomputed layers save their input alone. A vision tower saves as much for each patch of the images of a micro-batch
+widths. Recomputed layers save only their input. A vision tower saves as much for each patch of the images of a micro-batch
 where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks at a time.
 """
 
@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.keys.megatron import parse_group_buffers
-from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.config.placement import HEAD_ROWS
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.costs import TowerCosts, cpu_cache_bytes, read_kv_bytes, read_weight_bytes
 from mindspeed_rl.models.model_config import ModelConfig
@@ -30,6 +29,8 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 
 _MIB = 1 << 20
 
@@ -37,7 +38,7 @@ _MIB = 1 << 20
 FRAGMENTATION = 0.05
 #: buffers of a communicator: one to send, one to receive
 HCCL_BUFFERS = 2
-#: tokens of the busiest expert rank over those of an even split: in one layer, and over the layers of a stage
+#: tokens of the busiest expert rank divided by the tokens of an even split: in one layer, and over the layers of a stage
 EXPERT_IMBALANCE = 1.5
 MEAN_EXPERT_IMBALANCE = 1.2
 
@@ -78,7 +79,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """Devices with equal bytes: those of a pipeline stage, or of a role.
+    """Devices with equal bytes: a pipeline stage's, or a role's.
 
     Attributes:
         ranks: ranges of their ranks, as text.
@@ -131,7 +132,7 @@ class MemoryPlan:
         return "tight" if self.fullest.peak.total <= self.capacity else "over"
 
     def only(self, *names: str) -> MemoryPlan:
-        """Return the plan of these phases alone."""
+        """Return the plan of only these phases."""
         groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
         return replace(self, groups=tuple(one for one in groups if one.phases))
 
@@ -141,13 +142,13 @@ class MemoryPlan:
         return replace(self.only(*left), problems=())
 
 
-def plan_memory(cfg: RunConfig, device: Device, num_nodes: int = 1) -> MemoryPlan:
+def plan_memory(draft: Run, device: Device) -> MemoryPlan:
     """Compute the bytes of every device of a run.
 
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    run = read_shape(cfg, device, num_nodes)
+    run = read_shape(draft, device)
     engine = plan_engine(run)
     fixed = dict(zip(Phase.FIXED, (device.driver, device.runtime, _communicator_bytes(run)), strict=True))
     stages = run.actor.plan.layout.pp
@@ -186,15 +187,15 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
         return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
-    generate, objective = run.generate, run.cfg.objective
+    generate, objective = run.generate, run.objective
     assert generate is not None and run.cfg.rl_config is not None and objective is not None
     resident = _resident_bytes(run, weights, state, others)
-    disaggregated = run.cfg.placement.disaggregated
+    disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
     # packed weights exist from the first responses to the next weight sync, or to a release of the engine's memory
     generating = {} if disaggregated else {**serving, "packed weights": engine.packed}
     also = {} if run.device.sleeps or generate.offload_train_param else generating
-    judge = {} if run.cfg.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
+    judge = {} if run.placement.layouts.get("judge", run.sizes.actor).dedicated else count_judge_bytes(run)
     # its processes are there in all phases, and without a sleep mode the engines too
     resident |= ({"judge process": run.device.runtime} if judge else {}) | ({} if run.device.sleeps else judge)
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
@@ -235,7 +236,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
 def count_judge_bytes(run: RunShape) -> dict[str, int]:
     """Return the bytes of the engine of a judge that the run serves on each of its devices; none without one."""
     rl, device = run.cfg.rl_config, run.device
-    if rl is None or rl.served_judge is None or "judge" not in run.cfg.placement.layouts:
+    if rl is None or rl.served_judge is None or "judge" not in run.placement.layouts:
         return {}
     folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
     if not (folder / "config.json").is_file():
@@ -260,13 +261,13 @@ def _serving_bytes(engine: Engine) -> dict[str, int]:
 def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int]) -> list[DeviceGroup]:
     """Return the devices of rollout servers that the run starts itself, and of other roles with dedicated devices."""
     groups: list[DeviceGroup] = []
-    count = run.cfg.placement.dedicated.get("rollout")
+    count = run.placement.dedicated.get("rollout")
     if engine is not None and count is not None:
         serving = _serving_bytes(engine)
         generate = _make_phase(Phases.GENERATE.memory, fixed, serving, {"packed weights": engine.packed})
         push = _make_phase(Phases.PUSH_WEIGHTS.memory, fixed, serving, {"push buckets": _bucket_bytes(run)})
         groups.append(DeviceGroup("rollout", f"{count} of their own", count, (generate, push)))
-    if (judges := run.cfg.placement.dedicated.get("judge")) and (judge := count_judge_bytes(run)):
+    if (judges := run.placement.dedicated.get("judge")) and (judge := count_judge_bytes(run)):
         phase = _make_phase(Phases.JUDGE.memory, fixed, judge)
         groups.append(DeviceGroup("judge", f"{judges} of their own", judges, (phase,)))
     # all teachers share the devices of the first
@@ -405,7 +406,7 @@ def _communicator_bytes(run: RunShape) -> int:
     }
     if config.num_experts:
         groups |= {"ep": expert, "tp_ep_mp": expert * inner, "ep_dp": run.actor.expert_dp}
-    placement = run.cfg.placement
+    placement = run.placement
     if run.generate is not None and placement.disaggregated:
         groups["push"] = layout.num_npus + run.sizes.rollout.num_npus
     elif run.generate is not None and placement.engines is not None:
@@ -434,7 +435,7 @@ class _LayerBytes:
     Attributes:
         saved: for backward of a micro-batch, in a layer that is not recomputed.
         input: saved by a recomputed layer.
-        index: of its indexer, which the layers after it keep until backward.
+        index: bytes of the tokens that its indexer chooses, which the layers after it keep until backward.
     """
 
     saved: float
@@ -452,8 +453,8 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     heads, width = model_config.num_attention_heads, model_config.kv_channels
     index = 0.0
     if (sparse := model_config.sparse_attention) is not None:
-        # queries and keys, and float32 weights of the heads; each context-parallel rank has those of all tokens
-        index = config.context_parallel_size * ((sparse.n_heads + 1) * sparse.head_dim + 4 / itemsize * sparse.n_heads)
+        # each context-parallel rank has those of all tokens
+        index = config.context_parallel_size * sparse.count_saved(itemsize)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
@@ -461,11 +462,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
         if layer not in model_config.layers_without_indexer:
             attention += index
     elif linear is not None and layer in linear.layers:
-        keys, values = linear.num_key_heads * linear.key_head_dim, linear.num_value_heads * linear.value_head_dim
-        # input of the convolution, output, gate and gated output; in float32 query and key before and after their norms,
-        # values, output and its norm, and the inverse of each chunk (engine/gated_delta.py)
-        wide = 4 * keys + 3 * values + 64 * linear.num_value_heads
-        attention = (linear.num_key_heads * sum(linear.convolved) + 3 * values + 4 / itemsize * wide) / tp
+        attention = linear.count_saved(itemsize) / tp
     else:
         attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
         if model_config.attention_output_gate:
@@ -498,9 +495,10 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
 
     Args:
         config: keys of the role.
-        plan: of the model.
-        tokens: of a micro-batch of one replica.
-        micro_batches: of an optimizer step on one replica; the schedule limits how many of them a stage has in flight.
+        plan: plan of the model.
+        tokens: number of tokens of a micro-batch of one replica.
+        micro_batches: number of micro-batches of an optimizer step on one replica; the schedule limits how many of them a
+            stage has in flight.
         stage: index of the pipeline stage.
     """
     layout, model_config = plan.layout, plan.model_config

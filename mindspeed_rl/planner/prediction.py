@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.config import Run, RunConfig
+from mindspeed_rl.config import RunConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
@@ -22,6 +22,8 @@ from mindspeed_rl.planner.devices import GIB, Device, find_device
 from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 
 #: totals that a run measures, by phase
 _TOTALS = {"generate": "memory/generate_gib", "update": "memory/peak_gib"}
@@ -47,14 +49,13 @@ class _Prediction:
         device: kind of device that it is made for.
         summary: verdict, peak and seconds of an iteration in a line, or why nothing is predicted.
         seconds: by phase.
-        gib: of the fullest device, by phase and owner.
-        totals: of the fullest device by phase, as far as the run measures it.
+        gib: memory of the fullest device in GiB, by phase and owner.
+        totals: total memory of the fullest device by phase, as far as the run measures it.
         assumed: sentences about the numbers that are taken as given.
         missing: why nothing is predicted; empty where something is.
     """
 
-    cfg: RunConfig
-    num_nodes: int
+    run: Run
     device: str = ""
     summary: str = ""
     seconds: dict[str, _Range] = field(default_factory=dict)
@@ -72,9 +73,9 @@ class _Prediction:
         """
         if self.missing:
             return {"missing": self.missing}
-        device, medians = find_device(self.cfg), _compute_later_medians(history)
+        device, medians = find_device(self.run.config), _compute_later_medians(history)
         try:
-            plan = plan_time(self.cfg, device, self.num_nodes, samples=_measure_samples(self.cfg, medians))
+            plan = plan_time(self.run, device, samples=_measure_samples(self.run.config, medians))
         except ValueError as error:
             return {"missing": str(error)}
         rows = [
@@ -90,7 +91,7 @@ class _Prediction:
                 if owner not in Phase.EXACT and not device.sleeps:
                     continue
                 names = [f"memory/{phase}/{owner}_gib"]
-                if phase == "update":  # supervised stages measure it under the owner's name alone
+                if phase == "update":  # supervised stages measure it only under the owner's name
                     names.append(f"memory/{owner}_gib")
                 names = [name.replace(" ", "_").lower() for name in names]  # as `runtime/device_memory.py` names them
                 measured = next((medians[name] for name in names if name in medians), None)
@@ -100,10 +101,10 @@ class _Prediction:
 
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
-        cfg = self.cfg
+        cfg = self.run.config
         tree = _build_run_tree(dataclasses.asdict(cfg), cfg.as_written())
         try:
-            changes = find_relieving_changes(tree, cfg, phase, find_device(cfg), self.num_nodes)
+            changes = find_relieving_changes(tree, self.run, phase, find_device(cfg))
         except ValueError as error:
             return f"What would fit cannot be said: {error}"
         settings = [
@@ -120,13 +121,12 @@ def predict(run: Run) -> _Prediction:
     cfg = run.config
     try:
         device = find_device(cfg)
-        memory, time = plan_memory(cfg, device, run.num_nodes), plan_time(cfg, device, run.num_nodes)
+        memory, time = plan_memory(run, device), plan_time(run, device)
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
-        return _Prediction(cfg, run.num_nodes, summary=f"nothing: {error}", missing=str(error))
+        return _Prediction(run, summary=f"nothing: {error}", missing=str(error))
     return _Prediction(
-        cfg,
-        run.num_nodes,
+        run,
         device=device.name,
         summary=_summarize(memory, time),
         seconds=_ranges_of_seconds(time),
@@ -156,7 +156,7 @@ def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
 
 
 def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:
-    """Return the bytes that a run measures: torch counts its own allocations alone, and the CPU counts the process."""
+    """Return the bytes that a run measures: torch counts only its own allocations, and the CPU counts the process."""
     owners = {name: count for name, count in phase.owners.items() if counts_all or name not in Phase.FIXED}
     measured = Phase(phase.name, owners)
     return _Range(measured.total / GIB, *(bound / GIB for bound in measured.range))
@@ -184,13 +184,13 @@ class _Measured:
     """The measurements of a run folder.
 
     Attributes:
-        medians: of every metric over the later half of the iterations.
-        cfg: its run file.
+        medians: medians of every metric over the later half of the iterations.
+        run: the draft of its run file; the folder does not record the number of machines, on which no second depends.
     """
 
     folder: Path
     medians: dict[str, float]
-    cfg: RunConfig
+    run: Run
 
 
 def read_measured(folder: str | Path) -> _Measured:
@@ -204,14 +204,14 @@ def read_measured(folder: str | Path) -> _Measured:
         history = History(read_lines(path / "metrics.jsonl"))
         report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--calibrate: {path} is no folder of a run that wrote a report: {error}.") from None
+        raise ValueError(f"--calibrate: {path} is not a folder of a run that wrote a report: {error}.") from None
     medians = _compute_later_medians(history)
     if "timing/all" not in medians and "timing/update" not in medians:
         raise ValueError(f"--calibrate: {path / 'metrics.jsonl'} has no iteration with timings.")
     values = report.get("config", {})
     written = report.get("config_set") or {group: values[group] for group in TOP_LEVEL if values.get(group)}
     cfg = build_run_config(_build_run_tree(values, written), config_name=str(report.get("title", "run")))
-    return _Measured(path, medians, cfg)
+    return _Measured(path, medians, draft(cfg))
 
 
 def _compute_later_medians(history: History) -> dict[str, float]:
@@ -223,7 +223,7 @@ def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> di
     """Build a run file's groups and model blocks.
 
     Args:
-        values: of all keys of all groups.
+        values: values of all keys of all groups.
         written: values that the run file sets, by group.
     """
     tree: dict[str, Any] = {group: dict(keys) for group, keys in written.items()}
@@ -241,8 +241,7 @@ def _build_run_tree(values: Mapping[str, Any], written: Mapping[str, Any]) -> di
 
 def compute_factors(measured: _Measured, device: Device) -> dict[str, float]:
     """Compute measured over predicted seconds by phase; "all" for phases that the run does not have."""
-    # the folder does not record the number of machines, on which no second depends
-    plan = plan_time(measured.cfg, device, samples=_measure_samples(measured.cfg, measured.medians))
+    plan = plan_time(measured.run, device, samples=_measure_samples(measured.run.config, measured.medians))
     factors = {}
     for name, seconds in plan.phases.items():
         if (real := measured.medians.get(f"timing/{name}", 0.0)) > 0 and seconds > 0:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from mindspeed_rl.config.loader import build_run_config
-from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import NPU, Efficiency
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
+from mindspeed_rl.run.draft import draft
 
 #: mean and maximum tokens of a prompt of a mathematical data set
 _PROMPT, _MAX_PROMPT = 150.0, 500.0
@@ -120,18 +120,17 @@ _FIGURES: tuple[_Figure, ...] = (
 
 
 @lru_cache(maxsize=64)
-def _read_figure(index: int) -> tuple[RunConfig, RunShape]:
+def _read_figure(index: int) -> RunShape:
     figure = _FIGURES[index]
     tree = apply_values(compose(find_project_configs(), figure.config, []), figure.changes)
-    cfg = build_run_config(tree, config_name=figure.config)
-    return cfg, read_shape(cfg, DEVICES[figure.device], 1)
+    return read_shape(draft(build_run_config(tree, config_name=figure.config)), DEVICES[figure.device])
 
 
 def _predict_figure(index: int, efficiency: Efficiency) -> TimePlan:
     """Predict a published run with an efficiency."""
-    cfg, shape = _read_figure(index)
+    shape = _read_figure(index)
     means = SampleMeans(_FIGURES[index].mean_response, _PROMPT)
-    return plan_time(cfg, shape.device, samples=means, efficiency=efficiency, shape=shape)
+    return plan_time(shape.run, shape.device, samples=means, efficiency=efficiency, shape=shape)
 
 
 def _find_published(index: int, plan: TimePlan) -> dict[str, float]:
@@ -139,11 +138,11 @@ def _find_published(index: int, plan: TimePlan) -> dict[str, float]:
     figure = _FIGURES[index]
     if figure.per_card is None:
         return figure.seconds
-    cfg, shape = _read_figure(index)
+    shape = _read_figure(index)
     tokens = plan.lengths.mean + _PROMPT
     if figure.counts_maximum:
-        assert cfg.generate_config is not None
-        tokens = cfg.generate_config.sampling_config.max_tokens + _MAX_PROMPT
+        assert shape.generate is not None
+        tokens = shape.generate.sampling_config.max_tokens + _MAX_PROMPT
     return {"all": tokens * shape.sizes.rollout_samples / (plan.devices / figure.devices_per_card) / figure.per_card}
 
 

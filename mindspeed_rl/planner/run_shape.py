@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
+from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
-from mindspeed_rl.config.placement import Layout
 from mindspeed_rl.config.run import RunConfig
-from mindspeed_rl.config.sizes import Sizes
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.shapes import Elements, count_stage_elements, find_model_folder, plan_role
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import Sizes
+from mindspeed_rl.run.placement import Layout, Placement
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Model:
     """A role's model on its devices.
 
     Attributes:
-        elements: of each pipeline stage.
+        elements: number of elements of each pipeline stage.
         devices: the actor's, or those dedicated to the role.
         dp, expert_dp: ranks that hold the same dense parameters, and the same experts.
     """
@@ -93,7 +95,7 @@ class Model:
         same parameters where the optimizer is distributed.
 
         Args:
-            elements: of a rank.
+            elements: number of elements of a rank.
             stepped: the first step, which creates the moments, was made.
         """
         if not self.trains:
@@ -112,16 +114,32 @@ class RunShape:
     """Sizes and models from which the phases are computed.
 
     Attributes:
+        run: the draft of a run, which has these sizes.
         others: models on the actor's devices, by their name as an owner of memory.
         dedicated: models on dedicated devices.
     """
 
-    cfg: RunConfig
+    run: Run
     sizes: Sizes
     device: Device
     actor: Model
     others: dict[str, Model] = field(default_factory=dict)
     dedicated: dict[str, Model] = field(default_factory=dict)
+
+    @property
+    def cfg(self) -> RunConfig:
+        """The run file."""
+        return self.run.config
+
+    @property
+    def placement(self) -> Placement:
+        """Devices of every role."""
+        return self.run.placement
+
+    @property
+    def objective(self) -> Objective | None:
+        """The loss; None in supervised stages."""
+        return self.run.objective
 
     @property
     def teachers(self) -> list[str]:
@@ -164,7 +182,7 @@ class RunShape:
         """Return the most tokens that images take in a row; 0 for a model of text.
 
         Args:
-            model: of any role.
+            model: model of any role.
             prompt: tokens in which the images are; None: the longest prompt, or row of a supervised stage.
         """
         vision, config, rl, generate = model.plan.model_config.vision, model.config, self.cfg.rl_config, self.generate
@@ -195,13 +213,14 @@ class RunShape:
         return max(1, int(self.sizes.accumulation_steps))
 
 
-def read_shape(cfg: RunConfig, device: Device, num_nodes: int) -> RunShape:
+def read_shape(run: Run, device: Device) -> RunShape:
     """Return the models of a run, each on its devices.
 
     Raises:
         ValueError: sizes are missing, or a model's shape is not known or does not fit its layout; the role is named.
     """
-    world, dedicated, sizes = cfg.placement.world_size, cfg.placement.dedicated, cfg.sizes
+    cfg, objective, sizes = run.config, run.objective, run.sizes
+    world, dedicated = run.placement.world_size, run.placement.dedicated
     if world is None or world < 1:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
 
@@ -214,17 +233,16 @@ def read_shape(cfg: RunConfig, device: Device, num_nodes: int) -> RunShape:
     actor = build("actor_config", cfg.actor_config, world, trains=True, is_scored=cfg.stage == "orm")
     if sizes is None:
         raise ValueError("global_batch_size is not set")
-    run = RunShape(cfg, replace(sizes, num_nodes=num_nodes), device, actor)
-    objective, rl = cfg.objective, cfg.rl_config
+    shape, rl = RunShape(run, sizes, device, actor), cfg.rl_config
     if objective is None or rl is None:
         if cfg.stage in ("dpo", "kto") and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
             frozen = replace(cfg.actor_config, lora_target_modules=None)
-            run.others["reference"] = build("actor_config", frozen, world, trains=False)
-        return run
+            shape.others["reference"] = build("actor_config", frozen, world, trains=False)
+        return shape
 
     def add(name: str, role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = True) -> None:
         devices = dedicated.get(role)
-        models = run.others if devices is None else run.dedicated
+        models = shape.others if devices is None else shape.dedicated
         models[name] = build(f"{role}_config", config, devices or world, trains=trains, is_scored=is_scored)
 
     if objective.needs_reference and not rl.share_backbone:
@@ -239,4 +257,4 @@ def read_shape(cfg: RunConfig, device: Device, num_nodes: int) -> RunShape:
         add(name, "teacher", cfg.read_teacher_keys(folder), trains=False, is_scored=False)
     if cfg.reward_model_keys is not None:
         add("reward model", "reward", cfg.reward_model_keys, trains=False)
-    return run
+    return shape

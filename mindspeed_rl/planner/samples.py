@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from mindspeed_rl.config.run import RunConfig
 
-#: default mean lengths: of the limit of responses, of that of prompts
+#: default mean lengths, as fractions of the limits of responses and of prompts
 _MEAN_RESPONSE, _MEAN_PROMPT = 0.5, 0.25
 _NORMAL = NormalDist()
 
@@ -24,7 +24,7 @@ class Lengths:
     """Response lengths in tokens.
 
     Attributes:
-        mean: of the truncated lengths.
+        mean: mean of the truncated lengths.
         limit: no response is longer.
         SIGMA: standard deviation of the logarithm of lengths.
     """
@@ -82,8 +82,8 @@ class SampleMeans:
     """Known means of the samples; None where a mean is not known.
 
     Attributes:
-        response, prompt: tokens; those of the response over all turns. In supervised stages `response` is a whole sequence.
-        turns: of the model.
+        response, prompt: tokens; the response's over all turns. In supervised stages `response` is a whole sequence.
+        turns: number of turns of the model.
         tool_seconds: that a sample waits for its tools or its environment, over all turns.
     """
 
@@ -98,7 +98,7 @@ class Samples:
     """The samples that a plan assumes.
 
     Attributes:
-        lengths: of responses.
+        lengths: lengths of responses.
         prompt: mean tokens.
         notes: sentences about the assumed values.
     """

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops, TowerCosts, read_kv_bytes
@@ -32,6 +31,8 @@ from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
 from mindspeed_rl.planner.shapes import count_trained_adapters
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
 
@@ -45,7 +46,7 @@ class TimePlan:
         parts: seconds of the parts of a phase, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
         overlaps: generation continues while the actor trains, on dedicated devices.
-        factors: measured seconds over those of the model, by phase, where a run calibrates it.
+        factors: measured seconds divided by the model's, by phase, where a run calibrates it.
     """
 
     device: str
@@ -89,7 +90,7 @@ class ModeTime:
     """An iteration in one trainer_mode.
 
     Attributes:
-        rollout_fraction: of the devices that generate; 1.0 where all do both in turn.
+        rollout_fraction: fraction of the devices that generate; 1.0 where all do both in turn.
         trainer_idle, engine_idle: fraction of the time in which they wait for the other side.
     """
 
@@ -100,9 +101,8 @@ class ModeTime:
 
 
 def plan_time(
-    cfg: RunConfig,
+    draft: Run,
     device: Device,
-    num_nodes: int = 1,
     *,
     samples: SampleMeans | None = None,
     efficiency: Efficiency | None = None,
@@ -111,17 +111,16 @@ def plan_time(
     """Compute the seconds of an iteration by phase.
 
     Args:
-        cfg: the run file.
+        draft: the run, sound or not.
         device: kind of the devices.
-        num_nodes: machines of the run.
         samples: known means; the others are assumed from the run file's limits.
-        efficiency: default is that of the device.
+        efficiency: the device's by default.
         shape: models of the run, where they are planned already.
 
     Raises:
         ValueError: as `plan_memory`, or a mean is above its limit.
     """
-    run = shape or read_shape(cfg, device, num_nodes)
+    run, cfg = shape or read_shape(draft, device), draft.config
     efficiency = efficiency or EFFICIENCIES[device.name]
     if run.generate is None:
         return _plan_supervised(run, efficiency, samples or SampleMeans())
@@ -133,11 +132,11 @@ def plan_time(
         {name: sum(seconds.values()) for name, seconds in parts.items()},
         parts,
         tokens=run.sizes.rollout_samples * assumed.tokens,
-        devices=cfg.placement.num_devices,
+        devices=draft.placement.num_devices,
         efficiency=efficiency,
         lengths=assumed.lengths,
         notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_judge_notes(run), *_list_omissions(cfg)),
-        overlaps=cfg.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
+        overlaps=draft.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
     )
 
 
@@ -176,7 +175,7 @@ def _list_omissions(cfg: RunConfig) -> Iterator[str]:
 
 def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, dict[str, float]]:
     """Return the seconds of the parts of every phase, by phase in order."""
-    sizes, objective = run.sizes, run.cfg.objective
+    sizes, objective = run.sizes, run.objective
     assert objective is not None
     parts = {Phases.GENERATE.timer: _plan_rollout(run, efficiency, samples)}
     actor = _Passes(run, run.actor, efficiency, samples)
@@ -419,7 +418,7 @@ def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     flops = 2.0 * weights / (2 if keys.dtype == "bfloat16" else 4)  # of a rank: a product and a sum for each weight
     host = layers * (efficiency.layer_s if keys.enforce_eager else efficiency.graph_layer_s)
     replies, read = Lengths(rl.judge_max_tokens / 2, rl.judge_max_tokens), samples.tokens
-    count = max(1.0, run.sizes.rollout_samples * tensor / run.cfg.placement.layouts["judge"].num_npus)
+    count = max(1.0, run.sizes.rollout_samples * tensor / run.placement.layouts["judge"].num_npus)
     room = owned["judge KV cache"] / max(1.0, token_bytes * (read + replies.mean))
     slots = max(1.0, min(float(keys.max_num_seqs), room, count))
 

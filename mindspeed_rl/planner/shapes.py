@@ -27,7 +27,7 @@ class Elements:
         buffers: elements that do not train and stay float32.
         dense_adapters, expert_adapters: parameters of low-rank adapters.
         frozen: parameters of a vision tower that do not train.
-        matrices: those of dense and expert that Muon updates.
+        matrices: matrices among dense and expert that Muon updates.
     """
 
     dense: int = 0

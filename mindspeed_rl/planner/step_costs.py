@@ -30,10 +30,10 @@ class LowerBound:
     """The least that a phase could cost.
 
     Attributes:
-        kernels: of a phase; phases are named as in `CostLedger`.
-        waits: of the host.
+        kernels: number of kernels of a phase; phases are named as in `CostLedger`.
+        waits: number of waits of the host.
         copies: between host and device.
-        collective_bytes: of the larger side of every call, over the ranks of groups of several ranks.
+        collective_bytes: bytes of the larger side of every collective call, over the ranks of groups of several ranks.
         peak_bytes: allocated at a time; 0 where it is not modelled.
     """
 
@@ -50,10 +50,10 @@ def compute_lower_bounds(
     """Compute the lower bound of each phase on a rank of a model without pipeline stages.
 
     Args:
-        plan: of the model.
+        plan: plan of the model.
         config: keys of its role.
-        rows: of each micro-batch.
-        tokens: of a row.
+        rows: number of rows of each micro-batch.
+        tokens: number of tokens of a row.
         replicas: data-parallel ranks.
     """
     model_config, count = plan.model_config, len(rows)

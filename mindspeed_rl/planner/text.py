@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mindspeed_rl.config.rules.violation import format_value
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
+from mindspeed_rl.run.rules.violation import format_value
 
 _JsonObject = dict[str, object]
 

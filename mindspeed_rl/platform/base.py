@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from mindspeed_rl.config.placement import HEAD_ROWS
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
 
 GIB = float(1 << 30)
@@ -127,7 +127,7 @@ class Platform(ABC):
     forks: ClassVar[bool] = False
     #: True: vLLM can give its memory back between rollouts by `sleep`/`wake_up`
     engine_sleep: ClassVar[bool] = False
-    #: time of `float32_product` over that of a bfloat16 product with a bfloat16 result (benchmarks/head.py); None: not measured
+    #: time of `float32_product` divided by a bfloat16 product's with a bfloat16 result (benchmarks/head.py); None: not measured
     float32_product_cost: ClassVar[float | None] = None
 
     @classmethod
@@ -191,7 +191,7 @@ class Platform(ABC):
         return SideStream(None if self.name == "cpu" else self.name)
 
     def empty_cache(self) -> None:
-        """Return cached device memory to the system."""
+        """Release cached device memory to the system."""
         self.device_module.empty_cache()
 
     def memory_stats(self) -> MemoryStats:
@@ -229,7 +229,7 @@ class Platform(ABC):
 
     def set_deterministic(self, enabled: bool) -> None:
         """Make repeated runs give equal bits, as far as the device can."""
-        # an operator without a deterministic form is no reason to end a run in its first step
+        # an operator without a deterministic form is not a reason to end a run in its first step
         torch.use_deterministic_algorithms(enabled, warn_only=True)
 
     def worker_env(self) -> dict[str, str]:
@@ -248,7 +248,7 @@ class Platform(ABC):
         """Build a process group that is independent of the default one; collective.
 
         Args:
-            store: rendezvous of its members, for this group alone.
+            store: rendezvous of its members, for this group only.
         """
         timeout = datetime.timedelta(seconds=timeout_s)
         return torch.distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)

@@ -26,7 +26,7 @@ _HOST = "cpu"
 _READ_BACK = frozenset(
     "_local_scalar_dense is_nonzero nonzero masked_select _unique2 unique_dim unique_consecutive equal".split()
 )
-#: calls about memory and metadata alone; views are told by their schema
+#: calls that are only about memory and metadata; views are told by their schema
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view lift_fresh record_stream is_pinned "
     "_pin_memory _reshape_alias".split()
@@ -214,4 +214,4 @@ def _find_source_line() -> str:
         if not any(part in path for part in _MACHINERY):
             return f"{_ROOTS.sub('', path)}:{frame.f_lineno}"
         frame = frame.f_back
-    return "autograd"  # its threads have no frames but those of machinery
+    return "autograd"  # its threads have only frames of machinery

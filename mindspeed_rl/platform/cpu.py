@@ -14,7 +14,7 @@ import torch
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.platform.base import GIB, MemoryStats, Platform
 
-#: of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes on; larger blocks are mapped alone
+#: of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes on; larger ones are mapped
 _TRIM_THRESHOLD, _MAP_THRESHOLD = -1, -3
 #: bytes: more than any heap has; the largest value of glibc, whose default grows with what is freed up to it
 _NEVER, _LARGEST_THRESHOLD = (1 << 31) - 1, 32 << 20
@@ -43,7 +43,7 @@ class CpuPlatform(Platform):
     def set_device(self, index: int) -> None:
         # as a device's allocator does: the C library would return what a micro-batch has freed to the system, which fills each
         # page with zeros on its next use, a fifth of an update's time with 100M parameters; no run's peak was lower for it
-        with contextlib.suppress(OSError, AttributeError):  # glibc alone can
+        with contextlib.suppress(OSError, AttributeError):  # only glibc can
             library = ctypes.CDLL(None)
             library.mallopt(_MAP_THRESHOLD, _LARGEST_THRESHOLD)
             library.mallopt(_TRIM_THRESHOLD, _NEVER)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.TCPStore:
     """Open the store of a group of `size` processes; the process with `serves` hosts it on this address.
 
-    torch itself would listen on every interface of the machine, whatever the address is; a loopback address is bound alone.
+    torch itself would listen on every interface of the machine, whatever the address is; of loopback only itself is bound.
 
     Raises:
         OSError: the port is taken.
@@ -79,7 +79,7 @@ def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> None:
 
 
 def give_up(host: str, port: int, name: str, reason: str) -> None:
-    """End the wait of all members of this name in the store, where it can be reached; by a process that is no member."""
+    """End the wait of all members of this name in the store, where it can be reached; by a process that is not a member."""
     try:
         reach(host, port, 0.0)
         store = open_store(host, port, 1, serves=False, timeout_s=5.0)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from mindspeed_rl.checkpoint.jobs import same_bits
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.lora import list_owned_adapters, save_peft
 from mindspeed_rl.engine.lora_layers import Adapter, LoraSettings
 from mindspeed_rl.models.weights import MemorySource, WeightOp
@@ -32,7 +32,7 @@ class AdapterFolder:
     Attributes:
         path: the folder, once it was written.
         tensors: by their names in the file.
-        num_bytes: of the folder, which every rank but the first gets from the first.
+        num_bytes: size in bytes of the folder, which every rank but the first gets from the first.
         scale: factor of B A.
     """
 
@@ -138,17 +138,17 @@ class BaseLoader:
 def find_differing_adapters(
     model: nn.Module, tensors: Mapping[str, Tensor], scale: float, dtype: torch.dtype, *, rank: int = 0, num_ranks: int = 1
 ) -> tuple[list[str], int]:
-    """Compare the matrices that the kernels of an engine rank read with those of a PEFT adapter, bit by bit.
+    """Compare the matrices that the kernels of an engine rank read with a PEFT adapter's, bit by bit.
 
     A rank has a matrix in full or a slice of it; slices are in the order of the ranks, each on as many consecutive ranks as
     there are more ranks than slices. So vLLM splits adapters, of repeated heads too. The rest of a slot is 0.
 
     Args:
-        model: of the engine.
-        tensors: of the adapter, in full.
+        model: model of the engine.
+        tensors: tensors of the adapter, in full.
         scale: factor of B A; the engine has it in B.
-        dtype: of the engine's adapters.
-        rank: of this process among those of the engine.
+        dtype: dtype of the engine's adapters.
+        rank: rank of this process in the engine.
         num_ranks: tensor-parallel ranks of the engine.
 
     Returns:

@@ -55,8 +55,8 @@ def sum_groups(groups: Iterable[Iterable[tuple[Slice, Tensor]]], device: torch.d
     """Return the sum of the shares in each group: [groups] int64, which wraps modulo 2^64.
 
     Args:
-        groups: of parts: a slice of a full tensor, of one or two dimensions, and its elements in that shape.
-        device: of the result; None for the host's memory, for which the host waits once where elements are elsewhere.
+        groups: groups of parts: a slice of a full tensor, of one or two dimensions, and its elements in that shape.
+        device: device of the result; None for the host's memory, for which the host waits once where elements are elsewhere.
     """
     by_loops, by_torch = _CompiledSums(), _TorchSums()
     count = elements = 0
@@ -141,7 +141,7 @@ class _TorchSums:
             self._sum()
 
     def add_to(self, totals: Tensor) -> None:
-        """Add the sums to those of their groups."""
+        """Add the sums to their groups' sums."""
         self._sum()
         for groups, sums in self._sums.values():
             index = platform.current().to_device([torch.tensor(groups)], totals.device)[0]

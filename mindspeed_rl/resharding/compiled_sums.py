@@ -38,7 +38,7 @@ def sum_parts(
             of the first line and of the first element of a line, 1 where lines are columns of the tensor and not rows.
         like: an empty array of the elements' type.
         row_weights, column_weights: by position.
-        totals: of the groups.
+        totals: sums of the groups.
     """
     for index in range(parts.shape[0]):
         group, address, lines, step, size, first_line, first, swapped = parts[index]

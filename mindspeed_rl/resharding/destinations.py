@@ -3,8 +3,8 @@
 An engine fuses, repeats, pads, stacks or transposes weights by model, release, platform and layout; only its own `load_weights`
 has the rules. So tensors go through it whose elements are indexes (of the tensor, of the row, of the column), and the content
 of the parameters then shows the position of every element. They are expanded from one row or column, so nothing of the size of
-a model is made. The result is proven on every element by two more loads of other codes. A parameter whose content is no set of
-slices (a loader that interleaves rows or computes) gets no entry, and its tensors go through `load_weights` at each sync.
+a model is made. The result is proven on every element by two more loads of other codes. Contents that are not a set of
+slices (a loader that interleaves rows or computes) get no entry, and their tensors go through `load_weights` at each sync.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class _Entry:
     Attributes:
         parameter: its name in the engine.
         plane: index of the matrix where the parameter stacks several.
-        index: of the slice in the parameter, or in the matrix: a range, or (first, past the last) of each line's position.
+        index: index of the slice in the parameter, or in the matrix: a range, or (first, past the last) of each line's
+            position.
         transposed: True where the parameter has it transposed.
     """
 
@@ -101,7 +102,7 @@ class Destinations:
         """Yield (parameter, tensor, slice, its elements); tensor "" for elements that must be 0, which no slice fills.
 
         Args:
-            parameters: of the engine.
+            parameters: parameters of the engine.
             unpack: parameters whose layout is another one now -> returns a matrix of it in the layout of `load_weights`.
         """
         by_plane: dict[tuple[str, int | None], list[_Entry]] = {}
@@ -154,8 +155,8 @@ def read_destinations(
     Args:
         model: the engine's model, in the layout that `load` expects.
         load: its `load_weights`.
-        shapes: of every HF tensor, in the order of a checkpoint.
-        dtype: of the tensors that the engine is given.
+        shapes: shapes of all HF tensors, in the order of a checkpoint.
+        dtype: dtype of the tensors that the engine is given.
         skip: suffixes of names of parameters that are computed from others.
         quantized: tensors that the engine is given, and stores, in int8.
 
@@ -212,7 +213,7 @@ class _Run:
 
     Attributes:
         start, stop: their range along the edge.
-        row, column: of the first one.
+        row, column: row and column of the first element.
         along: dimension of the tensor that they follow; None for a single element.
     """
 
@@ -305,8 +306,8 @@ class _Reader:
         """Load tensors whose elements are codes of their indexes.
 
         Args:
-            kind: of the indexes.
-            factor: of the digit that is written.
+            kind: kind of the indexes.
+            factor: factor of the digit that is written.
             salt: write a digit of what `_mix_indexes` returns for it.
         """
 
@@ -425,7 +426,7 @@ class _Reader:
     # ------------------------------------------------------------------ reading slices
 
     def _read_slices(self, plane: _Plane, edges: Sequence[_Line]) -> list[_Entry] | None:
-        """Return the slices in a plane by its edges; None where the content is no set of slices."""
+        """Return the slices in a plane by its edges; None where the content is not a set of slices."""
         runs = [_find_runs(line) for line in edges]
         down, across = runs[0], runs[1] if len(runs) == 2 else [_Run(0, 1, 0, 0, 0, None)]
         # where both edges have several runs the inside is unknown
@@ -514,7 +515,7 @@ def _squeeze(parameter: Tensor) -> Tensor:
 
 
 def _fit_slice(shape: tuple[int, ...], sides: Sequence[tuple[int, int]]) -> Slice:
-    """Return a slice of a tensor of this shape from that of its matrix; of a tensor of more dimensions a range of full rows."""
+    """Return a slice of a tensor of this shape from its matrix's slice; of a tensor of more dimensions a range of full rows."""
     if len(shape) > 3:
         return (sides[0], *full_slice(shape[1:]))
     return (sides[0], (0, 1), sides[1]) if len(shape) == 3 else tuple(sides[: len(shape)])
@@ -528,7 +529,7 @@ def _index_elements(kind: _Kind, tensor: int, rows: int, columns: int) -> Tensor
 
 
 def _mix_indexes(kind: _Kind, salt: int, tensor: int, rows: int, columns: int) -> Tensor:
-    """Return one number below _BASE for the index of the tensor and that of the row or column."""
+    """Return one number below _BASE for the index of the tensor and the index of the row or column."""
     return (tensor * salt + _index_elements(kind, tensor, rows, columns)) % _PRIME
 
 

@@ -21,8 +21,9 @@ from mindspeed_rl import platform
 from mindspeed_rl.platform.rendezvous import meet, open_store, reach
 from mindspeed_rl.resharding.destinations import Destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer_plan import RanksBySlice
 
 #: parts of the time limit for the way to the trainers, and for the wait for all members: the driver's limit is the whole
@@ -35,7 +36,7 @@ class ServedModel:
 
     Attributes:
         holders: see `TrainedWeights`.
-        shapes: of every HF tensor, in forward order.
+        shapes: shapes of all HF tensors, in forward order.
         quantized: matrices that are sent in int8.
         predicted: see `TrainedWeights`.
     """
@@ -50,7 +51,7 @@ class ServedModel:
 
 
 class WeightSyncGroup:
-    """A process group in addition to those of its members. Building it is collective.
+    """A process group in addition to its members' own. Building it is collective.
 
     Attributes:
         exchange: messages between its members.
@@ -104,7 +105,7 @@ class WeightSyncGroup:
             read: returns the engine's destinations, and the parameters that it lays out again after each load.
             replica: index of the engine.
             derived: suffixes of names of parameters that the engine computes from others.
-            device: of the engine's weights.
+            device: device of the engine's weights.
 
         Raises:
             WeightDeliveryError: this engine does not fit the trainers' model. The other members then wait until it leaves.

@@ -63,7 +63,7 @@ class Exchange:
         """Return the text of each member, in their order.
 
         Args:
-            device: of the group's messages.
+            device: device of the group's messages.
         """
         content = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
@@ -142,9 +142,9 @@ class PlanExecution:
 
         Args:
             plan: the same on all members.
-            exchange: of the group.
-            dtypes: of each tensor on the wire, equal on all members.
-            device: of the buckets.
+            exchange: exchange of the group.
+            dtypes: dtype of each tensor on the wire, equal on all members.
+            device: device of the buckets.
             sources: None on a rank that sends nothing.
             sinks: None on a rank that receives nothing.
             chunks: indexes of the chunks to transfer; None for all of them. Equal on all members.

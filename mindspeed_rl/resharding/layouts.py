@@ -8,13 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.models.layout import Layout
-
-if TYPE_CHECKING:  # plans are made without torch
-    from mindspeed_rl.models.weights import Split, WeightOp
-
+from mindspeed_rl.models.weights import Split, WeightOp
 
 #: (first, past the last) along each dimension of a tensor
 Slice = tuple[tuple[int, int], ...]
@@ -45,7 +41,7 @@ def intersect(a: Slice, b: Slice) -> Slice | None:
 
 
 def relative_index(tensor_slice: Slice, origin: Slice) -> tuple[slice, ...]:
-    """Return the index of a slice in a tensor that contains the slice `origin` alone."""
+    """Return the index of a slice in a tensor that contains only the slice `origin`."""
     return tuple(slice(start - first, stop - first) for (start, stop), (first, _) in zip(tensor_slice, origin))
 
 
@@ -86,7 +82,7 @@ def rank_positions(layout: Layout, world_size: int, *, cp: int = 1, order: str =
     """Return the position of each rank in Megatron's numbering.
 
     Args:
-        order: of the dimensions, fastest first, as Megatron writes it.
+        order: order of the dimensions, fastest first, as Megatron writes it.
 
     Raises:
         ValueError: the world cannot hold the layout.
@@ -153,7 +149,7 @@ def training_slices(
 
     Args:
         ops: every weight of the model.
-        positions: of each training rank.
+        positions: position of each training rank.
         copies: HF tensors that repeat another one: copy -> owner.
         first_rank: index of the first training rank in the plan.
     """

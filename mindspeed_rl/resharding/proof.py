@@ -4,7 +4,7 @@ A fingerprint (`bit_sums`) weights each element by its position in the full HF t
 trained side is summed chunk by chunk over the training shards, not over what arrived; a chunk is the intersection of one
 training shard and one slice that an engine rank needs. The engine side is summed slice by slice where the engine's kernels read
 it: the position of each element is the one that the engine's own loader gave it (`destinations`). So every engine rank compares
-each slice of its parameters alone, however the engine fuses, transposes, pads (with zeros) or splits them: a fault of one rank
+its parameters slice by slice, however the engine fuses, transposes, pads (with zeros) or splits them: a fault of one rank
 cannot cancel another's, and the expert ranks of several replicas need no common sum. A chunk that is lost, stale, misrouted,
 repeated or damaged changes the fingerprint, and so do elements, rows, heads or experts that have changed places.
 """
@@ -86,11 +86,11 @@ def compute_chunk_sums(
     """Return the share of each chunk in its tensor's fingerprint, from the training shards; collective over the group.
 
     Args:
-        plan: of the sync.
+        plan: plan of the sync.
         sources: this rank's shards; None on a rank that trains nothing.
-        dtypes: the type in which the engine stores each tensor: its bits are those of the cast.
-        exchange: of the group.
-        device: of the group's messages.
+        dtypes: the type in which the engine stores each tensor: its bits are the cast's.
+        exchange: exchange of the group.
+        device: device of the group's messages.
     """
 
     def views(chunk: Chunk) -> Iterator[tuple[Slice, Tensor]]:
@@ -122,11 +122,11 @@ def compare(
 
     Args:
         engine_model: None on a rank without an engine.
-        plan: of the sync.
+        plan: plan of the sync.
         trained: from `compute_chunk_sums`.
-        destinations: of the engine; None on a rank without one.
-        exchange: of the group.
-        device: of the group's messages.
+        destinations: destinations in the engine; None on a rank without one.
+        exchange: exchange of the group.
+        device: device of the group's messages.
         replica: index of the engine that this rank is a part of.
         derived: suffixes of names of parameters that are computed from others.
         unpack: see `Destinations.list_shares`.
@@ -180,7 +180,7 @@ def _find_wrong_loaded(loaded: Sequence[tuple[str, str, int, int]]) -> list[str]
     """Return parameters filled by `load_weights` that neither a rank nor its replica's ranks together have as trained.
 
     Args:
-        loaded: (parameter, tensor, its fingerprint in the parameter, that of the full tensor) of each rank of a replica.
+        loaded: (parameter, tensor, its fingerprint in the parameter, the full tensor's fingerprint) of each rank of a replica.
     """
     groups: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name, tensor, total, full in loaded:

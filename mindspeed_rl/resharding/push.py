@@ -15,38 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from mindspeed_rl.resharding.destinations import Destinations, LoadWeights
-from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, ReadsSlices, Sinks
+from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, num_elements
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError, compare, compute_chunk_sums
 from mindspeed_rl.resharding.quantization import update_scales
-from mindspeed_rl.resharding.transfer_plan import Plan, RanksBySlice, TensorInfo, plan_transfer
-
-
-@dataclass(frozen=True)
-class TrainedWeights:
-    """The training side of a weight sync, the same on every member of the group but for its sources.
-
-    Attributes:
-        holders: the members that have each slice of each HF tensor (`layouts.training_slices`).
-        shapes: of every HF tensor, in forward order.
-        sources: this member's shards; None on a member that trains nothing.
-        device: of the buckets: that of this member's weights.
-        bucket_bytes: limit of the bytes in flight on a member in one exchange.
-        find_node: returns the machine of a member.
-        copies: HF tensors that repeat another one: copy -> owner. An engine need not take them.
-        quantized: matrices that the engines have in int8 (`quantization.quantize_side`).
-        predicted: tensors of multi-token-prediction layers. An engine takes all, where they make its drafts, or none.
-    """
-
-    holders: RanksBySlice
-    shapes: Mapping[str, tuple[int, ...]]
-    sources: ReadsSlices | None
-    device: torch.device
-    bucket_bytes: int
-    find_node: Callable[[int], int] = lambda rank: 0
-    copies: Mapping[str, str] | None = None
-    quantized: tuple[str, ...] = ()
-    predicted: tuple[str, ...] = ()
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
+from mindspeed_rl.resharding.transfer_plan import Plan, TensorInfo, plan_transfer
 
 
 class WeightPush:
@@ -73,8 +47,8 @@ class WeightPush:
 
         Args:
             trained: the training side.
-            destinations: of this member's engine; None where it has none.
-            exchange: of the group.
+            destinations: destinations in this member's engine; None where it has none.
+            exchange: exchange of the group.
             replica: index of the engine that this member is a part of.
             derived: suffixes of names of parameters that the engine computes from others.
             repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.

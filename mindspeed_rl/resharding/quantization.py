@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,9 +19,7 @@ from torch import Tensor
 
 from mindspeed_rl.resharding.exchange import Exchange, ReadsSlices
 from mindspeed_rl.resharding.layouts import Slice, relative_index
-
-if TYPE_CHECKING:  # it imports this module
-    from mindspeed_rl.resharding.push import TrainedWeights
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 #: largest quantized element; -128 is unused, so that the range is symmetric
 _MAX = 127
@@ -52,7 +49,7 @@ def quantize_tensors(named: Iterable[tuple[str, Tensor]], dtype: torch.dtype) ->
 
     Args:
         named: in full precision.
-        dtype: of the scales.
+        dtype: dtype of the scales.
     """
     for name, tensor in named:
         if tensor.dim() == 2 and _QUANTIZED.search(name):
@@ -79,8 +76,8 @@ class QuantizedSources:
         """Wrap the sources of the trained weights.
 
         Args:
-            sources: of this rank.
-            holders: of the matrices to quantize: the members that have each slice.
+            sources: sources on this rank.
+            holders: holders of the matrices to quantize: the members that have each slice.
         """
         self._sources, self._holders = sources, holders
         self.scales: dict[str, Tensor] = {}
@@ -118,7 +115,7 @@ def update_scales(trained: TrainedWeights, exchange: Exchange, dtypes: Mapping[s
 
     Args:
         trained: from `quantize_side`.
-        exchange: of the group.
+        exchange: exchange of the group.
         dtypes: in which the engines have the scales.
     """
     counts = [trained.shapes[name][0] for name in trained.quantized]

@@ -31,8 +31,8 @@ class Rendezvous(_Message):
     """The rendezvous of the members of a group.
 
     Attributes:
-        host, port: of the store, which rank 0 serves.
-        name: of this rendezvous; a group that is built again has another.
+        host, port: address of the store, which rank 0 serves.
+        name: name of this rendezvous; a group that is built again has another.
         size: number of members.
         timeout_s: limit of the wait for each other, at the rendezvous and in a sync.
     """
@@ -49,7 +49,7 @@ class DeliveryReport(_Message):
     """Report of an engine's worker after a weight sync.
 
     Attributes:
-        num_parameters: of this worker that were compared with the trained weights.
+        num_parameters: number of parameters of this worker that were compared with the trained weights.
         differing: parameters of its engine, on any of its workers, without the trained weights.
         received_bytes: bytes that this worker received from trainers.
         needed_bytes: bytes that it needs where all chunks are transferred.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.engine.build import BuiltModel
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
@@ -25,7 +25,7 @@ from mindspeed_rl.resharding.layouts import (
     shard_slices,
     training_slices,
 )
-from mindspeed_rl.resharding.push import TrainedWeights
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer_plan import Plan, TensorInfo, plan_transfer
 
 
@@ -47,7 +47,7 @@ class Sources:
         """Index the rank's weights.
 
         Args:
-            weights: of this rank.
+            weights: weights of this rank.
             copies: HF tensors that repeat another one: copy -> owner.
         """
         self._weights: dict[str, tuple[LocalWeight, int]] = {}
@@ -149,7 +149,7 @@ class WeightStream:
             etp = parallel_state.get_expert_tensor_parallel_rank()
         assert etp is not None  # Megatron's groups exist
         place = RankPosition(tp, parallel_state.get_pipeline_model_parallel_rank(), experts, etp)
-        # types do not change either; names, since a type of torch is no plain value
+        # types do not change either; names, since a type of torch is not a plain value
         types = {name: str(weight.tensor.dtype).removeprefix("torch.") for name, weight in self.local_weights.items()}
         mine = place, socket.gethostname(), types
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,15 +1,15 @@
 """The plan of a weight sync: which slice each inference rank gets from which training rank, and in which bucket.
 
-Pure data, made without processes or torch, from ranks, tensors and slices alone. The same call plans colocated and
+Pure data, made without processes or torch, only from ranks, tensors and slices. The same call plans colocated and
 disaggregated engines; they differ in the ranks of `holders` and `needed`:
 
 - colocated: training and inference ranks are the same integers 0 .. world - 1. A rank copies what it has itself.
-- disaggregated: ranks are those of the process group of both sides, for example trainers 0 .. T - 1 and inference ranks
+- disaggregated: ranks count the process group of both sides, for example trainers 0 .. T - 1 and inference ranks
   T .. T + I - 1 (`training_slices(..., first_rank=0)`, `Destinations.needs` of each engine rank under its rank in the group).
   Every member calls `plan_transfer` with the same arguments, or receives the plan. Then a trainer has sources and no
   destinations, an inference rank destinations and no sources; all of them take part in each bucket.
 
-The order of everything in a plan is a function of the arguments alone, so ranks that call with equal arguments plan alike.
+The order of everything in a plan depends only on the arguments, so ranks that call with equal arguments plan alike.
 
 Choosing the sender of each message and its bucket is greedy and depends on all choices before: loops, which numba compiles
 where there are many messages. Messages are columns: the plan of a cluster has hundreds of thousands, and a rank reads its own
@@ -45,7 +45,7 @@ class TensorInfo:
     """An HF tensor as it is transferred.
 
     Attributes:
-        shape: of the full tensor.
+        shape: shape of the full tensor.
         itemsize: bytes of an element on the wire, in the type that the engine stores.
     """
 
@@ -118,7 +118,7 @@ class _Moves:
         """Return the messages that this rank sends or receives.
 
         Args:
-            rank: of the member.
+            rank: rank of the member.
             chunks: whose messages count; None for all.
         """
         chosen = ((self._source == rank) | (self._target == rank)) & self._select(chunks)
@@ -280,7 +280,7 @@ class _MessageList:
     """Messages without sender and exchange yet, in the order of their transfer.
 
     Attributes:
-        chunk, tensor_slice, target, group, size: of each message: indexes of its chunk and its slice, the rank that receives,
+        chunk, tensor_slice, target, group, size: columns of the messages: indexes of chunk and slice, the rank that receives,
             index of the ranks that may send, bytes.
         groups: ranks that may send; equal ones have one index.
     """
@@ -310,7 +310,7 @@ class _MessageList:
 
         Args:
             source: the sender of each message.
-            can_relay: of each chunk.
+            can_relay: [chunks] True where ranks may pass the chunk on.
             nodes: machine of each rank.
 
         Returns:
@@ -336,9 +336,9 @@ class _MessageList:
         Args:
             source: the sender of each message.
             after: for each message, the one that brings it to its sender, or -1.
-            order: of the search for room.
+            order: order of the search for room.
             bucket_bytes: room on a rank, for what it sends and receives together.
-            max_bytes: limit of a message, but for those of one element.
+            max_bytes: limit of a message; one of a single element may be larger.
         """
         if not len(self.chunk):
             return self.chunk

@@ -27,9 +27,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.rewards import harness
+from mindspeed_rl.isolation import harness
+from mindspeed_rl.isolation.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.rewards.samples import RewardSettings
-from mindspeed_rl.rewards.sandbox import SandboxLimits, SandboxResult, available_isolation, run_python
 from mindspeed_rl.rewards.statements import are_equal, read_comparisons
 from mindspeed_rl.rewards.text_scores import list_code_blocks
 

@@ -8,7 +8,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from mindspeed_rl.rewards.harness import encode
+from mindspeed_rl.isolation.harness import encode
 
 _Comparison = tuple[str, object]
 """(expression, its expected value)"""

@@ -20,11 +20,11 @@ from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 
 _SOCKET_FOLDER = "VLLM_RPC_BASE_PATH"
 #: prefix of the names of folders with sockets
@@ -49,10 +49,10 @@ def build_engine_arguments(
 
     Args:
         hf_folder: folder with config.json (no weights are read).
-        layout: of the engines; a platform's hooks may replace its executor.
-        kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
+        layout: layout of the engines; a platform's hooks may replace its executor.
+        kv_bytes_per_token: bytes per token of the full model's KV cache, whose size follows where the run file sets none.
         changes: arguments that replace those made here.
-        image_rules: of a model of images.
+        image_rules: image rules of a model of images.
     """
     arguments: EngineArguments = {
         "model": str(hf_folder),
@@ -128,7 +128,7 @@ def build_engine_arguments(
     if hooks.sleeps:
         arguments["enable_sleep_mode"] = True
     if config.drafts is not None:
-        # the trainer sends the weights of the policy alone
+        # the trainer sends only the weights of the policy
         arguments["speculative_config"] = config.drafts | {"draft_load_config": LoadConfig()}
     return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
 
@@ -164,7 +164,7 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
         stop=list(sampling.stop),
         structured_outputs=form,
         stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=True,  # stop_token_ids alone end a response
+        ignore_eos=True,  # only stop_token_ids end a response
         seed=seed,
         logprobs=0,
         flat_logprobs=True,
@@ -176,7 +176,7 @@ def build_sampling_params(sampling: Sampling, seed: int, *, output_kind: Request
 
 @contextmanager
 def use_socket_folder(folder: str) -> Iterator[None]:
-    """Make vLLM open the sockets between the parts of an engine in this folder; elsewhere those of a killed process would stay.
+    """Make vLLM open the sockets between the parts of an engine in this folder; elsewhere a killed process's would stay.
 
     vLLM may have cached the folder of an earlier engine of this process with its environment; that cache is dropped.
     """

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mindspeed_rl.dumps.record import Sink
 
-#: of a module; logits exist on the first rank alone
+#: of a module; logits exist only on the first rank
 _Output = Tensor | tuple[Tensor, Tensor | None] | None
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")
@@ -29,7 +29,7 @@ class EngineProbe:
     run eagerly: a captured graph calls no hooks.
 
     Attributes:
-        model: of this rank.
+        model: model of this rank.
         first, last: indexes of the first and last forward step to record, from 0; None for no end.
     """
 

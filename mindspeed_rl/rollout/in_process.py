@@ -240,7 +240,7 @@ class InProcessEngine:
             RuntimeError: a parameter was given no tensor.
         """
         if self._has_peers or named is None:
-            raise RuntimeError("ranks that share a rollout engine take weights together, by `load`, and from the trainer alone")
+            raise RuntimeError("ranks that share a rollout engine take weights together, by `load`, and only from the trainer")
         self.load(named, version)
 
     async def release(self) -> None:

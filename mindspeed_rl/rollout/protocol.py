@@ -27,8 +27,8 @@ class Generated:
 
     Attributes:
         token_ids: with the stop token, if one ended it.
-        log_probs: of each token under the full distribution at the request's temperature; see `Completion`.
-        versions: of the weights that each token was sampled with.
+        log_probs: log-prob of each token under the full distribution at the request's temperature; see `Completion`.
+        versions: version of the weights that each token was sampled with.
         finish: "stop": a stop token; "length": max_tokens; "aborted": interrupted, another call may continue it as `partial`.
         routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to when the next token
             was sampled; None where the engine does not report them.
@@ -120,9 +120,9 @@ class PartialResponse:
     """A response to start or to continue, as it is sent to a worker with an engine.
 
     Attributes:
-        seed: of the response.
+        seed: seed of the response.
         partial: the tokens that it has; None for a new one.
-        images: of the prompt; see `Sampling`.
+        images: images of the prompt; see `Sampling`.
     """
 
     prompt_ids: tuple[int, ...]
@@ -146,8 +146,8 @@ class RolloutEngine(Protocol):
         The same arguments and weights give the same response, whatever other requests the engine has.
 
         Args:
-            sampling: max_tokens counts all tokens of the response, those of `partial` too.
-            seed: of the response; see `_continuation_seed` for the tokens after `partial`.
+            sampling: max_tokens counts all tokens of the response, with the tokens of `partial`.
+            seed: seed of the response; see `_continuation_seed` for the tokens after `partial`.
             partial: a response that was interrupted.
 
         Raises:

@@ -52,7 +52,8 @@ class Completion:
 
     Attributes:
         token_ids: with the stop token, if one ended it.
-        log_probs: of each token under the full distribution at the request's temperature (1 for greedy ones), before cut-offs.
+        log_probs: log-prob of each token under the full distribution at the request's temperature (1 for greedy ones), before
+            cut-offs.
         truncated: True when max_tokens ended it.
         routing: [tokens of prompt and response but the last, layers, k], the experts that each was sent to; None where the
             engine does not report them.

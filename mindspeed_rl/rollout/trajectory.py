@@ -20,10 +20,10 @@ class Segment:
     """Tokens of one origin.
 
     Attributes:
-        log_probs: of each token under the distribution it was sampled from; 0.0 where it was not sampled.
-        versions: of the weights that each token was sampled with; NO_VERSION where it was not sampled.
+        log_probs: log-prob of each token under the distribution it was sampled from; 0.0 where it was not sampled.
+        versions: version of the weights that each token was sampled with; NO_VERSION where it was not sampled.
         sampled: True where the actor sampled them. Others are context, and never train.
-        routing: after sampled tokens, that of all tokens before the last of them; see `Generated`.
+        routing: after sampled tokens, the routing of all tokens before the last of them; see `Generated`.
     """
 
     token_ids: tuple[int, ...]
@@ -83,11 +83,11 @@ class TurnEvent:
     """A turn of the model, or a call of a tool, for readers of a trajectory.
 
     Attributes:
-        name: "model", or that of the tool.
+        name: "model", or the tool's name.
         parent: index of the event that it follows; None for the first of a conversation.
         start, stop: its tokens in the row's response; equal for a tool.
         start_s, end_s: since the epoch; not compared.
-        reward: of the turn; None for none.
+        reward: reward of the turn; None for none.
         failed: the call failed.
     """
 
@@ -112,11 +112,11 @@ class Trajectory:
             one context must train in it. The first starts with the prompt of the data set, as a rule.
         finish: "stop": it ended by itself; "length": there was no room for more; "aborted": it may be continued.
         turn_rewards: from tools and environments for each turn of the model; None for no reward.
-        final_reward: of the final state; None for no reward.
+        final_reward: reward of the final state; None for no reward.
         metrics: by name, such as tool_call_num. A name with a slash counts events, which a batch adds up; of the others it
             has mean, largest and smallest.
         failure: the reason why it failed; "" where it did not. A failed trajectory has no score.
-        output: of a program, for reward functions; None where no program ran.
+        output: output of a program, for reward functions; None where no program ran.
         events: turns and calls, in the order in which they ended; empty for a single response.
     """
 
@@ -151,7 +151,7 @@ class Trajectory:
         segments = self.segments
         if len(self.sequences) != 1 or len(segments) != 1:
             raise ValueError(
-                f"a trajectory of {len(self.sequences)} sequences and {len(segments)} segments is no single response"
+                f"a trajectory of {len(self.sequences)} sequences and {len(segments)} segments is not a single response"
             )
         (segment,) = segments
         return Generated(segment.token_ids, segment.log_probs, segment.versions, self.finish, segment.routing)

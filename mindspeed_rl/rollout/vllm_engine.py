@@ -26,7 +26,6 @@ from mindspeed_rl import adaptors, platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED, unlink_message_buffers
 from mindspeed_rl.adaptors.vllm_drafts import join_drafts
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
@@ -38,6 +37,7 @@ from mindspeed_rl.rollout.arguments import (
 )
 from mindspeed_rl.rollout.protocol import LoadsWeights
 from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import scratch_folder
 
 
@@ -47,7 +47,7 @@ class GenerationRequest:
 
     Attributes:
         prompt_ids: tokens of the prompt.
-        seed: of this response alone: results do not depend on other requests in the batch.
+        seed: seed of this response: results do not depend on other requests in the batch.
     """
 
     prompt_ids: list[int]
@@ -61,11 +61,11 @@ class VllmEngine:
     because vLLM creates its process groups then.
 
     Attributes:
-        layout: of all engines of the run.
-        sampling: of training responses.
-        weight_version: of the loaded weights, -1 before the first ones.
-        hooks: of the platform.
-        image_rules: of a model of images; None for one of text.
+        layout: layout of all engines of the run.
+        sampling: sampling parameters of training responses.
+        weight_version: version of the loaded weights, -1 before the first ones.
+        hooks: hooks of the platform.
+        image_rules: image rules of a model of images; None for a model of text.
         syncs_drafts: weight syncs bring the multi-token-prediction layers too, which make drafts.
     """
 
@@ -85,11 +85,11 @@ class VllmEngine:
         Args:
             hf_folder: folder with config.json (no weights are read).
             config: the engine's keys.
-            sampling: of training responses.
+            sampling: sampling parameters of training responses.
             run_id: unique to the run and equal on all its ranks.
-            kv_bytes_per_token: of the full model's KV cache; sizes the cache where the run file does not.
+            kv_bytes_per_token: bytes per token of the full model's KV cache, whose size follows where the run file sets none.
             engine_arguments: arguments of vLLM that replace those made here.
-            image_rules: of a model of images.
+            image_rules: image rules of a model of images.
         """
         self.hooks = adaptors.engine_hooks()
         self.hooks.before_build(run_id)
@@ -159,8 +159,8 @@ class VllmEngine:
         """Add a request; the steps from now on work on it.
 
         Args:
-            name: of the request, unique among those that run.
-            seed: of this response alone: results do not depend on other requests in the batch.
+            name: name of the request, unique among those that run.
+            seed: seed of this response: results do not depend on other requests in the batch.
 
         Raises:
             RuntimeError: no weights were loaded yet.
@@ -267,7 +267,7 @@ class VllmEngine:
         Args:
             weights: every full tensor of the model under its HF checkpoint name, of which this rank takes its slices; or a
                 function that fills the model's parameters in place, in the layout that `load_weights` of the model expects.
-            version: of the weights, reported with every response sampled from them.
+            version: version of the weights, reported with every response sampled from them.
 
         Raises:
             RuntimeError: a parameter of the engine was given no tensor.
@@ -300,7 +300,7 @@ class VllmEngine:
 
         Args:
             folder: as `peft` writes it; it must exist until the next one is loaded.
-            version: of the weights.
+            version: version of the weights.
 
         Raises:
             RuntimeError: the engine did not take it.

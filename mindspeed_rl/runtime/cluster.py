@@ -30,7 +30,7 @@ from mindspeed_rl.scratch import scratch_folder
 
 #: processes of Ray without which a cluster cannot continue, by name
 _SERVICES = {"gcs_server": "control service", "raylet": "node service"}
-#: those of the cluster that this process has started, while it runs; a process has one Ray
+#: state of the cluster that this process has started, while it runs; a process has one Ray
 _services: list[tuple[str, psutil.Process]] = []
 #: pid of a stopped control service -> when it was first seen so
 _stopped_s: dict[int, float] = {}
@@ -52,8 +52,9 @@ def build_worker_environment(
     Args:
         cfg: the run file.
         platform_name: name of the device kind.
-        num_nodes: of the run; names of network interfaces differ between nodes, so several nodes keep their own.
-        threads: of a process that computes; None: the platform's default, for processes that do not.
+        num_nodes: number of nodes of the run; names of network interfaces differ between nodes, so several nodes keep their
+            own.
+        threads: number of threads of a process that computes; None: the platform's default, for processes that do not.
 
     Raises:
         ValueError: the file is missing, malformed, or contradicts the installed vLLM.
@@ -109,7 +110,7 @@ def connect_cluster(
     """Connect to a Ray cluster that fits the run: the one of RAY_ADDRESS, or a local one that ends with the block.
 
     Args:
-        num_devices: of the run.
+        num_devices: number of devices of the run.
         platform_name: name of the device kind.
         cpus_per_device: Ray CPUs that the workers reserve with each device. They count placements and bind no cores, so a
             local cluster has as many as are reserved.

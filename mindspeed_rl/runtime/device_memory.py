@@ -27,7 +27,7 @@ class DeviceMemoryError(RuntimeError):
             f"out of memory in phase {phase}: {', '.join(f'{owner} {count / _GIB:.2f} GiB' for owner, count in largest)}."
         )
 
-    # Ray pickles the errors of a worker, and an exception is rebuilt from its message alone otherwise
+    # Ray pickles the errors of a worker, and an exception is otherwise rebuilt only from its message
     def __reduce__(self) -> tuple[type[DeviceMemoryError], tuple[str, dict[str, int]]]:
         return type(self), (self.phase, self.owners)
 
@@ -53,7 +53,7 @@ class PhaseMemory:
     """The ledger of one device: (phase, transient owner, metrics) -> context of the phase.
 
     Metrics are `memory/<phase>/<owner>_gib`. Memory that exists only within the phase (activations, steps of the engine,
-    buckets of a weight sync) is the peak minus that of the owners.
+    buckets of a weight sync) is the peak minus the owners' memory.
     """
 
     def __init__(self, owners: Callable[[], Mapping[str, int]]) -> None:
@@ -79,7 +79,7 @@ class PhaseMemory:
         """
         device = platform.current()
         device.reset_peak_memory()
-        # memory without an owner, that of the device's runtime included
+        # memory without an owner, with the memory of the device's runtime
         unowned = int(device.memory_stats().allocated_gib * _GIB) - sum(self._owners().values())
         try:
             yield

@@ -6,7 +6,7 @@ imported pages, as Android's processes share their zygote's. Ray starts its work
 requests a copy and ends; the copy registers with Ray as the command's process would have done.
 
 Only on devices whose libraries allow it (`Platform.forks`). The server ends with the process that started it. Commands that
-follow each other, such as those of a test suite, may share a server: MINDSPEED_RL_FORK_SERVER names its folder.
+follow each other, as in a test suite, may share a server: MINDSPEED_RL_FORK_SERVER names its folder.
 
 Also the environment of a Ray cluster of one machine, which is set before Ray is imported; so this module does not import Ray.
 """
@@ -61,7 +61,7 @@ _TASK_EVENTS = "RAY_task_events_report_interval_ms"
 
 
 def build_local_ray_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables under which a cluster of one machine binds to loopback alone and starts no workers in advance.
+    """Return variables under which a cluster of one machine binds only to loopback and starts no workers in advance.
 
     It also has no list of their tasks. Empty where the run joins a cluster; variables that are set already are left out.
     """
@@ -76,7 +76,7 @@ class Libraries:
 
     Attributes:
         adapted: scopes of `adaptors.apply`.
-        modules: of ours, which import the rest; none that needs Ray.
+        modules: modules of the package, which import the rest; none that needs Ray.
     """
 
     adapted: tuple[str, ...]

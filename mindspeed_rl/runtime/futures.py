@@ -12,7 +12,6 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from mindspeed_rl.config import Deadlines, FaultTolerance
-from mindspeed_rl.config.phases import PHASE_DEADLINES
 from mindspeed_rl.dataplane.client import DataPlane, DataPlaneError
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import format_duration
@@ -24,6 +23,7 @@ from mindspeed_rl.observability.process_status import (
     find_straggler,
     read_statuses,
 )
+from mindspeed_rl.run.phases import PHASE_DEADLINES
 from mindspeed_rl.runtime.cluster import find_dead_service, find_lasting_stop, find_stopped_services
 from mindspeed_rl.runtime.reports import WorkerReport
 
@@ -57,7 +57,7 @@ class WaitMonitor:
     """Deadlines of the driver's waits for a group of workers, and the report of long ones.
 
     Attributes:
-        folder: of the run; the heartbeat files of the processes are below it.
+        folder: run folder; the heartbeat files of the processes are below it.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ def wait_all(
 
     Args:
         futures: one for each worker.
-        names: of the workers.
+        names: names of the workers.
         phase: shown in messages; its first word decides the deadline.
         plane: aborted when a worker fails, so that no request waits for its rows.
         monitor: its deadlines; the defaults of a run when None.

@@ -35,11 +35,11 @@ class ProcessSettings:
     Attributes:
         target: "module:Class" of the worker; its module is imported when the process is prepared.
         adapted: scopes of `adaptors.apply` for the libraries that the target imports.
-        keys: of the workers' model, for adaptors; None without a Megatron model.
+        keys: keys of the workers' model, for adaptors; None without a Megatron model.
         platform: name of the device kind.
         world_size: processes of the group.
         num_nodes: machines of the group.
-        folder: of the run; for run.log and logs/.
+        folder: run folder, for run.log and logs/.
         title: name of such a worker in messages, before its rank.
         log_name: its log file is `<log_name>_<rank>.log`.
         heartbeat_interval_s: between two heartbeats.

@@ -22,10 +22,10 @@ class DataSummary:
     """The data of a supervised run.
 
     Attributes:
-        unit: of the counts: samples, pairs, solutions.
+        unit: unit of the counts: samples, pairs, solutions.
         num_train, num_held_out: items to train and to evaluate on.
         num_too_long: items left out because they exceed seq_length.
-        num_cut, num_without_label: items that seq_length cuts, and those of them without any label left.
+        num_cut, num_without_label: items that seq_length cuts, and how many of these have no label left.
         order: numbers that differ for other items, and for another order.
     """
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.run import Run
 
 #: files that are read completely; of larger ones only the size is compared
 _SMALL_BYTES = 1 << 20
@@ -32,7 +33,7 @@ class HostFiles:
 
     Attributes:
         host: its machine.
-        files: of each path; None where nothing exists.
+        files: files at each path; None where nothing exists.
     """
 
     host: str
@@ -61,7 +62,7 @@ def check_shared_files(
 
     Args:
         run: its files and folders are compared.
-        names: of the processes.
+        names: names of the processes.
         read: calls `read_host_files` in each of them.
         saves: groups of the run file whose models they save.
 

@@ -49,7 +49,7 @@ def _end_with(owner: str) -> None:
         time.sleep(_CHECK_S)
     if os.getppid() == parent and str(parent) != pid:
         os.kill(parent, signal.SIGKILL)
-    os._exit(1)  # sys.exit would end this thread alone
+    os._exit(1)  # sys.exit would end only this thread
 
 
 def _prepare() -> None:
@@ -79,7 +79,7 @@ class EngineExtension:
 
         Args:
             rendezvous: a `Rendezvous` as JSON.
-            first_rank: of this engine's workers in the group.
+            first_rank: first rank of this engine's workers in the group.
         """
         self.weights_leave()
         self._weights_group: WeightSyncGroup | None = WeightSyncGroup(Rendezvous.from_json(rendezvous), first_rank + self.rank)
@@ -126,7 +126,7 @@ class EngineExtension:
     def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
         """Return the destinations of the engine's parameters; they are read again only for another model."""
         policy, left_out = self.model_runner.model, set(served.predicted)
-        # without drafts of them, or without weights for them, the policy alone is loaded
+        # without drafts of them, or without weights for them, only the policy is loaded
         model: Any = vllm_drafts.join_drafts(policy, self.model_runner) if left_out else policy
         shapes = {name: shape for name, shape in served.shapes.items() if model is not policy or name not in left_out}
         self._weights_model = model

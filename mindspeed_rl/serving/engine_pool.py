@@ -79,7 +79,7 @@ class ServerPool:
     """A `RolloutEngine` of several servers. All methods belong to one event loop.
 
     Attributes:
-        version: of the weights of the last sync; -1 before the first.
+        version: version of the weights of the last sync; -1 before the first.
         lost: (name, reason) of every server that was lost.
         waiting: requests without a server.
     """
@@ -132,7 +132,7 @@ class ServerPool:
         return busy
 
     async def add(self, server: ServerClient) -> None:
-        """Give requests to the server, after it has dropped those of earlier clients.
+        """Give requests to the server, after it has dropped the requests of earlier clients.
 
         Raises:
             ServerLostError: it does not answer.
@@ -203,7 +203,7 @@ class ServerPool:
 
         Args:
             call: name of the call.
-            arguments: of it, by the name of the server.
+            arguments: arguments of the call, by the name of the server.
             on_failure: called with each failure at once, while other calls may still wait for this server.
         """
 
@@ -235,7 +235,7 @@ class ServerPool:
         limit_s = self._timeout_s + extra_s
         try:
             return await asyncio.wait_for(server.call(call, **arguments), limit_s)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
         except Exception as error:  # Ray, HTTP and the server's own errors have no common class
             lines = str(error).strip().splitlines()
@@ -360,7 +360,7 @@ class ServerPool:
             if is_other:
                 continue
             now_s = time.monotonic()
-            # a pause, or no requests, is no silence
+            # a pause, or no requests, is not silence
             if result["events"] or self._paused or not member.requests:
                 member.last_event_s = now_s
             for event in result["events"]:

@@ -18,21 +18,23 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from mindspeed_rl.config import GenerateConfig, Run
-from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
 from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings, describe_log_probs
-from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
+from mindspeed_rl.serving.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -82,11 +84,11 @@ class ServerProcesses:
         """Place the processes and start them; `collect` waits for them.
 
         Args:
-            settings: of all of them.
+            settings: settings of all of them.
             env: environment of the processes.
             limits_s: the deadlines of the run, by key.
-            num_devices: of all of them together.
-            slots: (node, ids of devices) of each device, where they share those of other processes; else Ray assigns them.
+            num_devices: number of devices of all of them together.
+            slots: (node, ids of devices) of each device, where they share devices with other processes; else Ray assigns them.
 
         Raises:
             TimeoutError: they cannot be placed.
@@ -169,7 +171,7 @@ class RolloutServers:
 
     Attributes:
         pool: all servers as one engine; its coroutines run in `loop`.
-        loop: of the pool.
+        loop: event loop of the pool.
         weights: syncs to all of them.
     """
 
@@ -181,11 +183,11 @@ class RolloutServers:
         *,
         report: Callable[[str], None] = _LOG.warning,
     ) -> None:
-        """Start servers on dedicated devices, or connect to those of the run file; `set_up` waits for them.
+        """Start servers on dedicated devices, or connect to the servers of the run file; `set_up` waits for them.
 
         Args:
             run: its servers.
-            settings: of the run's own servers.
+            settings: settings of the run's own servers.
             env: environment of their processes.
             report: called with a line for every server that is lost or replaced.
 
@@ -344,7 +346,7 @@ class JudgeServers:
     """The engines of a generative judge that the run serves: on the actor's devices in turn, or on dedicated ones.
 
     Attributes:
-        shares_devices: of the actor; the engines are off them outside of `generate`.
+        shares_devices: True where the engines use the actor's devices; they are off them outside of `generate`.
     """
 
     def __init__(self, run: Run, env: Mapping[str, str], slots: Sequence[tuple[str, list[str]]]) -> None:

@@ -13,8 +13,8 @@ class InFlight:
     """A prompt that was started and did not train yet.
 
     Attributes:
-        index: of the prompt, counted from the start of the run.
-        version: of the oldest weights that its responses come from, or will.
+        index: index of the prompt, counted from the start of the run.
+        version: version of the oldest weights that its responses come from, or will.
         is_ready: all its responses are there, scored.
     """
 
@@ -58,7 +58,7 @@ class Admission:
         """Return how many prompts may be started now.
 
         Args:
-            version: of the weights that will generate for them.
+            version: version of the weights that will generate for them.
             num_taken: prompts that iterations took; a rejected one is not counted.
             num_in_flight: started and not taken.
         """

@@ -15,13 +15,13 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
-from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components, read_part_weights
 from mindspeed_rl.rollout.trajectory import NO_VERSION
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions
@@ -42,11 +42,11 @@ class TrainBatch:
 
     Attributes:
         iteration: the first is 0.
-        inputs: of the estimator; `inputs.response_mask` is False in rows without a score.
+        inputs: inputs of the estimator; `inputs.response_mask` is False in rows without a score.
         advantages: [B, R].
         young_mask: [B, R] bool; tokens that are young enough to train.
         loss_mask: [B, R] bool; tokens that train.
-        kl_coef: of this iteration.
+        kl_coef: KL coefficient of this iteration.
         has_old_log_probs, has_ref_log_probs: rows have these columns.
         has_ratios: the update leaves the log-probs of its last step in the rows.
         marked: [B, R] bool; tokens that the loss has chosen (`PolicyLoss.marks`); None for a loss that chooses none.
@@ -100,7 +100,7 @@ class Advantages:
 
     Attributes:
         COLUMNS: that it puts into the data plane.
-        entropy_threshold: of top-entropy masking in the last batch, None without.
+        entropy_threshold: entropy threshold of top-entropy masking in the last batch, None without.
     """
 
     COLUMNS = ("advantages", "returns", "scored_mask", "loss_mask", "marked_tokens")

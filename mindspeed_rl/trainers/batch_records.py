@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
-from mindspeed_rl.config import MsprobeConfig, RLConfig, Run
+from mindspeed_rl.config import MsprobeConfig, RLConfig
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import ragged
 from mindspeed_rl.dumps.record import RECORDS
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.advantages import TrainBatch
 
 #: column of the rollout's file -> column of the data plane

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from mindspeed_rl.config import Run
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet

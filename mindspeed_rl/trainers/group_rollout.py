@@ -11,25 +11,25 @@ from typing import Any
 
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING
-from mindspeed_rl.config import Run
 from mindspeed_rl.data.images import has_references
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.run_files import CONSUMED
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resume import ResumePoint
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.group_sources import PartialSource, StreamingSource
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.prompt_groups import PromptGroup, load_groups, save_groups
 from mindspeed_rl.trainers.prompt_loader import PromptLoader, prompt_rows
-from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rollout import SCORED_COLUMNS, GroupFilter, Rollout
 from mindspeed_rl.workers.responses import build_response_columns, compute_response_metrics
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 
 def _response_rows(groups: Sequence[PromptGroup]) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete groups: those of the rollout, and the scores where they are there."""
+    """Return the data plane's columns of complete groups: the rollout's, and the scores where they are there."""
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     columns = build_response_columns(trajectories, with_images=has_references(groups[0].item["columns"]))
     if all(group.results is not None for group in groups):
@@ -49,7 +49,7 @@ def _write_record(path: Path, iteration: int, version: int, groups: Sequence[Pro
 
     Args:
         iteration: the first is 1, as in the metrics.
-        version: of the weights that train.
+        version: version of the weights that train.
     """
     line = {
         "iteration": iteration,
@@ -182,7 +182,7 @@ class GroupRollout(Rollout):
         return trained + fill, [*reports, WorkerReport(metrics)]
 
     def _put(self, groups: list[PromptGroup]) -> list[WorkerReport]:
-        """Replace the rows of the data plane by those of these groups, scored."""
+        """Replace the rows of the data plane by the rows of these groups, scored."""
         repeat = self._plan.n_samples_per_prompt
         columns = prompt_rows([group.item for group in groups], repeat) | _response_rows(groups)
         self._plane.clear(len(groups))
@@ -192,7 +192,7 @@ class GroupRollout(Rollout):
         return [*scored, WorkerReport(compute_response_metrics(trajectories))]
 
     def _add_model_rewards(self, groups: list[PromptGroup], rows: range) -> None:
-        """Add the models' scores to rows that are too few, as a rule, to be dispatched as those of an iteration."""
+        """Add the models' scores to rows that are too few, as a rule, to be dispatched like an iteration's."""
         if self._model_rewards.fleet is None:
             return
         batch, _ = self._plane.get("dynamic_sampling", ["reward_results"], indexes=rows, timeout_s=self._timeout_s)

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.rewards.samples import RewardResult
@@ -19,7 +20,6 @@ from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEng
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.serving.weight_sync import LoopThread
 from mindspeed_rl.tools.tasks import start_task
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
@@ -40,7 +40,7 @@ class Requests:
         seed: (index of the prompt, index of the sample) -> of the response.
         group_size: samples of a prompt that train.
         num_spare: samples of a prompt that are generated in addition, until enough others have ended.
-        keeps_spare: those that have not ended by then continue in a second group of their prompt.
+        keeps_spare: True where samples that have not ended by then continue in a second group of their prompt.
     """
 
     item: Callable[[int], PromptItem]
@@ -175,7 +175,7 @@ class StreamingSource:
     def snapshot(self) -> tuple[list[PromptGroup], int, int]:
         """Return the groups in flight, the index of the next prompt, and how many were taken.
 
-        Tokens are those of the last interruption.
+        Tokens are counted at the last interruption.
         """
         # lists are copied: responses go on arriving while the snapshot is written
         copies = (replace(group, samples=list(group.samples), ids=list(group.ids)) for group in self._groups.values())
@@ -226,7 +226,7 @@ class StreamingSource:
             result = await poll()
             if result is not None or loop.time() >= end:
                 return result
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - loop.time())
 
     async def _continue(self, version: int) -> None:
@@ -380,7 +380,7 @@ class PartialSource:
 
         Args:
             slice_tokens: by which a response grows at once.
-            over_sample_rate: prompts under way beyond those of an iteration, as a fraction of them.
+            over_sample_rate: prompts under way beyond an iteration's, as a fraction of them.
         """
         self._continue, self._requests, self.admission = continue_responses, requests, admission
         self._slice_tokens = slice_tokens

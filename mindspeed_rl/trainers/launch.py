@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_rl.config import MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.explain.effects import find_warnings
+from mindspeed_rl.config import MegatronConfig, RLConfig
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.alerts import LiveAlerts
@@ -26,10 +25,12 @@ from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
-from mindspeed_rl.trainers.run_folder import RunAdvisor, make_paths_absolute, report_outcome
+from mindspeed_rl.trainers.run_folder import RunAdvisor, report_outcome
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunObserver
 from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_trainer, check_supervised, start_workers
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
@@ -103,7 +104,6 @@ def _start(
     with termination.handled(), outcome as report, termination.explain_failures(), contextlib.ExitStack() as stack:
         beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
-        make_paths_absolute(cfg, run.models)
         _dump_configuration(run)
         trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
@@ -112,7 +112,7 @@ def _start(
             rows["planned"] = advisor.summary
         print(format_table(f"run folder: {run.folder}", rows), flush=True)
         print(inputs.summary, flush=True)
-        for text in find_warnings(cfg):
+        for text in find_warnings(run):
             print(f"warning: {text}", flush=True)
         cpus, logs = rl.num_cpus_for_placement_group, run.folder / "logs" / "ray"
         stack.enter_context(connect_cluster(inputs.num_devices, run.platform, cpus_per_device=cpus, logs=logs))
@@ -142,14 +142,14 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
     """Return the plan of a run as rows of a table for the console; `mindspeed-rl explain` shows all of it.
 
     Args:
-        num_devices: of all roles.
+        num_devices: number of devices of all roles.
     """
     cfg, plan, actor = run.config, run.plan, run.config.actor_config
     rows = {
         "stage": run.stage,
         "model": str(actor.pretrained_checkpoint or actor.load or actor.model or "fresh weights"),
         "devices": f"{num_devices} x {run.platform} on {run.num_nodes} node(s), {_describe_layout(actor)}"
-        + ("" if run.threads is None else f", {run.threads} thread(s) each"),
+        + ("" if run.threads is None else f", {run.threads.count} thread(s) each"),
         "length": f"{plan.train_iters} iterations",
     }
     if cfg.is_supervised:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import SamplingConfig
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -23,8 +22,9 @@ from mindspeed_rl.rewards.judge import JudgeError, JudgeForm, Score
 from mindspeed_rl.rewards.pool import RewardFailureError
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings
 from mindspeed_rl.rewards.totals import JUDGE_PART, MODEL_PART
+from mindspeed_rl.run.models import check_judge_folder
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.trainers.model_plans import check_judge_folder
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import build_sampling
 from mindspeed_rl.workers.reward_group import SAMPLE_COLUMNS, SampleReader
@@ -52,11 +52,11 @@ def _add_judgements(
 ) -> list[RewardResult]:
     """Return the results with a model's scores as an additional part; a row without rule scores has only this part.
 
-    A failed sample stays failed; one without a judgement, or whose score or total is no finite number in float32, fails.
+    A failed sample stays failed; one without a judgement, or whose score or total is not a finite number in float32, fails.
 
     Args:
         part: name of the score in the results.
-        weight: of the score in the total.
+        weight: weight of the score in the total.
         failed_total: total of a sample that fails here.
 
     Raises:
@@ -76,7 +76,7 @@ def _add_judgements(
         elif not error and abs(total) <= LARGEST_SCORE:
             new_results.append(RewardResult(total, {**result.parts, part: score, **judged.parts}, "ok", "", result.penalty))
         else:
-            # a part that is no number would reach the metrics
+            # a part that is not a number would reach the metrics
             error = error or f"its score {score:g}, or the total with it, is not a finite number in float32"
             kept = dict(result.parts)
             new_results.append(RewardResult(failed_total, kept, "failed", f"{part}: {error}", result.penalty))
@@ -86,15 +86,15 @@ def _add_judgements(
 class ServedJudge:
     """Requests to a generative judge that the run serves: the prompts of responses, and the scores in its replies.
 
-    The form is that of a judge at an address (`rewards.judge`): template, parser, and one request for equal ones.
+    The form is the same as for a judge at an address (`rewards.judge`): template, parser, and one request for equal ones.
     """
 
     def __init__(self, settings: RewardSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         """Read the judge's files.
 
         Args:
-            settings: of the run's rewards.
-            tokenizer: of the actor.
+            settings: settings of the run's rewards.
+            tokenizer: tokenizer of the actor.
 
         Raises:
             ValueError: a file is missing or wrong; names its key.
@@ -184,11 +184,11 @@ class ModelRewards:
     """Scores by models: a reward model, and a judge that the run serves.
 
     Attributes:
-        fleet: workers and engines with the models; None where functions alone score: nothing is added.
+        fleet: workers and engines with the models; None where only functions score: nothing is added.
         plane: with the rows.
-        weight: of the reward model's score in the total; None without one.
+        weight: weight of the reward model's score in the total; None without one.
         timeout_s: longest wait for rows.
-        part_weights: weight of each part of a reward, those of functions first.
+        part_weights: weight of each part of a reward, functions first.
         judge: None without one.
         in_rollout: the rollout engines have their memory, and need it afterwards.
     """

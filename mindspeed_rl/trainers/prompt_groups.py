@@ -27,14 +27,14 @@ class PromptGroup:
     """A prompt and its samples.
 
     Attributes:
-        index: of the prompt, counted from the start of the run.
+        index: index of the prompt, counted from the start of the run.
         item: the prompt.
-        version: of the weights when it was started.
+        version: version of the weights when it was started.
         samples: a trajectory each; None where there is none yet, or where it starts again if it is interrupted.
-        results: of the reward functions; None before.
+        results: results of the reward functions; None before.
         needed: samples that train, the first ones that end; None: all of them.
         part: 1 for the second group of a prompt (`split`), 0 for any other.
-        ids: index of each sample among those of its prompt, which its seed follows from.
+        ids: index of each sample in its prompt, which its seed follows from.
     """
 
     index: int
@@ -53,7 +53,7 @@ class PromptGroup:
 
     @property
     def order(self) -> int:
-        """Its place among all groups of a run: that of its prompt, and the second group of a prompt after the first."""
+        """Its place among all groups of a run: its prompt's, and the second group of a prompt after the first."""
         return 2 * self.index + self.part
 
     @property
@@ -175,7 +175,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path}: is no file of responses in flight.")
+            raise ValueError(f"{path}: is not a file of responses in flight.")
         columns = {name: iter(file.get_tensor(name).tolist()) for name in file.keys()}
     groups = []
     for group in json.loads(metadata["groups"]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -14,24 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig, Run
-from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.batch_sizes import BatchPlan
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
-from mindspeed_rl.trainers.resume import ResumePoint, check_remaining_iterations
 from mindspeed_rl.workers.agents import read_tool_schemas
 from mindspeed_rl.workers.responses import read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from mindspeed_rl.trainers.advantages import TrainBatch
 
 
 class PromptLoader:
@@ -91,7 +89,7 @@ class PromptLoader:
             self._choice.observe([index - self._pass_start for index in self.batch], groups)
 
     def on_batch(self, batch: TrainBatch) -> None:
-        """Take note of the rewards that train, with those of a reward model."""
+        """Take note of the rewards that train, with a reward model's."""
         self.observe(batch.inputs.rewards.masked_fill(~batch.inputs.valid, torch.nan))
 
     def report(self) -> list[WorkerReport]:
@@ -142,7 +140,7 @@ def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]
 
 
 def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDataset, PromptDataset | None]:
-    """Return the prompts to train on, and those of the evaluations: a second dataset, or the part that `split` holds back."""
+    """Return the prompts to train on, and the evaluations': a second dataset, or the part that `split` holds back."""
     actor = run.config.actor_config
     tools = read_tool_schemas(run.rl, tokenizer)
     limit = run.generate.limit_mm_image_per_prompt
@@ -221,45 +219,3 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
         system_prompt=actor.system_prompt,
         image_folder=actor.image_folder,
     )
-
-
-# ---------------------------------------------------------------------- length
-
-
-def resolve_length(run: Run, num_prompts: int, done: tuple[int, int] = (0, 0), resume: ResumePoint | None = None) -> Run:
-    """Return the run with the iterations of its train_epochs over so many prompts or rows; itself where it has train_iters.
-
-    Args:
-        run: with its batch.
-        num_prompts: of its data.
-        done: iterations before a resume, and prompts of their rollouts, which may have been of another number.
-        resume: the point to resume from.
-
-    Raises:
-        ValueError: nothing is left to do after that point.
-    """
-    epochs = run.config.actor_config.train_epochs
-    if epochs is None:
-        return run
-    rl = run.config.rl_config
-    visits = epochs * (2 if rl is not None and rl.keep_spare_samples else 1)  # a prompt trains as two groups
-    iters = done[0] + max(0, math.ceil((visits * num_prompts - done[1]) / run.plan.num_prompts))
-    # the learning rate of each role follows its train_iters
-    roles = {
-        name: dataclasses.replace(role, train_iters=iters)
-        for name in ("megatron_training", *ROLE_GROUPS)
-        if (role := getattr(run.config, name)) is not None
-    }
-    models = {
-        role: dataclasses.replace(model, config=dataclasses.replace(model.config, train_iters=iters))
-        for role, model in run.models.items()
-    }
-    longer = dataclasses.replace(
-        run,
-        config=dataclasses.replace(run.config, **roles),
-        plan=dataclasses.replace(run.plan, train_iters=iters),
-        models=models,
-    )
-    if resume is not None:
-        check_remaining_iterations(longer, resume)
-    return longer

@@ -82,7 +82,7 @@ class PromptSampler:
         """Read the columns of the prompts.
 
         Raises:
-            ValueError: a prompt has no such column, a source without a weight or a pass rate that is no number.
+            ValueError: a prompt has no such column, a source without a weight or a pass rate that is not a number.
         """
         self._keys, self._num_rows = order, len(prompts)
         easiness = None

@@ -17,14 +17,9 @@ from mindspeed_rl.checkpoint.model_source import (
     describe_fresh_head,
     lacks_score_head,
 )
-from mindspeed_rl.config import (
-    ConfigError,
-    Run,
-)
+from mindspeed_rl.config import ConfigError
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
-from mindspeed_rl.config.explain.effects import find_keys_without_effect
-from mindspeed_rl.config.phases import list_worker_columns
 from mindspeed_rl.data.images import describe_images, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
@@ -38,15 +33,21 @@ from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.columns import list_worker_columns
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.length import resolve_length
+from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.paths import with_absolute_paths
+from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
-from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
-from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts, resolve_length
+from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
-from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import build_rollout
@@ -79,7 +80,7 @@ class RLInputs:
     Attributes:
         run: with its length.
         held_out: None without evaluation.
-        num_devices: of all roles.
+        num_devices: number of devices of all roles.
         summary: lines for the console.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
@@ -128,7 +129,9 @@ def check_rl(run: Run) -> RLInputs:
     env = build_worker_environment(run.config, run.platform)
     if violations := check_reward_functions(run.rl) or dry_run_reward_functions(run.rl, env):
         raise ConfigError(violations)
-    run, resume = plan_models(run)
+    run = plan_models(run)
+    resume = run.resume
+    assert resume is not None
     _check_engine_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
@@ -148,7 +151,7 @@ def check_rl(run: Run) -> RLInputs:
     described = describe_order(prompts, prompt_order, seed=actor.seed, shuffle=not actor.no_shuffle)
     order_change = resume.describe_order_change(described)
     done = resume.state.get("rollout_prompts", resume.iteration * run.plan.num_prompts)
-    run = resolve_length(run, len(prompts), (resume.iteration, done), resume)
+    run = resolve_length(run, len(prompts), (resume.iteration, done))
     _check_models(run, tokenizer, tokenizer_path)
     term = None if run.objective is None else run.objective.distillation
     if term is not None and term.has_servers:
@@ -167,21 +170,22 @@ def check_rl(run: Run) -> RLInputs:
         lines.append(f"warning: programs of the model run without isolation of: {missing} (docs/security.md)")
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
+    run = with_absolute_paths(run)
     return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, judge, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of each file that the run file names."""
-    cfg, actor = run.config, run.config.actor_config
+    actor = run.config.actor_config
 
     def check_reward_names() -> None:
         if violations := check_reward_functions(run.rl):
             raise ConfigError(violations)
 
     yield check_reward_names
-    yield partial(check_outputs, run.missing_keys, {"run_dir": run.folder, "save": actor.save})
+    yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": actor.save})
     yield partial(find_trackers, run.rl.tracker_names)
-    yield from list_source_checks(cfg)
+    yield from list_source_checks(run)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
     for path in (actor.data_path, actor.eval_data_path):
@@ -203,7 +207,7 @@ def _check_engine_files(run: Run) -> None:
             )
     if generate.eplb_token_collects:
         ExpertCounts.check_folder(Path(generate.eplb_token_save_path), model_config)
-    if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run.config):
+    if generate.expert_map_path and "generate_config.expert_map_path" not in find_keys_without_effect(run):
         assert run.placement.engines is not None  # every run with rollouts has them
         experts, devices = model_config.num_moe_experts or 0, run.placement.engines.expert_ranks
         check_expert_map(Path(generate.expert_map_path), len(model_config.moe_layers), experts, devices)
@@ -231,7 +235,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
         readers |= dict.fromkeys(run.objective.distillation.models.values(), "rl_config.distillation.teacher_models")
     for role, key in readers.items():
         folder = None if role not in run.models else run.models[role].source.hf_folder
-        # a folder of weights alone has no tokens to compare
+        # a folder with only weights has no tokens to compare
         if folder is None or not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
             continue
         other = load_tokenizer(folder, use_fast=not run.config.actor_config.tokenizer_not_use_fast)
@@ -252,7 +256,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
 def _find_missing_isolation() -> str:
     """Return what the sandbox of the reward `code` lacks on this machine; empty where it is complete."""
     # in a separate process: the sandbox is only made by a process without threads
-    command = [sys.executable, "-m", "mindspeed_rl.rewards.sandbox"]
+    command = [sys.executable, "-m", "mindspeed_rl.isolation.sandbox"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120.0, check=False)
     return ", ".join(result.stdout.split()) if result.returncode == 0 else f"unknown: {result.stderr.strip()[-200:]}"
 

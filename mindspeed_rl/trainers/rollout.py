@@ -13,17 +13,20 @@ from torch import Tensor
 from mindspeed_rl.algorithms.advantages import combine_components
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.masks import find_groups_with_signal
-from mindspeed_rl.config import Objective, RLConfig, Run
-from mindspeed_rl.config.phases import Phases, list_worker_columns
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, concatenate, objects, ragged, take
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import list_components
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.columns import list_worker_columns
+from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.resume import ResumePoint
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
-from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
-from mindspeed_rl.config import Run
 from mindspeed_rl.data.images import IMAGES, make_thumbnail
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -24,6 +23,7 @@ from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
 from mindspeed_rl.observability.run_files import EXAMPLES
 from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.advantages import TrainBatch
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 
@@ -75,7 +75,7 @@ class RolloutLogger(RunLogger):
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
     def record_examples(self, iteration: int, examples: Sequence[tuple[PromptItem, list[int], RewardResult]]) -> None:
-        """Append responses to held-out prompts to examples.jsonl; the report shows those of the first and last evaluation."""
+        """Append responses to held-out prompts to examples.jsonl; the report shows the first and the last evaluation."""
         decode = self._tokenizer.decode
         with contextlib.suppress(OSError), (self._run.folder / EXAMPLES).open("a", encoding="utf-8") as file:
             for index, (item, response, result) in enumerate(examples):

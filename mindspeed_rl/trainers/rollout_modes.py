@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout

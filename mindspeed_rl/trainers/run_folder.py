@@ -10,19 +10,15 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
-from mindspeed_rl.config import Run, RunConfig
-from mindspeed_rl.config.keys import ROLE_GROUPS
-from mindspeed_rl.config.keys.megatron import is_weight
-from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.console import format_summary
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.termination import Terminated
@@ -159,45 +155,3 @@ def _warn_of_full_disk(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         print(f"warning: the report in {folder} could not be written: {error}", file=sys.stderr)
-
-
-def make_paths_absolute(cfg: RunConfig, models: Mapping[str, RoleModel] = MappingProxyType({})) -> RunConfig:
-    """Resolve the paths of a run file, in place, against the folder of the command; workers run elsewhere."""
-    roles = (cfg.megatron_training, *(getattr(cfg, group) for group in ROLE_GROUPS))
-    roles += tuple(model.config for model in models.values())
-    for config in {id(role): role for role in roles if role is not None}.values():
-        # a path that does not exist here may be the name of a model at a hub, or the default, a file that few have
-        for key in ("load", "pretrained_checkpoint", "tokenizer_name_or_path", "ref_model", "prompt_type_path"):
-            value = getattr(config, key)
-            if value and Path(value).expanduser().exists():
-                setattr(config, key, _absolute(value))
-        _make_absolute(config, "save")
-        if cfg.is_supervised:  # the workers read the data; elsewhere the driver does
-            if isinstance(config.data_path, list):
-                config.data_path = [item if is_weight(item) else _absolute(str(item)) for item in config.data_path]
-            else:
-                _make_absolute(config, "data_path")
-            _make_absolute(config, "eval_data_path")
-    _make_absolute(cfg.msprobe_config, "dump_path")
-    _make_absolute(cfg.profiler_config.integrated, "profile_save_path")
-    if cfg.generate_config is not None:
-        _make_absolute(cfg.generate_config, "eplb_token_save_path", "expert_map_path")
-        drafts = cfg.generate_config.drafts
-        if drafts is not None and isinstance(drafts.get("model"), str):
-            cfg.generate_config.speculative_config = drafts | {"model": _absolute(str(drafts["model"]))}
-    if cfg.rl_config is not None:
-        _make_absolute(cfg.rl_config, "reward_model", "tool_config_path")
-        if cfg.rl_config.integrated_mode_config is not None:
-            _make_absolute(cfg.rl_config.integrated_mode_config, "ref_model_load_path")
-        cfg.rl_config.external_plugins = [_absolute(path) for path in cfg.rl_config.external_plugins]
-    return cfg
-
-
-def _make_absolute(group: object, *keys: str) -> None:
-    for key in keys:
-        if value := getattr(group, key):
-            setattr(group, key, _absolute(value))
-
-
-def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().resolve())

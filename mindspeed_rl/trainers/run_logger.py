@@ -35,8 +35,8 @@ class LogOutputs:
     """The places that a logger writes to.
 
     Attributes:
-        folder: of the run.
-        steps: of the start; None where its duration is not shown.
+        folder: run folder.
+        steps: steps of the start; None where its duration is not shown.
     """
 
     folder: Path
@@ -121,7 +121,7 @@ class TrainingLoop:
     """Base of the loops: collect the metrics and intervals of an iteration, and end early on SIGTERM.
 
     Attributes:
-        metrics: of the iteration that runs.
+        metrics: metrics of the iteration that runs.
     """
 
     def __init__(self, logger: RunLogger, termination: Termination) -> None:

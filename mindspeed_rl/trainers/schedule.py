@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl.algorithms.kl import build_kl_controller
-from mindspeed_rl.config import Run
 from mindspeed_rl.observability.completions import is_due
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
@@ -78,7 +79,7 @@ class Schedule:
         self.train_iters = plan.train_iters or 0
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
-        self._keys = run.config.keys_on_resume
+        self._keys = list_keys_on_resume(run.config)
         self._done = (0, 0)
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)

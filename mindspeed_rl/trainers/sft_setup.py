@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,10 +15,9 @@ from mindspeed_rl.checkpoint.model_source import (
     lacks_score_head,
     load_tokenizer_of,
 )
-from mindspeed_rl.config import MegatronConfig, Run, RunConfig
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.indexed import (
@@ -34,10 +33,14 @@ from mindspeed_rl.data.indexed import (
 from mindspeed_rl.data.tokenizer import check_tokenizer_files
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.length import resolve_length
+from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
+from mindspeed_rl.run.paths import with_absolute_paths
+from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
+from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.reports import DataSummary
-from mindspeed_rl.trainers.model_plans import check_outputs, list_source_checks, plan_models
-from mindspeed_rl.trainers.prompt_loader import resolve_length
-from mindspeed_rl.trainers.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
@@ -56,7 +59,7 @@ class SupervisedInputs:
     """The inputs of a run, checked before anything is started.
 
     Attributes:
-        num_devices: of the workers.
+        num_devices: number of devices of the workers.
         summary: lines for the console.
         images: a line with the tokens of images; empty for a model of text.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
@@ -92,8 +95,10 @@ def check_supervised(run: Run) -> SupervisedInputs:
     """
     run = select_sound_checkpoint(run)
     config = run.config.actor_config
-    raise_together(_file_checks(run.config, run.missing_keys, run.folder))
-    run, resume = plan_models(run)
+    raise_together(_file_checks(run))
+    run = plan_models(run)
+    resume = run.resume
+    assert resume is not None
     source = run.models["actor"].source
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
@@ -101,7 +106,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     _check_data(config, run.models["actor"].plan.model_config.vocab_size)
     num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:
-        run = resolve_length(run, num_rows, resume=resume)
+        run = resolve_length(run, num_rows)
     if (reference := run.models.get("ref")) is not None:
         check_weights(reference.config, reference.source)
     if config.stage == "orm" and lacks_score_head(source):
@@ -114,7 +119,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if rules is not None and isinstance(config.data_path, str):
         images = describe_images(rules, read_first_grids(config.data_path))
         lines.insert(0, images)
-    return SupervisedInputs(run, resume, num_devices, "\n".join(lines), num_rows, images)
+    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, "\n".join(lines), num_rows, images)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
@@ -143,7 +148,7 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
 def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
     """Return samples and tokens a second over all devices, and model operations a second and device.
 
-    They are those of the update alone: saving and evaluating do not count.
+    They cover only the update: saving and evaluating do not count.
     """
     seconds = results.get("timing/update", 0.0)
     if not seconds:
@@ -166,12 +171,12 @@ def build_supervised_trainer(
     )
 
 
-def _file_checks(cfg: RunConfig, missing: Sequence[str], folder: Path) -> Iterator[Callable[[], object]]:
+def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of each file that the run file names, and one of keys that it leaves unset."""
-    config = cfg.actor_config
-    yield partial(check_outputs, missing, {"run_dir": folder, "save": config.save})
-    yield partial(find_trackers, [] if cfg.rl_config is None else cfg.rl_config.tracker_names)
-    yield from list_source_checks(cfg)
+    config, rl = run.config.actor_config, run.config.rl_config
+    yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": config.save})
+    yield partial(find_trackers, [] if rl is None else rl.tracker_names)
+    yield from list_source_checks(run)
     if config.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, config.tokenizer_name_or_path)
     yield partial(_check_data, config)
@@ -190,7 +195,7 @@ _COLUMNS = {
 
 
 def _count_rows(stage: str, data_path: object, split: str | None) -> int:
-    """Return the rows that train: those of the first share of split."""
+    """Return the number of rows that train: the first share of split."""
     halves = 2 if stage == "kto" and is_paired(str(data_path)) else 1
     column = _COLUMNS["dpo" if halves == 2 else stage][0]
     num_rows = len(read_index(column_prefix(Path(str(data_path)).expanduser(), column)).lengths)
@@ -201,8 +206,9 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
     """Check the files that the workers will read.
 
     Args:
-        config: of the trained model.
-        vocab_size: of the model, with which token ids are compared; None checks that the files exist and no more.
+        config: configuration of the trained model.
+        vocab_size: vocabulary size of the model, with which token ids are compared; None checks that the files exist and no
+            more.
 
     Raises:
         ValueError: data_path is not set, or a file or column that the stage needs does not exist, or is damaged.
@@ -218,7 +224,7 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
                 hint = "give the whole prefix, with _text_document"
             else:
                 columns = list_packed_columns(Path(str(prefix)).expanduser())
-                # both answers of a pair are judged alone, too
+                # both answers of a pair are judged by themselves, too
                 stage = "dpo" if config.stage == "kto" and is_paired(str(prefix)) else config.stage
                 missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
                 hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"

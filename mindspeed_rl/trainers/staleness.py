@@ -13,8 +13,8 @@ def check_versions(versions: Sequence[Tensor], version: int, bound: int, iterati
     """Check that every sampled token comes from weights that are at most `bound` versions older than these.
 
     Args:
-        versions: of each row's tokens; NO_VERSION for tokens that the actor did not sample, which have no age.
-        version: of the weights that train.
+        versions: version of the weights that sampled each token, by row; NO_VERSION where the actor did not sample it.
+        version: version of the weights that train.
 
     Raises:
         RuntimeError: a token is older, or newer than the weights that train.

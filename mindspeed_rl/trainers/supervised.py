@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import RemoteGroup

@@ -25,7 +25,7 @@ class Terminated(BaseException):
     """A signal came: raised where the run is to be shut down. No Exception, as KeyboardInterrupt is none.
 
     Attributes:
-        signum: of the signal.
+        signum: number of the signal.
         exit_code: the code that shells report of a process that this signal has ended.
     """
 

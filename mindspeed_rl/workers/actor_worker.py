@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors import vllm_drafts
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.lora_layers import LoraSettings
@@ -15,6 +13,8 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 from mindspeed_rl.workers.trainer_worker import ActorPhases
@@ -30,7 +30,7 @@ class ActorWorker(ActorPhases):
             run: the resolved run.
             plane: where rows come from.
             run_id: unique to the run and equal on all its ranks.
-            rank: of this process.
+            rank: rank of this process.
         """
         super().__init__(run, rank)
         # offloads the models: vLLM does not start on a device that has less free memory than its part

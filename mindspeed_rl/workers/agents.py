@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindspeed_rl import registry
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.images import ImageReader, read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
@@ -22,6 +22,7 @@ from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.run import Run
 from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
@@ -36,7 +37,7 @@ _TOOL_COLUMNS = ("tools_kwargs", "tool_selection", "extra_info")
 
 _Result = TypeVar("_Result")
 
-#: columns of the data plane that a task is made of; a loop of one turn needs the first alone
+#: columns of the data plane that a task is made of; a loop of one turn needs only the first
 TASK_COLUMNS = ("prompt_ids", "labels", "extra")
 
 
@@ -78,7 +79,7 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     Args:
         rl: the group of the run file.
         tokenizer: counts the tokens of responses.
-        turns: of the chat template, whose format of calls is read where no parser is named; None where no call is read.
+        turns: turns of the chat template, whose format of calls is read where no parser is named; None where no call is read.
 
     Raises:
         ValueError: the file, or the name of the parser, is wrong.
@@ -98,7 +99,7 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
 
 
 def choose_parser(rl: RLConfig, turns: ChatTurns | None) -> str:
-    """Return the parser of the model's calls: the one of the run file, else that of the chat template.
+    """Return the parser of the model's calls: the run file's, else the chat template's.
 
     Raises:
         ValueError: the name is certainly wrong.
@@ -113,8 +114,8 @@ def check_agents(run: Run, tokenizer: PreTrainedTokenizerBase, prompt_ids: Seque
 
     Args:
         run: the resolved run.
-        tokenizer: of the actor.
-        prompt_ids: of a prompt of the data set.
+        tokenizer: tokenizer of the actor.
+        prompt_ids: token ids of a prompt of the data set.
 
     Raises:
         ValueError: one of them is wrong; it is named.
@@ -149,7 +150,7 @@ def check_tool_columns(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, prompts
     Raises:
         ValueError: a row names a tool, an option or an argument that does not exist; with its place, and those that do.
     """
-    columns = set(prompts[0]["columns"])  # as those of all rows
+    columns = set(prompts[0]["columns"])  # as in all rows
     if rl.tool_config_path is None or not rl.multi_turn_enable or columns.isdisjoint(_TOOL_COLUMNS):
         return
 
@@ -200,11 +201,11 @@ def _run_with_tools(
 def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker: str = "") -> ChatTurns:
     """Build the renderer of turns with the run's chat template.
 
-    The template is the one of `prompt_type`, else the tokenizer's own, else that of raw prompts.
+    The template is the one of `prompt_type`, else the tokenizer's own, else the one of raw prompts.
 
     Args:
         run: the resolved run.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         image_marker: see `ChatTurns`.
 
     Raises:
@@ -231,8 +232,8 @@ def build_row_tasks(run: Run, batch: Batch, rows: Sequence[int], rollout_index: 
         run: the resolved run.
         batch: has TASK_COLUMNS, or the first of them.
         rows: indexes at the data plane.
-        rollout_index: of the rollout in the run, a part of the seeds.
-        sampling: of the responses.
+        rollout_index: index of the rollout in the run, a part of the seeds.
+        sampling: sampling parameters of the responses.
     """
     group, seed = run.plan.n_samples_per_prompt, get_sampling_seed(run)
     labels = objects(batch["labels"]) if "labels" in batch else [None] * len(rows)
@@ -279,7 +280,7 @@ class LengthOrder:
 
 
 def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
-    """Return one task a prompt, for evaluations; the seed of a prompt is that of its index."""
+    """Return one task per prompt, for evaluations; the seed of a prompt follows from its index."""
     if greedy:
         sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
     return [

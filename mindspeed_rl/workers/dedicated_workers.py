@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases
@@ -27,7 +27,7 @@ class _DedicatedWorker(DeviceWorker):
 
     Attributes:
         role: name of the model in `Run.models` that decides the layout.
-        title: of the workers, in logs.
+        title: title of the workers, in logs.
     """
 
     role: str
@@ -41,8 +41,8 @@ class _DedicatedWorker(DeviceWorker):
         Args:
             run: the resolved run.
             plane: where rows come from.
-            resumed_at: iteration after which the actor resumes; None when it starts from weights alone.
-            rank: of this process.
+            resumed_at: iteration after which the actor resumes; None when it starts only from weights.
+            rank: rank of this process.
         """
         super().__init__(run, rank, self.title)
         model, actor = run.models[self.role], run.models["actor"]

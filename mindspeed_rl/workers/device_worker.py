@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from mindspeed_rl import platform, registry
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
-from mindspeed_rl.config import ProfilerConfig, Run
-from mindspeed_rl.config.phases import Phase
+from mindspeed_rl.config import ProfilerConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.platform import ProfileSettings
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.device_memory import PhaseMemory
 from mindspeed_rl.runtime.reports import WorkerReport
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
     _Target = Role | RolloutReplica | None
-    #: something extra, such as a profiler, that gives the context of a phase; its arguments are those of `DeviceWorker.phase`
+    #: something extra, such as a profiler, that gives the context of a phase; it takes the arguments of `DeviceWorker.phase`
     _PhaseHook = Callable[[Phase, _Target, int | None], AbstractContextManager["LossObserver | None"]]
 
 _Result = TypeVar("_Result")
@@ -125,7 +126,7 @@ class _PhaseProfiler:
         Args:
             config: the group of the run file.
             run_dir: takes the traces, below `profile/`, when `profile_save_path` is empty.
-            rank: of this process.
+            rank: rank of this process.
         """
         self._config, self._rank = config, rank
         self._folder = Path(config.profile_save_path) if config.profile_save_path else run_dir / "profile"

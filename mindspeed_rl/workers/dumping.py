@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from mindspeed_rl.config import MsprobeConfig
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dumps.record import RECORDS, Record
 from mindspeed_rl.engine.probe import ModelProbe
 from mindspeed_rl.rollout.engine_probe import EngineProbe
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.workers.device_worker import LossObserver
 from mindspeed_rl.workers.roles import Role
 

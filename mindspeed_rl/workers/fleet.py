@@ -10,14 +10,14 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.futures import Pending
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.serving.servers import JudgeServers
@@ -193,7 +193,7 @@ class Fleet:
 
         Args:
             requests: token ids.
-            sampling: of the replies.
+            sampling: sampling parameters of the replies.
             in_rollout: the rollout engines have their memory, and need it afterwards.
         """
         assert self.judge is not None
@@ -229,9 +229,7 @@ class Fleet:
 
     def update_actor(self, plan: UpdatePlan) -> list[WorkerReport]:
         """Make all optimizer steps of the iteration."""
-        # called from here, not by `RemoteGroup.call`: the way to the loss has one call less
-        futures = [process.call.remote(Phases.UPDATE_ACTOR.name, plan) for process in self.actor.processes]
-        return self.actor.wait(Phases.UPDATE_ACTOR, futures)
+        return self.actor.call(Phases.UPDATE_ACTOR, plan)
 
     def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
         """Make all steps of the critic of the iteration."""

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.algorithms.policy_losses import value_loss
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.head_outputs import HeadOutputs, TopLogProbs
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.replica import Replica
@@ -53,18 +54,28 @@ class _ModelWorker(DeviceWorker):
         return build_micro_batching(self.run.rl, use, size or self.run.plan.micro_batch_size)
 
     def _forward(
-        self, phase: Phase, role: Role, batching: MicroBatching, count: int, routing: RolloutRouting | None = None
+        self,
+        phase: Phase,
+        role: Role,
+        batching: MicroBatching,
+        count: int,
+        outputs: HeadOutputs | None = None,
+        routing: RolloutRouting | None = None,
     ) -> None:
-        """Compute the phase's columns for this replica's rows; waits for rows that are not ready."""
+        """Compute the phase's columns for this replica's rows; waits for rows that are not ready.
+
+        Args:
+            outputs: the columns; None for those that a loss gets.
+        """
         role.offloader.onload(params=True)
         for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows)
             # without the wait for rows
             with self.timers(phase.timer):
                 if routing is None:
-                    output = role.engine.forward(fetched, batching)
+                    output = role.engine.forward(fetched, batching, outputs)
                 else:
-                    output = routing.forward(role.engine, fetched, batching, rows)
+                    output = routing.forward(role.engine, fetched, batching, rows, outputs)
                 self.replica.put(dict(zip(phase.columns, output or ())), rows)
         if not role.trains:
             self._release(role)
@@ -122,7 +133,7 @@ class TeacherPhases(_ModelWorker):
     def compute_teacher_log_probs(self, count: int) -> WorkerReport:
         """Compute the teachers' log-probs of the first `count` rows: of sampled tokens, or of their most probable tokens.
 
-        Where a column of the prompts chooses the teacher, each judges its rows alone.
+        Where a column of the prompts chooses the teacher, each judges only its rows.
         """
         metrics, phase = Metrics(), Phases.TEACHER_LOG_PROBS
         keys = self.run.rl.distillation
@@ -148,7 +159,7 @@ class TeacherPhases(_ModelWorker):
         objective, keys = self.run.objective, self.run.rl.distillation
         assert objective is not None and objective.distillation is not None
         term = objective.distillation
-        top_k = 0 if term.estimator is not None else term.topk
+        judgement = HeadOutputs() if term.estimator is not None else TopLogProbs(term.topk)
         judged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(len(rows))]
         for index, name in enumerate(term.teachers):
             role = {"actor": self.roles.actor, "ref": self.roles.reference}.get(name) or self.roles.teachers[name]
@@ -157,7 +168,7 @@ class TeacherPhases(_ModelWorker):
             together = list(range(len(rows))) if role.model.transformer_config.num_moe_experts else chosen or [0]
             role.offloader.onload(params=True)
             batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
-            outputs = role.engine.judge(rows.select(together), batching, top_k, keys.teacher_temperature)
+            outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=keys.teacher_temperature)
             if not role.trains:
                 self._release(role)
             for row, *values in zip(together, *(outputs or ())):
@@ -166,7 +177,10 @@ class TeacherPhases(_ModelWorker):
         if not all(judged):
             return {}
         log_probs, ids = ([torch.stack([pair[item] for pair in row], 1).flatten() for row in judged] for item in (0, 1))
-        return {"teacher_log_probs": log_probs} | ({"teacher_ids": [values.int() for values in ids]} if top_k else {})
+        columns = {"teacher_log_probs": log_probs}
+        if term.estimator is None:
+            columns["teacher_ids"] = [values.int() for values in ids]
+        return columns
 
 
 def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:

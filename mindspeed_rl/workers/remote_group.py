@@ -15,12 +15,13 @@ from ray.util.placement_group import placement_group, placement_group_table, rem
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mindspeed_rl import adaptors
-from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig, Run
-from mindspeed_rl.config.phases import Phase, Phases
+from mindspeed_rl.config import Deadlines, FaultTolerance, MegatronConfig, RLConfig
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.platform import platform_class
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import (
     build_runtime_env,
     build_worker_environment,
@@ -48,7 +49,7 @@ class RemoteGroup:
 
     Attributes:
         processes: the Ray actors, by rank.
-        names: of the workers, in messages.
+        names: names of the workers, in messages.
         plane: aborted when a worker fails; None without one.
         monitor: deadlines of the waits for the workers.
         env: environment of the processes.
@@ -68,7 +69,7 @@ class RemoteGroup:
         """Place the processes and start them; `prepare_workers` may, `start_workers` must come before any phase.
 
         Args:
-            settings: of the processes.
+            settings: settings of the processes.
             env: environment of the processes.
             num_cpus: Ray CPUs for each device; where devices are CPUs themselves, 1.
             plane: see the class.
@@ -131,7 +132,7 @@ class RemoteGroup:
         """Join the workers in their world and build their models from these arguments.
 
         Args:
-            arguments: of the worker class, without `rank`.
+            arguments: arguments of the worker class, without `rank`.
             steps: shows the steps of the start.
         """
         if self._address is None:
@@ -150,7 +151,7 @@ class RemoteGroup:
 
         Args:
             phase: names the method of the workers.
-            arguments: of the method.
+            arguments: arguments of the method.
         """
         futures = [process.call.remote(phase.name, *arguments) for process in self.processes]
         return Pending(futures, self.names, phase.name, self.plane, self.monitor)
@@ -184,7 +185,7 @@ class RemoteGroup:
 
 
 def _order_by_host(hosts: Mapping[int, str], own: str) -> list[int]:
-    """Return the slots in the order of ranks: those of one host are adjacent, or tensor parallelism would cross the network.
+    """Return the slots in the order of ranks: slots of one machine are adjacent, or tensor parallelism would cross the network.
 
     Args:
         hosts: slot -> the host that Ray has put it on, in any order.
@@ -218,9 +219,9 @@ def start_group(
     """Place and start the processes of one kind of workers of a run.
 
     Args:
-        kind: of the workers.
+        kind: kind of the workers.
         run: the resolved run.
-        keys: of the model by which adaptors are configured.
+        keys: keys of the model by which adaptors are configured.
         num_devices: workers of the group.
         plane: the data plane of the run.
     """
@@ -237,13 +238,14 @@ def start_group(
         heartbeat_interval_s=run.fault_tolerance.heartbeat_interval_s,
         collective_timeout_s=run.deadlines.seconds["collective"],
     )
+    threads = None if run.threads is None else run.threads.count
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes, threads=run.threads),
+        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),
-        # on the driver's machine alone there are no other files to compare
+        # on only the driver's machine there are no other files to compare
         check_files=None if is_own_cluster() else partial(check_shared_files, run, saves=kind.saves),
         built=kind.built,
     )

@@ -14,7 +14,7 @@ from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.workers.update_plan import split_rows
 
-#: columns with a row's tokens: those of its sequences, and the lengths p1, r1, p2, r2 ... of prompts and responses
+#: columns with a row's tokens: its sequences, and the lengths p1, r1, p2, r2 ... of prompts and responses
 _ROW_COLUMNS = ("input_ids", "sequence_lengths")
 
 
@@ -23,8 +23,8 @@ def _build_rows(batch: Batch, columns: Sequence[str] = (), image_rules: ImageRul
 
     Args:
         batch: has _ROW_COLUMNS, with IMAGES where there are rules.
-        columns: of the batch that the loss reads.
-        image_rules: of a model of images.
+        columns: columns of the batch that the loss reads.
+        image_rules: image rules of a model of images.
     """
     sequences = []
     for row in batch["sequence_lengths"]:
@@ -44,7 +44,7 @@ class Replica:
 
     Attributes:
         is_output: True on the rank that returns results.
-        index: of this replica among the data-parallel ones.
+        index: index of this replica among the data-parallel ones.
         count: number of data-parallel replicas.
     """
 
@@ -57,7 +57,7 @@ class Replica:
             plane: where rows come from.
             timeout_s: longest wait for rows that are not ready.
             by_stage: pipeline stages can also fetch and put columns of their own.
-            image_rules: of a model of images.
+            image_rules: image rules of a model of images.
         """
         self._plane, self._timeout_s, self._image_rules = plane, timeout_s, image_rules
         self._control = parallel.ControlGroup()
@@ -71,9 +71,9 @@ class Replica:
 
         Args:
             consumer: name of the phase at the data plane.
-            columns: of the rows.
+            columns: columns of the rows.
             rows: indexes.
-            by_stage: on the ranks of this pipeline stage alone.
+            by_stage: only on the ranks of this pipeline stage.
         """
         batch: Batch = {}
         group = self._stage if by_stage else self._control

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mindspeed_rl.config import Run, SamplingConfig
+from mindspeed_rl.config import SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,7 +28,7 @@ def read_image_rules(model: RoleModel) -> ImageRules | None:
 
 
 def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: bool = False) -> dict[str, list[Any]]:
-    """Return the data plane's columns of complete trajectories, a row each; with those of a model of images.
+    """Return the data plane's columns of complete trajectories, a row each; with the columns of a model of images.
 
     `responses` and the columns aligned to it are all tokens after the prompts; `response_mask` is True on those that the actor
     sampled, and is made nowhere else.

@@ -14,8 +14,6 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from mindspeed_rl import registry
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -29,6 +27,8 @@ from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 #: columns of the data plane that a sample is made of
 SAMPLE_COLUMNS = ("prompt_ids", "responses", "labels", "extra", "truncated", "trajectories")
-#: reward workers that a run replaces before it gives up: the cause of more losses is no accident
+#: reward workers that a run replaces before it gives up: the cause of more losses is not an accident
 _MAX_REPLACED = 5
 
 
@@ -49,7 +49,7 @@ class SampleReader:
     """Makes samples for reward functions and judges of token ids.
 
     Attributes:
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
         reads: `rl_config.verifier_reads`.
         max_tokens: longest response.
     """
@@ -166,7 +166,7 @@ class RewardGroup:
     """One reward worker a node, each of which scores a part of the rows.
 
     Attributes:
-        accuracies: names of functions whose score is an accuracy; those of the user too after `check`.
+        accuracies: names of functions whose score is an accuracy; after `check` also the user's.
     """
 
     def __init__(self, run: Run, plane: DataPlane, tokenizer_path: str) -> None:

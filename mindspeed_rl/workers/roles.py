@@ -26,10 +26,11 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
-from mindspeed_rl.config import RLConfig, Run
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
-from mindspeed_rl.engine.build import BuiltModel, batch_shape, build_model
+from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import (
     CheckpointSaver,
     choose_checkpoint,
@@ -48,6 +49,7 @@ from mindspeed_rl.engine.weights import Float32Weights, load_weights
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.run import Run
 from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
 if TYPE_CHECKING:
@@ -129,7 +131,7 @@ class Role:
         """Build the model, load its weights and, where it trains, its optimizer.
 
         Args:
-            name: of the role, for messages.
+            name: name of the role, for messages.
             model: its keys, plan and weights.
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
@@ -174,8 +176,8 @@ class Role:
             # before the checkpoint: its optimizer state needs an optimizer that takes it
             self.engine.start_training(steps_per_iteration)
         if source.kind == "training":
-            if self._moves_slowly and self.engine.float32_weights is None:
-                self.engine.float32_weights = Float32Weights(self.model)
+            if self._moves_slowly:
+                self.engine.stored_weights = Float32Weights(self.model)
             loaded = load_checkpoint(self.engine, source.weights, iteration)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
@@ -198,7 +200,7 @@ class Role:
         """Load weights from a source without training state.
 
         Args:
-            source: of kind "hf" or "megatron".
+            source: source of the model, of kind "hf" or "megatron".
             iteration: which of its checkpoints; None for the newest.
         """
         plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
@@ -220,7 +222,7 @@ class Role:
         if adapter is not None and settings is not None:
             load_peft(self.model, settings, adapter)
         if self._moves_slowly:
-            self.engine.float32_weights = Float32Weights(self.model)
+            self.engine.stored_weights = Float32Weights(self.model)
 
     def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest).
@@ -289,7 +291,7 @@ class Role:
     def save_hf(self, folder: Path) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
-        Adapters are merged; with `lora_ckpt_filter` those of a language model are written alone, as a folder that `peft` loads.
+        Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
         """
         head = self.model.plan.model_config.head
         # the remains of a save that was killed
@@ -390,5 +392,5 @@ def build_reward_model(run: Run, tokenizer: PreTrainedTokenizerBase, shared: Pas
     scoring = ProcessScoring(config, tokenizer, run.rl.process_reward_aggregation) if config.reward_tokens else OutcomeScoring()
     # its outputs were not sampled with the actor's temperature
     role = build_role(run, "reward", replace(shared, temperature=1.0))
-    role.engine.choices = scoring.choices
+    role.engine.outputs = scoring.outputs
     return role, scoring

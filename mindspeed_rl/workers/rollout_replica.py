@@ -18,9 +18,7 @@ from vllm import EngineArgs
 
 from mindspeed_rl import platform
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
-from mindspeed_rl.config.placement import engine_adapter_rank
+from mindspeed_rl.config.device_limits import engine_adapter_rank
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
@@ -43,6 +41,8 @@ from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import add_sync_bytes
 from mindspeed_rl.workers.agents import LengthOrder, build_agents, build_item_tasks, build_row_tasks, list_task_columns
 from mindspeed_rl.workers.responses import build_response_columns, build_sampling, compute_response_metrics, read_image_rules
@@ -61,7 +61,7 @@ def _build_routing_arguments(key: str) -> EngineArguments:
     """Return the arguments with which an engine reports the experts of each token.
 
     Args:
-        key: of the run file that needs it, for the error.
+        key: key of the run file that needs it, for the error.
 
     Raises:
         ValueError: this vLLM cannot report them.
@@ -79,8 +79,8 @@ class RolloutReplica:
     over the world.
 
     Attributes:
-        rank: of this process among all.
-        layout: of the engines.
+        rank: rank of this process among all.
+        layout: layout of the engines.
         replica: index of the rollout engine that this rank belongs to.
         num_replicas: rollout engines of the run.
         order: in which the samples of a dispatch start.
@@ -96,7 +96,7 @@ class RolloutReplica:
         Args:
             run: the resolved run.
             plane: where `generate` takes its prompts; None where it is not called.
-            tokenizer: of the actor.
+            tokenizer: tokenizer of the actor.
             run_id: unique to the run and equal on all its ranks.
         """
         config, actor = run.generate, run.models["actor"]
@@ -152,8 +152,8 @@ class RolloutReplica:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
         Args:
-            stream: of the actor's weights.
-            version: of the weights.
+            stream: stream of the actor's weights.
+            version: version of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
         """
         self.engine.restore_memory("weights")
@@ -217,7 +217,7 @@ class RolloutReplica:
         """Generate a response for all rows of this replica, each sampled with a seed of its own.
 
         Args:
-            rollout_index: of the rollout in the run, a part of the seeds.
+            rollout_index: index of the rollout in the run, a part of the seeds.
         """
         metrics = self.host.run(lambda: self._generate_all(rollout_index)) or Metrics()
         if self._expert_counts is not None:

@@ -14,32 +14,42 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, Phases, name_routed_column
 from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.workers.replica import Replica
 
 _Output = tuple[list[Tensor], ...] | None
 
 
 class RolloutRouting:
-    """R3: both passes of the actor send tokens to the experts that are in the data plane, those of the rollout engine."""
+    """R3: both passes of the actor send tokens to the experts that are in the data plane, the rollout engine's."""
 
     def __init__(self, engine: TrainEngine, replica: Replica) -> None:
-        self._layers = engine.routed = RoutedLayers(engine.model)
+        self._layers = RoutedLayers(engine.model)
+        engine.add_part(self._layers)
         self._replica, model_config = replica, engine.model.plan.model_config
         self._topk, self._dtype = model_config.moe_router_topk, _choose_dtype(model_config)
         # a column for each stage: experts in the layers of other stages would be most of the transfer
         self._column = name_routed_column(parallel_state.get_pipeline_model_parallel_rank())
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
+    def forward(
+        self,
+        engine: TrainEngine,
+        rows: Rows,
+        batching: MicroBatching,
+        indexes: Sequence[int],
+        outputs: HeadOutputs | None = None,
+    ) -> _Output:
         """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
-        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching)
+        return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching, outputs)
 
     def for_update(self, rows: Rows) -> Rows:
         """Return the rows of an update, with their experts; column `row` has the index of each row."""
@@ -66,11 +76,18 @@ class RolloutRouting:
 
 
 class _RecordedRouting(RolloutRouting):
-    """R2: the experts of the data plane, to which the update sends tokens, are those of the pass of the old log-probs."""
+    """R2: the experts of the data plane, to which the update sends tokens, come from the pass of the old log-probs."""
 
-    def forward(self, engine: TrainEngine, rows: Rows, batching: MicroBatching, indexes: Sequence[int]) -> _Output:
+    def forward(
+        self,
+        engine: TrainEngine,
+        rows: Rows,
+        batching: MicroBatching,
+        indexes: Sequence[int],
+        outputs: HeadOutputs | None = None,
+    ) -> _Output:
         with self._layers.recording() as recording:
-            output = engine.forward(rows, batching)
+            output = engine.forward(rows, batching, outputs)
         experts = [row.flatten().to(self._dtype) for row in self._layers.gather_recording(recording, rows)]
         self._replica.put({self._column: experts}, indexes, by_stage=True)
         self._replica.put({ROUTED_LENGTHS: [torch.tensor(lengths) for lengths in rows.sequence_lengths]}, indexes)
@@ -85,8 +102,8 @@ def build_routing_columns(plan: ModelPlan, trajectories: Sequence[Trajectory]) -
     """Return the columns of R3: the experts of all tokens up to the last sampled one, by pipeline stage.
 
     Args:
-        plan: of the actor.
-        trajectories: of the rows.
+        plan: plan of the actor.
+        trajectories: trajectories of the rows.
 
     Raises:
         RuntimeError: the engine reported no experts.

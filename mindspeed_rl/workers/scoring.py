@@ -11,6 +11,7 @@ from torch import Tensor
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.head_outputs import ChoiceLogits, HeadOutputs
 from mindspeed_rl.rewards.process_rewards import aggregate
 
 if TYPE_CHECKING:
@@ -21,15 +22,15 @@ class OutcomeScoring:
     """A value head's number at the last token of prompt and response, as sequence classifiers of transformers give it.
 
     Attributes:
-        choices: token ids whose logits are read, None for a value head.
+        outputs: results of the head that are read, of a model without a value head.
     """
 
-    choices: tuple[int, int] | None = None
+    outputs = HeadOutputs()
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         """Return the rows that the model reads, one for each response."""
         input_ids = [torch.cat([prompt, response]).to(torch.int64) for prompt, response in zip(prompts, responses)]
-        # of a row that is all prompt the engine returns the output at the last token alone
+        # of a row that is all prompt the engine returns the output only at the last token
         targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
         return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 
@@ -66,9 +67,9 @@ class ProcessScoring(OutcomeScoring):
         """Look up the tokens.
 
         Args:
-            config: of the reward model.
+            config: configuration of the reward model.
             tokenizer: the actor's, whose ids the model reads.
-            aggregation: name of the function that makes one score of those of the steps.
+            aggregation: name of the function that makes one score of the steps' scores.
 
         Raises:
             ValueError: `reward_tokens` are not two, or they or the placeholder are not one token each.
@@ -79,7 +80,7 @@ class ProcessScoring(OutcomeScoring):
             )
         self._tokenizer, self._aggregation, self._mark = tokenizer, aggregation, config.placeholder_token
         good, bad = (single_token(tokenizer, token, "reward_config.reward_tokens") for token in config.reward_tokens)
-        self.choices: tuple[int, int] | None = (good, bad)
+        self.outputs = ChoiceLogits((good, bad))
         self._mark_id = single_token(tokenizer, self._mark, "reward_config.placeholder_token")
 
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:

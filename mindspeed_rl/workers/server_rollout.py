@@ -14,8 +14,6 @@ import ray
 from ray.exceptions import RayActorError
 
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
@@ -23,6 +21,8 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.futures import Pending, WorkerError, read_error, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport, add_drafts, add_sync_bytes
 from mindspeed_rl.serving.server_process import ServerSettings
@@ -46,7 +46,7 @@ class ServerRollout:
     Attributes:
         servers: their pool is a `RolloutEngine`.
         agents: make samples with it, in the loop of the servers.
-        sampling: of training responses.
+        sampling: sampling parameters of training responses.
     """
 
     def __init__(self, run: Run, plane: DataPlane, trainers: RemoteGroup) -> None:
@@ -217,7 +217,7 @@ class ServerRollout:
         """Return the result of work in the loop of the servers. When no server is left, one is started and given the weights.
 
         Args:
-            future: of the work.
+            future: future of the work.
             phase: the work is for this phase.
             others: phases whose failure ends the wait.
 

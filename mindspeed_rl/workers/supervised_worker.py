@@ -18,13 +18,15 @@ from torch import Tensor
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import MegatronConfig, Run
-from mindspeed_rl.config.phases import Phases
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.responses import read_image_rules
@@ -69,9 +71,9 @@ class SupervisedWorker(DeviceWorker):
         state: Mapping[str, Any] = self.role.resumed["run_state"] if self.role.resumed else {}
         self.consumed: int = state.get("consumed_samples", 0)
         self._order = self.stage.describe_order(self.train_items, plan)
-        # other samples than those of the checkpoint begin with a new pass
+        # other samples than in the checkpoint begin with a new pass
         start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
-        self._state = {"pass_start": start, "order": self._order, "keys": cfg.keys_on_resume}
+        self._state = {"pass_start": start, "order": self._order, "keys": list_keys_on_resume(cfg)}
         self.add_hooks(self.resumed_state().get("iteration", 0))
         batches = self.stage.order(len(self.train_items), plan, self.consumed - start)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance
@@ -86,7 +88,7 @@ class SupervisedWorker(DeviceWorker):
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
         self.role = Role("megatron_training", self.run.models["actor"], passes, steps_per_iteration=1)
-        self.role.engine.choices, self.role.engine.divergence = self.stage.choices, self.stage.divergence
+        self.role.engine.outputs = self.stage.outputs
         self.reference: Role | None = None
         if "ref" in self.run.models:
             self.reference = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
@@ -135,7 +137,7 @@ class SupervisedWorker(DeviceWorker):
         return self._report(metrics)
 
     def evaluate(self) -> WorkerReport:
-        """Compute the loss on at most `eval_iters` batches of held-out items, without a remainder for some replicas alone."""
+        """Compute the loss on at most `eval_iters` batches of held-out items, without a remainder for only some replicas."""
         num_ranks, batch, held_out = self.replica[0], self.run.plan.num_samples, self.held_out
         assert held_out is not None  # the loop has called `data` before
         count = min(len(held_out), self.config.eval_iters * batch) // num_ranks * num_ranks

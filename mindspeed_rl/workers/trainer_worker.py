@@ -19,15 +19,17 @@ from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.config import Run
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.engine.head_outputs import SquaredProbs, TeacherDivergence
 from mindspeed_rl.engine.parallel import init_distributed
+from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.disaggregated import WeightSyncGroup
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases, add_step
 from mindspeed_rl.workers.replica import Replica
@@ -39,7 +41,6 @@ from mindspeed_rl.workers.update_plan import UpdatePlan
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mindspeed_rl.models.plan import ModelSource
 
 _Result = TypeVar("_Result")
 
@@ -49,7 +50,7 @@ def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
 
     Args:
         run: with its models.
-        tokenizer: of the actor.
+        tokenizer: tokenizer of the actor.
     """
     shared = build_pass_settings(run, tokenizer)
     # the actor is the first of the run's models
@@ -68,8 +69,8 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
 
     Attributes:
         actor: the role.
-        source: of its weights.
-        tokenizer: of the actor.
+        source: source of its weights.
+        tokenizer: tokenizer of the actor.
     """
 
     actor: Role
@@ -86,7 +87,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
         if term is not None and term.estimator is None:
-            self.actor.engine.divergence = partial(compute_weighted_divergence, settings=term)
+            self.actor.engine.outputs = TeacherDivergence(partial(compute_weighted_divergence, settings=term))
         self.actor.write_lost_export()
         self.connect(plane)
         self.offload_all()
@@ -136,9 +137,10 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
             return super().compute_log_probs(role, count)
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
         objective = self.run.objective
-        self.actor.engine.squares = objective is not None and "squared_probs" in objective.needs
+        has_squares = objective is not None and "squared_probs" in objective.needs
+        outputs = SquaredProbs() if has_squares else None
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
-            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, self.routing)
+            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, outputs, self.routing)
         if self.routing is not None:
             self.routing.add_to(metrics)
         return self._report(metrics)
@@ -187,11 +189,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
         self.actor.offloader.onload(params=True)
         reference.offloader.onload(params=True)
         for name, weight in reference.stream.local_weights.items():
-            value, float32 = self.actor.stream.local_weights[name].value(), reference.engine.float32_weights
-            if float32 is None:
-                weight.tensor.copy_(torch.lerp(weight.tensor.float(), value.float(), alpha))
-            else:
-                float32.mix(weight, value, alpha)
+            reference.engine.stored_weights.mix(weight, self.actor.stream.local_weights[name].value(), alpha)
         return self._report()
 
     # ------------------------------------------------------------------ checkpoints

@@ -14,8 +14,8 @@ class UpdatePlan:
     Attributes:
         steps: rows of each optimizer step.
         kl_coef: this iteration's coefficient.
-        entropy_threshold: of top-entropy masking, None without.
-        columns: of the data plane, that the policy loss reads.
+        entropy_threshold: entropy threshold of top-entropy masking, None without.
+        columns: columns of the data plane that the policy loss reads.
         iteration: index of the iteration, from 0.
         records_log_probs: the rows get the log-probs of their last step, as the column update_log_probs.
     """
@@ -53,10 +53,10 @@ def _balance_ranks(lengths: Sequence[int], num_ranks: int) -> list[list[int]]:
 def split_rows(
     rows: Sequence[int], num_ranks: int, rank: int, lengths: Sequence[int] | None = None, group_size: int = 1
 ) -> list[int]:
-    """Return this data-parallel rank's rows of a step, as many as those of the other ranks.
+    """Return this data-parallel rank's rows of a step, as many as the other ranks have.
 
     Args:
-        rows: of the step.
+        rows: rows of the step.
         num_ranks: data-parallel ranks.
         rank: index of this one.
         lengths: tokens of the rows: ranks get about the same tokens; None gives them consecutive rows.

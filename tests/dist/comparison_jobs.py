@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +23,14 @@ from tokenizers import models as token_models
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
-from mindspeed_rl.config import load_run_config, resolve
-from mindspeed_rl.config.phases import Phase
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.diagnostics.comparison_worker import ComparisonWorker
 from mindspeed_rl.diagnostics.train_vs_rollout import Comparison
 from mindspeed_rl.dumps.causes import EngineOutputs, Evidence, TrainerOutputs
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.phases import Phase
+from mindspeed_rl.run.resolve import resolve
 
 PROMPTS = [[5, 9, 40, 17, 22], [61, 3, 77], [30, 31, 32, 33, 34, 35, 36, 37, 38]]
 Tamper = Callable[["Sides"], None]
@@ -185,9 +187,10 @@ def compare(
             *keys,
         ],
     )
-    run, _ = plan_models(resolve(cfg, platform="cpu"))
+    run = plan_models(resolve(cfg, platform="cpu"))
     if engine_type is not None:  # run files may not say so: the two would disagree
-        cfg.generate_config.dtype = engine_type
+        generate = dataclasses.replace(run.generate, dtype=engine_type)
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, generate_config=generate))
     moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers
     found: dict[str, tuple[str, Evidence]] = {}
     worker = ComparisonWorker(run, f"comparison{dist.__name__}", rank=0)

@@ -15,7 +15,8 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.engine.head_outputs import TeacherDivergence, TopLogProbs
+from mindspeed_rl.run.objective import build_objective
 
 K = 6
 #: two teachers, the same model at other temperatures
@@ -26,8 +27,11 @@ def distill(setting: Setting) -> dict[str, Any]:
     """Makes a step of each divergence; `judged` are the rows of this rank with their teachers' columns."""
     with engine_of(setting) as engine:
         rows = policy_rows(engine, setting)
-        found = [from_last_stage(engine.judge(rows, setting.batching, K, temperature)) for temperature in TEMPERATURES]
-        sampled = from_last_stage(engine.judge(rows, setting.batching, 0, TEMPERATURES[0]))
+        passes = [(TopLogProbs(K), temperature) for temperature in TEMPERATURES] + [(None, TEMPERATURES[0])]
+        *found, sampled = (
+            from_last_stage(engine.forward(rows, setting.batching, outputs, temperature=temperature))
+            for outputs, temperature in passes
+        )
         assert sampled is not None and all(found)
         columns = {
             name: [torch.cat(pair, -1) for pair in zip(*(one[item] for one in found if one))]
@@ -47,7 +51,7 @@ def distill(setting: Setting) -> dict[str, Any]:
             )
             objective = build_objective(RLConfig(loss_type="dapo", init_kl_coef=0.0, distillation=keys), "ray_grpo")
             assert objective.distillation is not None
-            engine.divergence = partial(compute_weighted_divergence, settings=objective.distillation)
+            engine.outputs = TeacherDivergence(partial(compute_weighted_divergence, settings=objective.distillation))
             loss = partial(policy_loss, objective=objective)
             results.append(engine.train_step(rows, setting.batching, loss, PolicyBatch.from_inputs))
         judged = [

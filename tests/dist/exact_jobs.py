@@ -136,7 +136,7 @@ def count_differences(
         if has_experts:
             routed = RoutedLayers(model)
             for engine in engines.values():
-                engine.routed = routed
+                engine.add_part(routed)
         trainer.start_training(1)
         rollout = VllmEngine(
             folder,

@@ -19,8 +19,9 @@ warnings.filterwarnings("ignore")
 import torch
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.dataplane.columns import pack
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.workers.update_plan import UpdatePlan
 
@@ -116,10 +117,10 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     cfg, plane = run_config(folder, lora_push), LocalPlane()
     prepare_process(("train", "rollout"), cfg.actor_config)
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.actor_worker import ActorWorker
 
-    worker = ActorWorker(plan_models(resolve(cfg, platform="cpu"))[0], plane, "lora", rank=0)
+    worker = ActorWorker(plan_models(resolve(cfg, platform="cpu")), plane, "lora", rank=0)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(5, 90, (6,), generator=generator) for _ in range(ROWS // 2) for _ in range(2)]
     plane.put({"prompt_ids": prompts}, range(ROWS))

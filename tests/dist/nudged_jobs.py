@@ -11,12 +11,12 @@ from rollout_jobs import pair_of
 from torch import Tensor, nn
 from training_jobs import Setting
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.workers.replica import Replica, _build_rows
 from mindspeed_rl.workers.responses import build_response_columns
 from mindspeed_rl.workers.routing import RolloutRouting, build_routing_columns

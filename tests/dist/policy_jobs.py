@@ -12,10 +12,12 @@ from training_jobs import Setting, all_rows, engine_of, full_weights, summary
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import POLICY_LOSSES
-from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.head_outputs import SquaredProbs
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.objective import build_objective
 
 _COMMON = {
     "clip_higher_enable": True,
@@ -103,8 +105,7 @@ def update(setting: Setting) -> dict[str, Any]:
                 batching = replace(batching, token_budget=batching.token_budget and 2 * batching.token_budget)
             results.append(engine.train_step(step, batching, loss, batch))
         report = summary(results, full_weights(engine))
-        engine.squares = True
-        found = engine.forward(rows, setting.batching)
+        found = engine.forward(rows, setting.batching, SquaredProbs())
         assert found is not None
         report["squares"] = [(ids.tolist(), values.cpu().numpy()) for ids, values in zip(rows.input_ids, found[2])]
         return report

@@ -44,7 +44,7 @@ def first_step(setting: Setting) -> dict[str, Any]:
                     gradients[name] = torch.zeros(shape)
                     sources.read(name, full_slice(shape), gradients[name])
 
-        engine.on_gradients = collect
+        engine.on_gradients.append(collect)
         rows = masked_rows()
         micro_batch = engine._micro_batches(rows, setting.batching)[0]
         tied = model.share_embeddings_and_output_weights

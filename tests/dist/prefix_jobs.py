@@ -77,15 +77,16 @@ def forward(setting: Setting) -> list[Any]:
 def record(setting: Setting) -> dict[str, Any]:
     """What a forward pass chose, by row and layer of this rank's stage, and how much of it a pass with it agreed with."""
     with engine_of(setting) as engine:
-        engine.routed = RoutedLayers(engine.model)
+        routed = RoutedLayers(engine.model)
+        engine.add_part(routed)
         rows = my_rows(grouped_rows())
-        with engine.routed.recording() as recording:
+        with routed.recording() as recording:
             engine.forward(rows, setting.batching)
-        routing = engine.routed.gather_recording(recording, rows)
+        routing = routed.gather_recording(recording, rows)
         engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
         found = by_row_and_layer(engine, routing, len(grouped_rows()))
         assert {layer for _, layer in found} <= set(ROUTED_LAYERS)
         return {
             "routing": found,
-            "agreement": engine.routed.take_agreement(),
+            "agreement": routed.take_agreement(),
         }

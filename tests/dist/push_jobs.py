@@ -18,8 +18,9 @@ from mindspeed_rl.resharding.destinations import Destinations, read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import _find_stage, rank_positions, training_slices
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer import Sources
 
 

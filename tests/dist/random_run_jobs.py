@@ -15,11 +15,12 @@ from router_jobs import collect_gradients
 from training_jobs import full_weights, parallel_state
 
 from mindspeed_rl.algorithms.interfaces import LossInputs
-from mindspeed_rl.config.phases import Phase, Phases, list_worker_columns
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.observability.metrics import Metrics, merge
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import NO_VERSION, Segment, TokenSequence, Trajectory
+from mindspeed_rl.run.columns import list_worker_columns
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import Schedule
@@ -178,7 +179,7 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
             composition.steps[name].append([])
             found.append(None if sharded else collect_gradients(engine))
 
-        engine.on_gradients = collect
+        engine.on_gradients.append(collect)
         if name == "update_critic":
             metrics.merge(worker.update_critic(schedule.steps(ITERATION)).metrics)
         else:

@@ -15,8 +15,10 @@ import yaml
 from megatron_release import GROUPED_EXPERTS
 from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP
 
-from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.resolve import resolve
 
 Keys = dict[str, Any]
 
@@ -130,7 +132,7 @@ class RandomRun:
 
     def resolve(self) -> Run:
         """Read the run file as `train` does."""
-        return plan_models(resolve(load_run_config(self.path), platform="cpu"))[0]
+        return plan_models(resolve(load_run_config(self.path), platform="cpu"))
 
 
 def all_layouts(sizes: Sequence[int], models: Sequence[str]) -> list[tuple[int, str, Keys]]:

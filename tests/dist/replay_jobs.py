@@ -9,17 +9,24 @@ from typing import Any
 import torch
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, parallel_state, summary, weighted_loss
 
-from mindspeed_rl.config.phases import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.columns import ROUTED_LENGTHS, name_routed_column
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.routing import _RecordedRouting
 
 NUM_EXPERTS, TOPK = 4, 2
 #: of the tiny model `moe_mixed`
 ROUTED_LAYERS = [0, 2, 3]
+
+
+def add_routed(engine: TrainEngine) -> RoutedLayers:
+    """The routers of the engine, which replay from now on."""
+    routed = RoutedLayers(engine.model)
+    engine.add_part(routed)
+    return routed
 
 
 def given_routing() -> list[torch.Tensor]:
@@ -46,16 +53,16 @@ def _with_routing(engine: TrainEngine) -> Rows:
 def train_replayed(setting: Setting, steps: int = 3) -> dict[str, Any]:
     """Trains with the given routing; reports it all, and how much of it the routers agreed with."""
     with engine_of(setting) as engine:
-        engine.routed = RoutedLayers(engine.model)
+        routed = add_routed(engine)
         rows = _with_routing(engine)
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
-        return summary(results, full_weights(engine)) | {"agreement": engine.routed.take_agreement()}
+        return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
 
 def train_drawn(setting: Setting, steps: int = 3) -> dict[str, Any]:
     """Trains any family with experts that are drawn for each token of each layer; a rank has all layers."""
     with engine_of(setting) as engine:
-        engine.routed = RoutedLayers(engine.model)
+        routed = add_routed(engine)
         num_layers = sum(len(chunk) for chunk in engine.model.plan.routed_layers(0))
         model = engine.model.plan.model_config
         generator = torch.Generator().manual_seed(11)
@@ -63,13 +70,13 @@ def train_drawn(setting: Setting, steps: int = 3) -> dict[str, Any]:
         drawn = [one.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for one in chances]
         rows = my_rows(replace(all_rows(), routing=drawn))
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
-        return summary(results, full_weights(engine)) | {"agreement": engine.routed.take_agreement()}
+        return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
 
 def forward_replayed(setting: Setting) -> list[Any]:
     """Log-probs of all rows with the given routing, in one process."""
     with engine_of(setting) as engine:
-        engine.routed = RoutedLayers(engine.model)
+        add_routed(engine)
         output = engine.forward(_with_routing(engine), setting.batching)
         assert output is not None
         return [one.numpy() for one in output[0]]
@@ -92,17 +99,17 @@ def by_row_and_layer(
 def record(setting: Setting) -> dict[str, Any]:
     """What a forward pass chose, by row and layer of this rank's stage; then the loss with and without it."""
     with engine_of(setting) as engine:
-        engine.routed = RoutedLayers(engine.model)
+        routed = add_routed(engine)
         rows = my_rows(all_rows())
-        with engine.routed.recording() as recording:
+        with routed.recording() as recording:
             engine.forward(rows, setting.batching)
-        routing = engine.routed.gather_recording(recording, rows)
+        routing = routed.gather_recording(recording, rows)
         replay = engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
         plain = engine.measure(rows, setting.batching, weighted_loss)
         return {
             "routing": by_row_and_layer(engine, routing, len(all_rows())),
             "losses": [[float(one.loss_sum) for one in losses] for losses in (replay, plain)],
-            "agreement": engine.routed.take_agreement(),
+            "agreement": routed.take_agreement(),
         }
 
 

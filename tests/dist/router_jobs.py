@@ -15,9 +15,9 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PolicyBat
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.preference_losses import PreferenceBatch, SimPOSettings, simpo_loss
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.run.objective import build_objective
 
 ROWS: dict[str, Callable[[], Rows]] = {"different": all_rows, "grouped": grouped_rows}
 
@@ -51,7 +51,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
     """
     with engine_of(setting) as engine:
         found: dict[str, Any] = {}
-        engine.on_gradients = lambda: found.update(collect_gradients(engine))
+        engine.on_gradients.append(lambda: found.update(collect_gradients(engine)))
         mine = my_rows(_rows_of(loss, rows))
         if loss == "tokens":
             engine.train_step(mine, setting.batching, _token_loss)

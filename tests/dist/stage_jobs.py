@@ -15,9 +15,10 @@ adaptors.apply("train")
 
 from megatron.core import parallel_state  # noqa: E402  (Megatron must be imported after the adaptor)
 
-from mindspeed_rl.config import build_run_config, resolve  # noqa: E402
+from mindspeed_rl.config import build_run_config  # noqa: E402
 from mindspeed_rl.observability.metrics import Metrics  # noqa: E402
-from mindspeed_rl.trainers.model_plans import plan_models  # noqa: E402
+from mindspeed_rl.run.models import plan_models  # noqa: E402
+from mindspeed_rl.run.resolve import resolve  # noqa: E402
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker  # noqa: E402
 
 
@@ -29,7 +30,7 @@ def train_stage(training: dict[str, Any], rl_config: dict[str, Any] | None, step
     tree = {"platform": "cpu", "megatron_training": training} | ({"rl_config": rl_config} if rl_config else {})
     cfg = build_run_config(tree, config_name="test")
     try:
-        worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=int(os.environ["RANK"]))
+        worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=int(os.environ["RANK"]))
         metrics = [worker.train().metrics for _ in range(steps)]
         if worker.held_out is not None:
             metrics.append(worker.evaluate().metrics)

@@ -10,12 +10,13 @@ from training_jobs import Setting, engine_of, full_weights, my_rows, summary
 
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import RLConfig
 from mindspeed_rl.dataplane.columns import pack
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
+from mindspeed_rl.run.objective import build_objective
 from mindspeed_rl.workers.replica import _build_rows
 from mindspeed_rl.workers.responses import build_response_columns
 

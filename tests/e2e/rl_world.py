@@ -17,19 +17,21 @@ from call_path import Call
 from patience import patient
 from shared_forks import shared
 
-from mindspeed_rl.config import BatchPlan, load_run_config, resolve
-from mindspeed_rl.config import Run as ResolvedRun
-from mindspeed_rl.config.phases import Phase
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.run import Run as ResolvedRun
+from mindspeed_rl.run.batch_sizes import BatchPlan
+from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.phases import Phase
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.resume import ResumePoint
 from mindspeed_rl.runtime.cluster import _set_environment, connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
-from mindspeed_rl.trainers.model_plans import plan_models
-from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, _open_data_plane, _Services, build_trainer
 from mindspeed_rl.trainers.run_logger import LogOutputs
@@ -160,7 +162,7 @@ class World:
     def _load(self, config_name: str, overrides: Sequence[str], folder: Path) -> ResolvedRun:
         critic = _critic_overrides(self._task) if "ppo" in config_name else []
         cfg = load_run_config(config_name, None, [*task_overrides(self._task), *critic, *self._shared, *overrides])
-        return dataclasses.replace(plan_models(resolve(cfg, platform="cpu"))[0], folder=folder)
+        return dataclasses.replace(plan_models(resolve(cfg, platform="cpu")), folder=folder)
 
     def run(self, config_name: str, *overrides: str, iterations: int = 1, flip: bool = False) -> Run:
         """A run file has run from the first weights on.

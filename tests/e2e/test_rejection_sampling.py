@@ -11,7 +11,8 @@ from grpo_command import ONE_PROCESS, finished
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.main import main
-from mindspeed_rl.config import load_run_config, resolve
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.run.resolve import resolve
 
 # the dataset imports Megatron into this process, which trains afterwards
 platform.select("cpu")
@@ -22,7 +23,7 @@ from mindspeed_rl.data.datasets import InstructionDataset  # noqa: E402  (Megatr
 
 @pytest.mark.slow
 def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None, task: Path, tmp_path: Path) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     keys = ["rl_config.save_rollouts_interval=1", "megatron_training.train_iters=2"]
@@ -46,6 +47,6 @@ def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None
     cfg = load_run_config(
         "sft_tiny_cpu", None, ["model.tiny_qwen25.num_layers=null", *(f"megatron_training.{k}={v}" for k, v in values.items())]
     )
-    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(6)]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]

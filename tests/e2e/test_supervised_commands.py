@@ -20,7 +20,8 @@ from shared_forks import shared
 
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.cli import preprocess
-from mindspeed_rl.config import RunConfig, load_run_config, resolve
+from mindspeed_rl.config import RunConfig, load_run_config
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.cluster import _set_environment
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.fork_server import TRAINING, fork_server
@@ -73,11 +74,11 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     cfg = load(work, stage, "megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(cfg, platform="cpu")), rank=0)
     losses = [worker.train().metrics.results()["train/loss"] for _ in range(2)]
     assert all(0 < loss < 10 for loss in losses) and losses[0] != losses[1]
     if worker.held_out is not None:
@@ -85,11 +86,11 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
 
 
 def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_process_world: None, work: Path) -> None:
-    from mindspeed_rl.trainers.model_plans import plan_models
+    from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
-    worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu"))[0], rank=0)
+    worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu")), rank=0)
     found = worker.train().metrics.results()
     count = sum(weight.tensor.numel() for weight in worker.role.stream.local_weights.values())
     for owner in ("weights", "gradients", "reference"):  # float32 all of them

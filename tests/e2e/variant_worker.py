@@ -11,8 +11,8 @@ import torch
 from call_path import Call, watching
 
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.config import Run
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.run import Run
 from mindspeed_rl.workers.actor_worker import ActorWorker
 from mindspeed_rl.workers.roles import Role
 

@@ -25,7 +25,7 @@ NOT_SHIPPED = ("configs/model/templates.json",)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 #: a path from the root; one that goes on with a wildcard, a placeholder or a brace is a pattern, no path
 ROOT_PATH = re.compile(rf"(?<![\w./~-])(?:{'|'.join(FOLDERS)})/[\w./-]*\w(?![\w./-]*[*<{{\[])/?")
-#: a Python file below the package's folder, as the guides abbreviate it: `rewards/sandbox.py`
+#: a Python file below the package's folder, as the guides abbreviate it: `isolation/sandbox.py`
 PACKAGE_FILE = re.compile(r"`([a-z_]+(?:/[a-z_0-9]+)*/[a-z_0-9]+\.py)`")
 COMMAND = re.compile(r"\bmindspeed-rl +([a-z]\w*(?:-\w+)*)\b")
 RUN_FILE = re.compile(r"--config-name[ =]([a-z][\w-]+)")  # NAME and X are placeholders

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from patience import patient
 
-from mindspeed_rl.importers.command import main as import_run
 from mindspeed_rl.cli.preprocess import main as preprocess
 from mindspeed_rl.files import FileWriteError, replace_file, write_file
+from mindspeed_rl.importers.command import main as import_run
 
 
 def _names(folder: Path) -> list[str]:

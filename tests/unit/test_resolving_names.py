@@ -77,7 +77,7 @@ def test_what_a_module_itself_raises_is_not_taken_for_a_missing_name() -> None:
 def test_a_class_must_derive_from_what_is_wanted() -> None:
     assert registry.load_class("shapes:Circle", "shape", "shapes:Shape").__name__ == "Circle"
     for target in ("shapes:square", "pathlib:Path"):
-        with pytest.raises(ValueError, match=f"shape: {target} is no subclass of shapes:Shape"):
+        with pytest.raises(ValueError, match=f"shape: {target} is not a subclass of shapes:Shape"):
             registry.load_class(target, "shape", "shapes:Shape")
 
 

@@ -42,7 +42,7 @@ class Report:
     Attributes:
         platform: "npu" or "cpu": the kind the machine was judged as.
         line: version line it was compared with.
-        findings: of the machine.
+        findings: findings about the machine.
         failures: known failures in the given logs.
     """
 
@@ -69,7 +69,7 @@ def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_
 
     Args:
         platform: "npu", "cpu", or "auto": npu when the machine has NPU device files or torch_npu.
-        line: of `stack.LINES`, or "auto": the line of most installed packages.
+        line: one of `stack.LINES`, or "auto": the line of most installed packages.
         environment: variables to check.
         probe_torch: also import torch, and on the NPU the modules that a run starts with, in other processes.
     """
@@ -142,7 +142,7 @@ class _HangReport:
     """Status of a run's processes.
 
     Attributes:
-        folder: of the run.
+        folder: run folder.
         phase: the driver's current activity.
         straggler: the process that the others wait for; None where none is visible.
         stalled: collectives that do not end, the earliest first.

@@ -36,7 +36,7 @@ class Finding:
 
     Attributes:
         area: versions, torch, environment, devices, tools or host.
-        name: of the checked item.
+        name: name of the checked item.
         status: ok; warn: works but should be changed; fail: will not work; absent: not on this machine, which is fine
             unless it is meant to be an NPU machine.
         text: the observed value.
@@ -333,7 +333,7 @@ def check_host(environment: Mapping[str, str]) -> list[Finding]:
 
 
 def check_numa(environment: Mapping[str, str], folder: Path, allowed: Collection[int]) -> Finding:
-    """Check that processes can run near their devices; which node a device is on is known with a device alone.
+    """Check that processes can run near their devices; which node a device is on is known only with a device.
 
     Args:
         folder: Linux's, with a folder for each node of the machine.
@@ -342,7 +342,7 @@ def check_numa(environment: Mapping[str, str], folder: Path, allowed: Collection
     nodes: dict[str, int] = {}
     for path in sorted(folder.glob("node[0-9]*/cpulist")):
         cpus = _read_ranges(path.read_text())
-        if cpus:  # a node may have memory alone
+        if cpus:  # a node may have only memory
             nodes[path.parent.name] = len(cpus.intersection(allowed))
     usable = [name for name, count in nodes.items() if count]
     text = f"{len(usable)} of {len(nodes)} nodes with processors are usable"

@@ -228,7 +228,7 @@ class LogFinding:
     """A known failure in a log, or an exception that a program ended with.
 
     Attributes:
-        key, cause, fix: of the message.
+        key, cause, fix: key of the message, its cause and the fix.
         file, line_number, line: its first occurrence.
         time: time stamp on or before that line, sortable, or "".
         count: lines that show it in that file.
@@ -328,6 +328,6 @@ def read_logs(paths: Iterable[str | Path]) -> list[LogFinding]:
     paths = list(paths)
     for path in paths:  # a pipe would be read without end
         if Path(path).exists() and not Path(path).is_file():
-            raise ValueError(f"--log {path} is no plain file")
+            raise ValueError(f"--log {path} is not a plain file")
     findings = [finding for path in paths for finding in _read_log(path)]
     return sorted(findings, key=lambda finding: (finding.time == "", finding.time))

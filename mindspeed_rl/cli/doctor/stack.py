@@ -80,7 +80,7 @@ class _MegatronLine:
     """Releases of Megatron that the same adaptors serve.
 
     Attributes:
-        releases: of megatron-core.
+        releases: releases of megatron-core.
         branches: MindSpeed's, for the NPU.
         verified: the platforms of the test runs.
     """

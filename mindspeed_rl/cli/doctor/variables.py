@@ -14,7 +14,7 @@ class _Variable:
     """One variable.
 
     Attributes:
-        name: of the variable.
+        name: name of the variable.
         meaning: its effect.
         typical: value in this suite; "" when there is none.
         breaks: consequence of a wrong or missing value.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
@@ -68,35 +69,38 @@ def rename_deprecated(group: str, keys: Mapping[str, object], errors: list[str])
 
 def apply_aliases(
     rl: RLConfig, generate: GenerateConfig | None, set_keys: Mapping[str, frozenset[str]]
-) -> dict[str, object]:
-    """Copy the values of aliases to the keys that the rest of the system reads; return the values that the run file set.
+) -> tuple[RLConfig, GenerateConfig | None, dict[str, object]]:
+    """Copy the values of aliases to the keys that the rest of the system reads.
 
     `num_generations` is n_samples_per_prompt, `num_iterations` is epochs, `reward_funcs` and `reward_weights` are the
     verifiers, `max_completion_length` is max_tokens, and `beta` with num_generations is init_kl_coef; a tracker in
     `report_to` is its use_ key, and `async_generate` is trainer_mode one_step_off. verl's and slime's switches of
     routing replay are router_replay.mode. `validate` reports aliases that contradict each other.
+
+    Returns:
+        Both groups with the values of the aliases, and the values that the run file set, by dotted name.
     """
     original = {f"rl_config.{name}": value for name in set_keys["rl_config"] if (value := getattr(rl, name)) is not None}
     if generate is not None and "max_tokens" in set_keys["sampling_config"]:
         original["generate_config.sampling_config.max_tokens"] = generate.sampling_config.max_tokens
+    changes: dict[str, Any] = {f"use_{name}": True for name in rl.report_to if hasattr(rl, f"use_{name}")}
     if rl.num_generations is not None:
-        rl.n_samples_per_prompt = rl.num_generations
+        changes["n_samples_per_prompt"] = rl.num_generations
         if rl.beta is not None:
-            rl.init_kl_coef = rl.beta
+            changes["init_kl_coef"] = rl.beta
     if rl.num_iterations is not None:
-        rl.epochs = rl.num_iterations
+        changes["epochs"] = rl.num_iterations
     if rl.reward_funcs is not None:
-        rl.verifier_function = list(rl.reward_funcs)
-        rl.verifier_weight = list(rl.reward_weights) if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
+        weights = rl.reward_weights if rl.reward_weights is not None else [1.0] * len(rl.reward_funcs)
+        changes |= {"verifier_function": list(rl.reward_funcs), "verifier_weight": list(weights)}
     # a mode that is set stays, and a rule reports the contradiction
     if rl.async_generate and rl.trainer_mode == "sync":
-        rl.trainer_mode = "one_step_off"
+        changes["trainer_mode"] = "one_step_off"
     if rl.router_replay.mode == "disabled":
         replays_rollout = rl.use_rollout_routing_replay or rl.enable_rollout_routing_replay
-        rl.router_replay.mode = "R3" if replays_rollout else "R2" if rl.use_routing_replay else "disabled"
-    for name in rl.report_to:
-        if hasattr(rl, f"use_{name}"):
-            setattr(rl, f"use_{name}", True)
+        mode = "R3" if replays_rollout else "R2" if rl.use_routing_replay else "disabled"
+        changes["router_replay"] = replace(rl.router_replay, mode=mode)
     if rl.max_completion_length is not None and generate is not None:
-        generate.sampling_config.max_tokens = rl.max_completion_length
-    return original
+        sampling = replace(generate.sampling_config, max_tokens=rl.max_completion_length)
+        generate = replace(generate, sampling_config=sampling)
+    return replace(rl, **changes), generate, original

@@ -55,7 +55,7 @@ def _walk(group: str, schema: type) -> Iterator[tuple[str, Key]]:
 
 
 def find_range(path: str) -> Bounds | None:
-    """Return the bounds of a number, by the dotted name of its key; roles share those of megatron_training."""
+    """Return the bounds of a number, by the dotted name of its key; roles share the bounds of megatron_training."""
     group, _, name = path.rpartition(".")
     if group == "rl_config" and name in SETTINGS:
         return SETTINGS[name]
@@ -65,7 +65,7 @@ def find_range(path: str) -> Bounds | None:
 
 @functools.cache
 def collect_names() -> KeyNames:
-    """Return the names of all keys, here and in other projects; a name that the profiler has too is that of the other group."""
+    """Return the names of all keys, here and in other projects; a name that the profiler has too belongs to the other group."""
     own = {name for group, schema in GROUPS.items() if group != "profiler_config.integrated" for name in list_keys(schema)}
     names = [
         (name, f"{group}.{name}")

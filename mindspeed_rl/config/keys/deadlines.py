@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.schema import Range, key
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.run import RunConfig
 
 #: a deadline that the run file does not set is at least this many times the longest wait so far
 _GROWTH = 5.0
@@ -35,7 +31,7 @@ DEFAULTS: Mapping[str, float] = {
 
 
 # fmt: off
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DeadlineKeys:
     """Maximum waits in seconds, one for each kind. A value that is set stays; one that is not grows with the measured waits."""
 
@@ -69,7 +65,7 @@ class DeadlineKeys:
         range=Range.WAIT_S, on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FaultTolerance:
     """Recovery of a run whose worker dies or hangs."""
 
@@ -106,14 +102,3 @@ class Deadlines:
             max_s: the longest time that it has taken so far.
         """
         return self.seconds[name] if name in self.fixed else max(self.seconds[name], _GROWTH * max_s)
-
-
-def resolve_deadlines(cfg: RunConfig) -> Deadlines:
-    """Return the deadlines of the run file, over the defaults and over the two older keys with the same meaning."""
-    rl, generate = cfg.rl_config, cfg.generate_config
-    keys = DeadlineKeys() if rl is None else rl.deadlines
-    set_s = {item.name: value for item in fields(keys) if (value := getattr(keys, item.name)) is not None}
-    older = {} if rl is None else {"rows": rl.wait_timeout_s}
-    if generate is not None:
-        older["server"] = generate.vllm_server_timeout
-    return Deadlines({**DEFAULTS, **older, **set_s}, frozenset(older) | frozenset(set_s))

@@ -7,14 +7,23 @@ from typing import Literal
 
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.keys.schema import Range, key
-from mindspeed_rl.config.phases import PROFILED_STAGES
 
-PROFILER_STAGES = ("all", *PROFILED_STAGES, "actor_image_embeds")
+#: values of `stage`: those between the first and the last are the `profiler_stage` of a phase
+PROFILER_STAGES = (
+    "all",
+    "actor_generate",
+    "actor_compute_log_prob",
+    "actor_update",
+    "reference_compute_log_prob",
+    "critic_compute_values",
+    "critic_update",
+    "actor_image_embeds",
+)
 
 # fmt: off
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfilerConfig:
     """Device profiler: phases, steps and content of traces; one group, `integrated`, for the workers that share a device."""
 
@@ -57,7 +66,7 @@ class ProfilerConfig:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ProfilerGroups:
     """The YAML group `profiler_config`."""
 
@@ -65,9 +74,9 @@ class ProfilerGroups:
         "共用设备的工作进程的 profiler", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MsprobeConfig:
-    """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with those of another one."""
+    """Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with another run's."""
 
     msprobe: bool = key(False, "write dumps", "是否导出", on_resume="exact")
     dump_path: str = key("./msprobe_dump", "folder of the dumps", "导出的文件夹", on_resume="exact")

@@ -11,7 +11,7 @@ from mindspeed_rl.config.keys.schema import Range, key
 
 # fmt: off
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """Sampling of one response.
 
@@ -61,7 +61,7 @@ _SUFFIX_TOKENS = 24
 ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
     """Rollout engine: layout, limits, offloading of training state, sampling."""
 
@@ -149,7 +149,7 @@ class GenerateConfig:
         "further arguments of vLLM's engine, by vLLM's names; those that this suite sets are refused",
         "vLLM 引擎的其他参数，名称同 vLLM；由本套件设置的会被拒绝", elsewhere="vllm_engine_kwargs engine_kwargs.vllm",
         on_resume="exact")
-    additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to those of this suite",
+    additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to this suite's",
         "vllm-ascend 自己的设置，名称同 vllm-ascend，与本套件设置的并用", only_on="npu", on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",
         only_on="npu", on_resume="exact")

@@ -147,7 +147,7 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
     "SamplingConfig": {
         "logprobs": IgnoredKey(
             int | None, 1, "log-probabilities returned for each generated token", "每个生成的 token 返回几个对数概率",
-            ("always that of the sampled token, and no other", "总是只返回所采样 token 的对数概率")),
+            ("always the sampled token's, and no other", "总是只返回所采样 token 的对数概率")),
         "detokenize": IgnoredKey(bool, False, "let the engine also turn tokens into text", "让引擎也把 token 变成文本",
             ("responses stay token ids; text is decoded where it is needed", "回答保持为 token id；需要文本时再解码")),
     },

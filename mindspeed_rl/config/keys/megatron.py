@@ -21,7 +21,7 @@ LEFT_OFF_FEATURES = {
     "recompute_activation_function": "MindSpeed's function does not take padding_mask, which Megatron 0.16.1 passes; "
     "recompute_granularity: selective with recompute_modules: [mlp], or [moe_act] in experts, frees this memory too",
     "reuse_fp32_param": f"{_OWN_ARGUMENTS}; swap_optimizer frees more memory",
-    "swap_attention": "its hooks are set by Megatron-LM's own training program alone, and read its arguments at run time; "
+    "swap_attention": "its hooks are set only by Megatron-LM's own training program, and read its arguments at run time; "
     "recompute_granularity frees this memory by computing it again",
     "use_ascend_coc": _OWN_ARGUMENTS,
     "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,
@@ -38,7 +38,7 @@ _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"
 # fmt: off
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _PromptColumns:
     """Columns of raw prompts; without a name the handler's column is read, an empty name switches the column off."""
 
@@ -51,7 +51,7 @@ class _PromptColumns:
     history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _DataKeys:
     """Data, tokenizer and sample layout."""
 
@@ -120,7 +120,7 @@ class _DataKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _ParallelKeys:
     """Parallelism: the split of a model over devices."""
 
@@ -156,7 +156,7 @@ class _ParallelKeys:
         needs=("tensor_model_parallel_size", "above 1"), on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _OptimizerKeys:
     """Optimizer, schedule and the communication around it."""
 
@@ -220,7 +220,7 @@ class _OptimizerKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _CheckpointKeys:
     """Loading, saving, resuming."""
 
@@ -267,7 +267,7 @@ class _CheckpointKeys:
         "检查点中缺少的权重保持新建时的值，多出的权重略过", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _MemoryKeys:
     """Recomputation, swapping, low-rank adapters."""
 
@@ -307,7 +307,7 @@ class _MemoryKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _VisionKeys:
     """Training of the vision tower of a model that sees images."""
 
@@ -323,7 +323,7 @@ class _VisionKeys:
         range=Range.POSITIVE, needs=("freeze_aligner", (False,)), on_resume="schedule")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _KernelKeys:
     """Fused kernels and builder switches; off the NPU the plain modules compute the same."""
 
@@ -344,7 +344,7 @@ class _KernelKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _PreferenceKeys:
     """Losses of stage sft and of the stages that compare two answers."""
 
@@ -395,7 +395,7 @@ class _PreferenceKeys:
         range=Range.ITERATIONS, stages="dpo kto", on_resume="reference")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MegatronConfig(
     ModelKeys,
     _DataKeys,
@@ -460,8 +460,8 @@ class MegatronConfig(
 
     def __post_init__(self) -> None:
         """Write both layer lists as text, as upstream does."""
-        self.num_layer_list = join_layers(self.num_layer_list)
-        self.noop_layers = join_layers(self.noop_layers)
+        for name in ("num_layer_list", "noop_layers"):
+            object.__setattr__(self, name, join_layers(getattr(self, name)))
 
     @property
     def has_held_out_data(self) -> bool:

@@ -16,7 +16,7 @@ _EXPERTS = ("num_experts", "set")
 _PREDICTION = ("mtp_num_layers", "set")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelKeys:
     """Shape of a decoder-only transformer."""
 
@@ -116,7 +116,7 @@ class ModelKeys:
         "由路由 logits 得到分数的函数", needs=_EXPERTS, on_resume="exact")
     moe_router_enable_expert_bias: bool = key(False, "balance by a bias on the choice instead of a loss",
         "用选择时的偏置而不用损失来均衡", needs=_EXPERTS, on_resume="fixed")
-    moe_aux_loss_coeff: float | None = key(None, "weight of the balancing loss; unset: that of the model's config.json, or 0",
+    moe_aux_loss_coeff: float | None = key(None, "weight of the balancing loss; unset: as in the model's config.json, or 0",
         "均衡损失的权重；不设时取模型 config.json 中的值，没有则为 0", range=Bounds(0, 1e6), needs=_EXPERTS, on_resume="exact")
     moe_z_loss_coeff: float = key(0.0, "weight of the router's z-loss, which keeps its logits small",
         "路由 z-loss 的权重，用来抑制路由 logits 变大", range=Bounds(0, 1e6), needs=_EXPERTS, on_resume="exact")
@@ -125,7 +125,7 @@ class ModelKeys:
     mtp_loss_scaling_factor: float = key(0.1, "weight of the loss of the multi-token-prediction layers, a mean over them",
         "MTP 层损失的权重，损失对各层取平均", range=Bounds(0, 1e6), needs=_PREDICTION, on_resume="exact")
     mtp_detach_heads: bool | None = key(None,
-        "their loss trains these layers alone, not the model before them; unset: true in RL, false in supervised stages",
+        "their loss trains only these layers, not the model before them; unset: true in RL, false in supervised stages",
         "MTP 损失只训练 MTP 层，不影响主干；不设时 RL 为 true，监督阶段为 false", needs=_PREDICTION, on_resume="exact")
     dsa_indexer_loss_coeff: float = key(0.0,
         "weight of the loss that trains the indexers of sparse attention; 0 leaves them as they are",

@@ -43,7 +43,7 @@ def _read_by(algorithms: Mapping[str, Algorithm], setting: str) -> Needs:
     return "adv_estimator" if algorithms is ADVANTAGES else "loss_type", readers
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Resource:
     """Devices of one role."""
 
@@ -51,7 +51,7 @@ class Resource:
         "该角色在所有节点上的设备数，不论设备种类", range=Range.DEVICES, on_resume="random")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class IntegratedModeConfig:
     """Extras of the mode in which actor, reference and rollout share devices."""
 
@@ -59,7 +59,7 @@ class IntegratedModeConfig:
         "参考模型的权重；不设时为 actor 的起点", elsewhere="ref_load ref_model_path", on_resume="reference")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RouterReplay:
     """Routing of the tokens of a rollout in the actor; docs/router_replay.md."""
 
@@ -75,7 +75,7 @@ SAMPLED_MODES = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl", "k3+", "low
 _DISTILLS, _TOP_K = ("enabled", (True,)), ("loss_mode", ("forward_kl_topk", "reverse_kl_topk", "jsd_topk"))
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DistillationKeys:
     """On-policy distillation: teachers judge the tokens that the student samples; docs/distillation.md. Names are verl's."""
 
@@ -96,7 +96,7 @@ class DistillationKeys:
     beta: float = key(0.5, "jsd_topk: weight of the teacher; 0 is forward_kl_topk, 1 is reverse_kl_topk",
         "jsd_topk：教师的权重；0 即 forward_kl_topk，1 即 reverse_kl_topk", range=Range.FRACTION,
         needs=("loss_mode", ("jsd_topk",)), on_resume="exact")
-    use_task_rewards: bool = key(True, "rewards of the task train too; false: the teachers alone",
+    use_task_rewards: bool = key(True, "rewards of the task train too; false: only the teachers",
         "任务奖励也参与训练；false：只用教师", needs=_DISTILLS, elsewhere="distillation_loss.use_task_rewards",
         on_resume="exact")
     distillation_loss_coef: float = key(1.0, "weight of the divergence next to rewards of the task",
@@ -120,20 +120,20 @@ class DistillationKeys:
     teacher_key: str = key("data_source", "column of the prompts that chooses the teacher, where there are teacher_keys",
         "有 teacher_keys 时，选择教师的数据列", needs=("teacher_keys", "set"), elsewhere="distillation.teacher_key",
         on_resume="exact")
-    teacher_keys: list[str] = key([], "value of that column for each teacher, which then judges these rows alone",
+    teacher_keys: list[str] = key([], "value of that column for each teacher, which then judges only these rows",
         "每个教师对应的该列的值，该教师只评判这些行", needs=_DISTILLS, on_resume="exact")
     teacher_weights: list[float] = key([],
         "weight of each teacher's divergence, where all judge all rows; equal when unset",
         "所有教师都评判所有行时，各教师散度的权重；不设时相等", range=Bounds(0, 1e6), needs=_DISTILLS, on_resume="exact")
     teacher_temperature: float | None = key(None,
-        "the teachers' logits are divided by it; that of the sampling when unset",
+        "the teachers' logits are divided by it; unset: the sampling temperature",
         "教师的 logits 除以它；不设时同采样温度", range=Range.POSITIVE, needs=_DISTILLS, on_resume="exact")
     teacher_prompt: str | None = key(None,
         "column of the prompts with the text or messages that the teachers read in place of the prompt",
         "数据列，其文本或消息由教师代替 prompt 来读", needs=_DISTILLS, elsewhere="teacher_prompt", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _BatchKeys:
     """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
 
@@ -226,12 +226,12 @@ class _BatchKeys:
         on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _ModeKeys:
     """Overlap of generation with training, and the age that responses may have."""
 
     trainer_mode: Literal["sync", "one_step_off", "async"] = key("sync",
-        "sync: an iteration trains on its own rollout; one_step_off: on that of the iteration before; async: on what is "
+        "sync: an iteration trains on its own rollout; one_step_off: on the rollout of the iteration before; async: on what is "
         "ready; the latter two need a rollout engine on dedicated devices",
         "sync：每次迭代用自己的 rollout 训练；one_step_off：用上一次迭代的；async：用已就绪的；后两者需要推理引擎有专用设备",
         on_resume="in_flight")
@@ -256,7 +256,7 @@ class _ModeKeys:
         "sync：一个长回答可跨几次 rollout；每次最多再生成 max_tokens 除以此值个 token", range=Bounds(1, 64),
         on_resume="in_flight")
     over_sample_rate: float = key(1.0,
-        "prompts under way in such a rollout beyond those of an iteration, as a fraction of them; the unfinished ones continue",
+        "prompts under way in such a rollout beyond an iteration's, as a fraction of them; the unfinished ones continue",
         "这样的 rollout 中，除一次迭代的 prompt 之外还在生成的 prompt 所占比例；未完成的在下次继续", range=Bounds(0, 64),
         needs=("partial_rollout_max_split", "above 1"), on_resume="in_flight")
     spare_samples_per_prompt: int = key(0,
@@ -280,7 +280,7 @@ class _ModeKeys:
         "true 即 trainer_mode one_step_off，ms-swift 的说法", on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _AdvantageKeys:
     """From rewards to advantages."""
 
@@ -305,7 +305,7 @@ class _AdvantageKeys:
         "价值离旧值多远之后损失被截断", needs=_CRITIC, elsewhere="value_clip", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _LossKeys:
     """From advantages to the policy loss."""
 
@@ -390,7 +390,7 @@ class _LossKeys:
         needs=_read_by(POLICY_LOSSES, "online_dpo_loss_type"), on_resume="exact")
     entropy_coeff: float = key(0.0, "weight of the entropy bonus", "熵奖励的权重", range=Range.WEIGHT,
         elsewhere="entropy_coef entropy_loss_coef", on_resume="exact")
-    top_entropy_quantile: float = key(1.0, "fraction of tokens, those of highest entropy, that enter the policy term",
+    top_entropy_quantile: float = key(1.0, "fraction of tokens that enter the policy term, those with the highest entropy",
         "进入策略项的 token 比例，取熵最高的", on_resume="exact")
     off_policy_sequence_mask_delta: float | None = key(None,
         "leave out sequences with negative advantage whose mean log-ratio old - new exceeds this; off when unset",
@@ -436,7 +436,7 @@ class _LossKeys:
         "true 即 router_replay.mode R3，verl 的说法", on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _KlKeys:
     """KL divergence to the reference model."""
 
@@ -471,7 +471,7 @@ class _KlKeys:
         "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF, on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _RewardKeys:
     """Reward functions and models, failed scores, filters of groups."""
 
@@ -515,7 +515,7 @@ class _RewardKeys:
     reward_model_weight: float = key(1.0, "its weight next to the reward functions", "它与奖励函数并列时的权重",
         range=Range.WEIGHT, on_resume="in_flight")
     process_reward_aggregation: Literal["min", "mean", "product", "last", "max"] = key("min",
-        "aggregation of the scores of steps into that of the response, for a reward model with reward_tokens",
+        "aggregation of the scores of steps into the response's score, for a reward model with reward_tokens",
         "带 reward_tokens 的奖励模型：各步骤得分如何合成回答的得分", on_resume="in_flight")
     judge_url: str | None = key(None, "OpenAI-compatible endpoint of a generative judge; off when unset",
         "生成式评判的 OpenAI 兼容地址；不设为关闭", on_resume="in_flight")
@@ -603,7 +603,7 @@ class _RewardKeys:
         "一次迭代最多的 rollout 数；0 或更小：不限；不写时：10", range=Bounds(-1, 10**6), needs=_FILTER,
         elsewhere="filter_groups.max_num_gen_batches", on_resume="exact")
     filter_groups_train_batch_size: int = key(1,
-        "prompts on which an iteration trains; when omitted: those of a rollout",
+        "prompts on which an iteration trains; when omitted: all prompts of a rollout",
         "一次迭代训练的 prompt 数；不写时：一次 rollout 的",
         range=Range.ROWS, needs=_FILTER, on_resume="exact")
     dynamic_sample: bool = key(False, "replace groups whose advantages are 0, because rewards do not vary, by new ones",
@@ -624,7 +624,7 @@ class _RewardKeys:
         "评测用温度 0，而不用训练时的采样", on_resume="exact")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class AgentKeys:
     """A program with a loop of its own, which plays each sample; docs/agents.md, section Programs."""
 
@@ -646,7 +646,7 @@ class AgentKeys:
         range=Range.PROCESSES, on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _ToolKeys:
     """Samples of several turns: tools, environments, schedulers."""
 
@@ -676,7 +676,7 @@ class _ToolKeys:
         "或 external_plugins 文件里 multi_turns 中的名字", needs=_TOOLS,
         on_resume="in_flight")
     trajectory_reward: Literal["both", "turns", "final", "none"] = key("both",
-        "rewards of tools and environments that are added: those of turns, those of the final state",
+        "rewards of tools and environments to add: of turns, of the final state, both or none",
         "工具与环境给的分中哪些加入奖励：各轮的、最终状态的", needs=_TOOLS, on_resume="in_flight")
     trajectory_reward_weight: float = key(1.0, "its weight", "它的权重", range=Range.WEIGHT, needs=_TOOLS,
         on_resume="in_flight")
@@ -686,7 +686,7 @@ class _ToolKeys:
         "奖励函数读多轮样本的哪一部分：全部（连同工具的回复），模型的最后一轮，或 `agent` 程序的输出", needs=_TOOLS,
         on_resume="in_flight")
     tool_config_path: str | None = key(None, "YAML list of tools", "工具的 YAML 列表", needs=_TOOLS, on_resume="order")
-    tool_parser_format: str | None = key(None, "format of calls; by default that of the template prompt_type, else hermes",
+    tool_parser_format: str | None = key(None, "format of calls; default: as the template prompt_type has it, else hermes",
         "调用的写法；默认按 prompt_type 的模板，否则为 hermes", needs=_TOOLS, elsewhere="multi_turn.format",
         on_resume="in_flight")
     max_tool_calls: int = key(0, "calls of one sample; 0: no limit", "一个样本的调用次数；0：不限", range=Range.CALLS,
@@ -704,7 +704,7 @@ class _ToolKeys:
         "过长的回复截掉哪一部分", needs=_TOOLS, on_resume="in_flight")
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _RewardKeys, _ToolKeys):
     """Reinforcement learning: everything that is neither model, engine nor sampling."""
 
@@ -753,7 +753,7 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
     fault_tolerance: FaultTolerance = key(FaultTolerance, "recovery of a run whose worker dies or hangs",
         "有 worker 死亡或卡住时运行如何处理", supervised=True, on_resume="exact")
 
-    is_multimodal: bool = key(False, "the model must be one of images; without it the model's config.json decides alone",
+    is_multimodal: bool = key(False, "the model must be one of images; without it only the model's config.json decides",
         "模型必须是图像模型；不写时只由模型的 config.json 决定", on_resume="exact")
 
     use_tensorboard: bool = key(False, "write TensorBoard files into the run folder", "在运行文件夹中写 TensorBoard 文件",
@@ -799,10 +799,9 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         """Give the base budgets to the three passes that do not set their budget."""
         # upstream's base budget does not reach the passes, which then have 4096 each
         for role in ("ref", "actor", "update"):
-            if getattr(self, f"{role}_max_packing_token_size") is None:
-                setattr(self, f"{role}_max_packing_token_size", self.max_packing_token_size)
-            if getattr(self, f"{role}_dynamic_max_batch_size") is None:
-                setattr(self, f"{role}_dynamic_max_batch_size", self.dynamic_max_batch_size)
+            for budget in ("max_packing_token_size", "dynamic_max_batch_size"):
+                if getattr(self, f"{role}_{budget}") is None:
+                    object.__setattr__(self, f"{role}_{budget}", getattr(self, budget))
 
     @property
     def served_judge(self) -> str | None:
@@ -811,7 +810,7 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
 
     @property
     def tracker_names(self) -> list[str]:
-        """The trackers that the use_ keys switch on, then those of `report_to`; wandb replaces tensorboard, as upstream."""
+        """The trackers that the use_ keys switch on, then the names in `report_to`; wandb replaces tensorboard, as upstream."""
         switched_on = {
             "tensorboard": self.use_tensorboard and not self.use_wandb,
             "wandb": self.use_wandb,

@@ -45,7 +45,7 @@ ON_RESUME: dict[OnResume, Text] = {
         "生成到一半的回答丢弃，对同样的 prompt 重新生成",
     ),
     "random": (
-        "random generators start anew, which is of effect with dropout alone",
+        "random generators start anew, which matters only with dropout",
         "随机数发生器重新开始，只在有 dropout 时有影响",
     ),
     "kl": (
@@ -160,7 +160,7 @@ def key(
 
 @functools.cache
 def list_keys(group: type) -> dict[str, Key]:
-    """Return the keys of a group: those of the class itself, then those of its bases from left to right."""
+    """Return the keys of a group: first the class's own, then its bases' from left to right."""
     hints, fields = typing.get_type_hints(group), {field.name: field for field in dataclasses.fields(group)}
     ordered = [fields[name] for item in group.__mro__ for name in vars(item).get("__annotations__", {}) if name in fields]
     result: dict[str, Key] = {}

@@ -16,13 +16,12 @@ from mindspeed_rl.data.conversation import Conversation, DroppedRowError, Malfor
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.images import ImageReader, StoredImage
 from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from mindspeed_rl.data.preprocess import PreprocessConfig
 
 
 # names in a ShareGPT conversation; map_keys.tags replaces some
@@ -39,7 +38,7 @@ _DEFAULT_TAGS = {
 
 @dataclass(frozen=True)
 class HandlerSettings:
-    """Settings of a handler; names are those of the command line."""
+    """Settings of a handler, named as on the command line."""
 
     tokenizer: PreTrainedTokenizerBase
     template: Template | HfTemplate | None = None

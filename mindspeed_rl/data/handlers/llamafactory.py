@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,10 +20,8 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
-
-if TYPE_CHECKING:
-    from mindspeed_rl.data.preprocess import PreprocessConfig
 
 _INFO_FILE = "dataset_info.json"
 # dataset_info.json writes OpenAI data as sharegpt with these tags.

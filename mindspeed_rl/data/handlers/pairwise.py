@@ -1,4 +1,4 @@
-"""Preference data: one prompt with a chosen and a rejected answer, or answers that are judged alone."""
+"""Preference data: one prompt with a chosen and a rejected answer, or answers that are judged by themselves."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _AnswerHandler(Handler):
         return Draft(tuple(self.render_conversation(conversation) for conversation in full), note)
 
     def join_answer(self, rendering: Rendering, turns: list[TurnIds]) -> tuple[list[int] | np.ndarray, np.ndarray]:
-        """Return input_ids, and labels of the last answer alone.
+        """Return input_ids, and labels of only the last answer.
 
         Raises:
             DroppedRowError: there are seq_length tokens or more.

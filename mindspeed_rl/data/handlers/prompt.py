@@ -128,7 +128,7 @@ _ALPACA_PROMPT_MAP = {
 
 
 class PPOAlpacaStyleInstructionHandler(PromptHandler):
-    """The prompt alone, for training with a reward model (and `labels`, if dataset_additional_keys has them)."""
+    """Only the prompt, for training with a reward model (and `labels`, if dataset_additional_keys has them)."""
 
     default_map: ClassVar = _ALPACA_PROMPT_MAP
 

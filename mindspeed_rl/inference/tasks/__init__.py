@@ -1,4 +1,4 @@
-"""Benchmarks on local data. A new one is one class and one line here; importing this package loads the registry alone."""
+"""Benchmarks on local data. A new one is one class and one line here; importing this package loads only the registry."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def load_task_class(name: str) -> type[Task]:
     """Load the class of a task by name, or your own by "module:Class".
 
     Raises:
-        ValueError: unknown name (the message has the known ones and the nearest), no such class, or one that is no task.
+        ValueError: unknown name (the message has the known ones and the nearest), no such class, or one that is not a task.
     """
     subject = f"--task {name}"
     hint = "or module:Class of your own; jsonl takes any questions with labels"

@@ -16,7 +16,7 @@ class HumanEval(Task):
     scorer = "code"
     max_new_tokens = 512
     default_shots = 0
-    # text at the left margin after the function's body is no part of it
+    # text at the left margin after the function's body is not part of it
     stop_strings = ("\ndef ", "\nclass ", "\nif ", "\nprint(", "\nassert ", "\n#", "\n@", "\n```")
 
     def vote(self, text: str) -> str | None:

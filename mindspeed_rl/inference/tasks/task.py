@@ -61,7 +61,7 @@ class Question:
     """One item of a benchmark.
 
     Attributes:
-        text: of the question.
+        text: text of the question.
         label: the right answer; one of `choices` where there are any.
         group: subject, for the table.
         instruction: once, before the first example.
@@ -118,7 +118,7 @@ def fill_template(template: str, values: Mapping[str, str] | None = None) -> str
     """Fill in the fields in braces; braces in the values stay as they are.
 
     Args:
-        values: of each field; None fills in nothing, to check the template.
+        values: values of each field; None fills in nothing, to check the template.
 
     Raises:
         ValueError: it has another field, or neither the prompt nor the question.

@@ -100,7 +100,7 @@ class _Curve:
     """One metric over the iterations.
 
     Attributes:
-        name: of the metric.
+        name: name of the metric.
         x: iterations.
         y: values; the mean of the values that share a point.
         low, high: smallest and largest of the values that share a point; empty where every point is one value.
@@ -122,7 +122,7 @@ class _Chart:
         metrics: names or patterns (`*`), in drawing order.
         section: heading above it.
         kind: "lines", or "stacked" areas.
-        unit: of the vertical axis.
+        unit: unit of the vertical axis.
         log: logarithmic axis.
         note: a sentence that explains it.
     """
@@ -196,7 +196,7 @@ def write_page(path: Path, runs: Sequence[RunFiles]) -> Path:
     """Write the page of these runs to `path`, in one step.
 
     Args:
-        path: of the HTML file.
+        path: path of the HTML file.
         runs: curves of all are shown; samples and timeline of the first.
     """
     write_file(path, render(runs))
@@ -207,12 +207,12 @@ def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
     """Return the page as text; see `write_page`.
 
     Args:
-        runs: of the page.
+        runs: runs on the page.
         is_live: the page follows the events of its server.
     """
     assets = files(__name__)
     title = " · ".join(run.name for run in runs)
-    # "</script>" in a response must not end the script element, and U+2028 is no line end in JSON
+    # "</script>" in a response must not end the script element, and U+2028 is not a line end in JSON
     data = json.dumps(_collect_data(runs) | {"live": is_live}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     values = {
@@ -387,7 +387,7 @@ def _build_curves(history: History, max_points: int = _MAX_POINTS) -> dict[str, 
 
     Args:
         history: metrics of the iterations.
-        max_points: of a curve.
+        max_points: largest number of points of a curve.
     """
     finite = ((name, series.finite()) for name, series in history.series.items())
     return {name: _thin_out(name, series.x, series.y, max_points) for name, series in finite if series.x}

@@ -25,9 +25,9 @@ class TrajectoryLimits:
 
     Attributes:
         max_tokens: after the prompt, over all turns: sampled tokens, messages, and what the template renders again.
-        max_prompt_tokens: of the prompt.
+        max_prompt_tokens: largest number of tokens of the prompt.
         max_context_tokens: that the engine can read, the answer included.
-        max_turns: of the model; None: as many as fit.
+        max_turns: largest number of turns of the model; None: as many as fit.
     """
 
     max_tokens: int
@@ -45,7 +45,7 @@ class Turn:
         token_ids: with that one.
         ended: by an end token; otherwise for lack of room, and no other turn follows.
         prompt_ids: the context that the model read.
-        log_probs: of each token.
+        log_probs: log-prob of each token.
     """
 
     text: str
@@ -62,7 +62,7 @@ def strip_end(token_ids: tuple[int, ...], sampling: Sampling, tokenizer: PreTrai
 
 
 def _turn_seed(seed: int, turn: int) -> int:
-    """Return the seed of a turn of the model, from that of its sample and from the turns before it.
+    """Return the seed of a turn of the model, from its sample's seed and from the turns before it.
 
     The first turn has the sample's own seed: an agent of one turn samples what a single response would be.
     """
@@ -76,7 +76,7 @@ class AgentConversation:
 
     Attributes:
         messages: the conversation after the prompt, in OpenAI's form.
-        metrics: of the trajectory.
+        metrics: metrics of the trajectory.
         num_turns: turns of the model so far.
     """
 
@@ -123,8 +123,8 @@ class AgentConversation:
         The images of the task's prompt are not part of it.
 
         Args:
-            images: of this prompt.
-            turns: of the chat template from now on, where prompts with tools and without differ.
+            images: images of this prompt.
+            turns: turns of the chat template from now on, where prompts with tools and without differ.
 
         Raises:
             ValueError: the first prompt is too long.
@@ -182,7 +182,7 @@ class AgentConversation:
         """Return the model's next turn.
 
         Args:
-            max_tokens: of this turn, where the run allows as many.
+            max_tokens: largest number of tokens of this turn, where the run allows as many.
 
         Raises:
             ValueError: the engine cannot answer: the prompt is too long.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mindspeed_rl.rewards.swift_plugins import ENVIRONMENTS, GymEnvironment
 from mindspeed_rl.rewards.worker import load_plugin
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
@@ -12,10 +10,8 @@ from mindspeed_rl.rollout.agents.program import VerifiersEpisodes
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.environments import EnvironmentSpec, make_environment_factory, read_environment
+from mindspeed_rl.tools.toolbox import Tools
 from mindspeed_rl.tools.verifiers_program import PREFIX
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
 
 
 class EnvironmentLoop(AgentLoop):

@@ -7,22 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from mindspeed_rl.config.keys.rl import AgentKeys
 from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
+from mindspeed_rl.tools.endpoint import RecordingEndpoint
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
+from mindspeed_rl.tools.toolbox import Toolbox, Tools
+from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from mindspeed_rl.config.keys.rl import AgentKeys
-    from mindspeed_rl.tools.endpoint import RecordingEndpoint
-    from mindspeed_rl.tools.processes import ProcessPool
-    from mindspeed_rl.tools.toolbox import Toolbox, Tools
-    from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class Task:
     """A sample to generate.
 
     Attributes:
-        prompt_ids: of the data set's row, as the chat template rendered it.
-        sampling: of each turn; max_tokens counts the tokens of one turn. Its images are those of the prompt.
-        seed: of the sample; each turn derives its own from it.
+        prompt_ids: token ids of the data set's row, as the chat template rendered it.
+        sampling: sampling parameters of each turn, whose tokens max_tokens counts; its images are the prompt's.
+        seed: seed of the sample; each turn derives its own from it.
         label, columns: the reference answer and the other columns of the row.
         partial: a response that was interrupted. Only a loop of one turn continues it: tools and environments cannot be set
             back, so a longer trajectory starts again, with the same seeds.
@@ -57,7 +56,7 @@ class LoopSettings:
 
     Attributes:
         turns: renders messages by the chat template.
-        limits: of a trajectory.
+        limits: limits of a trajectory.
         toolbox: None without tools; its parser exists once it was started.
         multi_turn_scheduler: "module:Class", or a name in `multi_turns` of a plug-in, of the loop `scheduler`.
         external_plugins: files with such names.
@@ -65,8 +64,8 @@ class LoopSettings:
         agent: the key of this name, of the loop `program`.
         folders: with modules of the user, for programs of environments.
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
-        images: reads those of a model of images; None for one of text.
-        max_images: of a context.
+        images: image reader of a model of images; None for a model of text.
+        max_images: largest number of images of a context.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -92,7 +91,7 @@ class AgentLoop(ABC):
     """
 
     reads_rows: ClassVar[bool] = True
-    resources: Sequence[VerifiersProgram | RecordingEndpoint | ProcessPool] = ()
+    resources: Sequence[VerifiersProgram | RecordingEndpoint | WorkerPool] = ()
 
     def __init__(self, settings: LoopSettings) -> None:
         """Store the settings.
@@ -121,7 +120,7 @@ class AgentLoop(ABC):
         """Return one trajectory.
 
         Args:
-            tools: of this trajectory; the caller closes them in any case. None in a run without tools.
+            tools: tools of this trajectory; the caller closes them in any case. None in a run without tools.
         """
 
     def start_conversation(self, task: Task, engine: RolloutEngine) -> AgentConversation:

@@ -1,4 +1,4 @@
-"""Samples that a program with a loop of its own plays: that of `rl_config.agent`, or an environment of the `verifiers` library.
+"""Samples that a program with a loop of its own plays: `rl_config.agent`, or an environment of the `verifiers` library.
 
 The program gets the address of a trajectory (`tools/endpoint.py`); its requests become the turns of a tree (`turn_tree.py`).
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.images import IMAGES, make_data_url, read_references
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
@@ -17,10 +16,8 @@ from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import AgentProgram
 from mindspeed_rl.tools.endpoint import RecordingEndpoint
 from mindspeed_rl.tools.environments import EnvironmentSpec
+from mindspeed_rl.tools.toolbox import Tools
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
 
 _EPISODE_LIMIT_S = 1800.0
 

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.data.turns import ChatMessage
@@ -21,9 +21,7 @@ from mindspeed_rl.rollout.agents.conversation import AgentConversation, Turn
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
+from mindspeed_rl.tools.toolbox import Tools
 
 _T = TypeVar("_T")
 
@@ -95,7 +93,7 @@ class _Next:
     """The messages after a turn.
 
     Attributes:
-        token_ids: of the turn, where the plug-in returns them.
+        token_ids: token ids of the turn, where the plug-in returns them.
         trains: True for those that train; None: those that were sampled.
     """
 
@@ -111,7 +109,7 @@ def _read_tokens(
     """Read the turn's tokens that `step` returned.
 
     Raises:
-        ValueError: it is no list of tokens with a mask of the same length.
+        ValueError: it is not a list of tokens with a mask of the same length.
     """
     if not token_ids:
         if mask:

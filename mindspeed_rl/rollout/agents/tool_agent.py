@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.turns import ChatMessage
 from mindspeed_rl.rollout.agents.conversation import AgentConversation
@@ -11,9 +10,7 @@ from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.interface import ToolCall, ToolReply
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.toolbox import Tools
+from mindspeed_rl.tools.toolbox import Tools
 
 
 class ToolAgent(AgentLoop):

@@ -17,12 +17,12 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.images import check_images
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.agents.conversation import strip_end
+from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
@@ -30,9 +30,6 @@ from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
 from mindspeed_rl.tools.request_forms import ChatReply, TurnRequest, write_message
-
-if TYPE_CHECKING:
-    from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class _Context:
     Attributes:
         parent: the turn whose tokens it continues; None for none.
         added: tokens after the parent's.
-        images: of all these tokens, in their order.
+        images: images of all these tokens, in their order.
         text: a completion's prompt; "" for a chat.
     """
 
@@ -65,9 +62,9 @@ class _Node:
         context: that it was sampled in.
         tokens: all tokens up to the end of the turn.
         text: a completion's prompt and the text that the client received; "" for a chat.
-        num_answers: turns of the model in the conversation so far, those of the client included.
+        num_answers: turns of the model in the conversation so far, with the client's own.
         has_thought: some turn since the last rendering has a thought.
-        start_s, end_s: of sampling, since the epoch.
+        start_s, end_s: start and end of sampling, since the epoch.
         is_continued: another turn follows it.
     """
 
@@ -152,10 +149,10 @@ class TurnTree:
         """Return the trajectory, with a sequence for each branch.
 
         Args:
-            final_reward: in addition to that of the client.
+            final_reward: reward in addition to the client's.
             failure: the reason why it failed.
-            metrics: of the program.
-            output: of the program, for reward functions.
+            metrics: metrics of the program.
+            output: output of the program, for reward functions.
         """
         sequences: list[TokenSequence] = []
         rewards: list[float | None] = []
@@ -236,7 +233,7 @@ class TurnTree:
         return self._place_images(_Context(None, turns.render(plain, list(request.tools))), images)
 
     def _place_images(self, context: _Context, images: Sequence[tuple[str, ...]]) -> _Context:
-        """Return the context with all tokens of new images, those of each message.
+        """Return the context with all tokens of new images, message by message.
 
         Raises:
             ValueError: the model reads none or not as many, or one is broken.
@@ -245,7 +242,7 @@ class TurnTree:
         if not new:
             return context
         if reader is None:
-            raise ValueError("the model of this run reads no images: send text alone, or train a model of images")
+            raise ValueError("the model of this run reads no images: send only text, or train a model of images")
         if (count := len(context.images) + len(new)) > limit:
             raise ValueError(f"the context has {count} images, and generate_config.limit_mm_image_per_prompt is {limit}")
         check_images(new)
@@ -398,7 +395,7 @@ class TurnTree:
 
 
 def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Return the messages with those of the user that follow another one, or a tool's reply, as the end of that."""
+    """Return the messages; a user's message after another one, or after a tool's reply, becomes its end."""
     merged: list[ChatMessage] = []
     for message in messages:
         if message["role"] == "user" and merged and merged[-1]["role"] in ("tool", "user"):

@@ -13,12 +13,14 @@ import torch
 from torch.utils.data import Subset
 
 from mindspeed_rl.algorithms.distillation import compute_divergence
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import InstructionDataset, InstructionSample, StoredLogProbs
 from mindspeed_rl.data.images import split_images
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.tokenizer import hash_vocabulary
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.head_outputs import TeacherDivergence
 from mindspeed_rl.models.vision import PreparedImage
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -41,7 +43,7 @@ def build_labelled_rows(samples: Sequence[tuple[np.ndarray, np.ndarray]]) -> Row
         mask = torch.from_numpy(labels[first:] != IGNORE_INDEX)
         input_ids.append(torch.from_numpy(ids))
         prompt_lengths.append(first)
-        # 0 on tokens that are not learnt: IGNORE_INDEX is no token of the vocabulary
+        # 0 on tokens that are not learnt: IGNORE_INDEX is not a token of the vocabulary
         targets.append(torch.from_numpy(labels[first:]) * mask)
         masks.append(mask)
     return Rows(input_ids, prompt_lengths, {"loss_mask": masks}, targets)
@@ -54,8 +56,10 @@ class Instruction(Stage[InstructionSample]):
         super().__init__(config, tokenizer)
         self.packed = config.reset_attention_mask
         check_resets(config.reset_position_ids, config.reset_attention_mask)
-        if config.sft_loss_type in ("forward_kl", "reverse_kl"):
-            self.divergence = partial(_compute_divergence, kind=config.sft_loss_type, rest=config.teacher_topk_rest)
+        self._has_teacher = config.sft_loss_type in ("forward_kl", "reverse_kl")
+        if self._has_teacher:
+            divergence = partial(_compute_divergence, kind=config.sft_loss_type, rest=config.teacher_topk_rest)
+            self.outputs = TeacherDivergence(divergence)
 
     def open(self, prefix: str | Path) -> InstructionDataset:
         config = self.config
@@ -65,7 +69,7 @@ class Instruction(Stage[InstructionSample]):
             pad_id=self.tokenizer.pad_token_id,
             splits_packs=config.pack and config.reset_attention_mask and not config.neat_pack,
             image_rules=self.image_rules,
-            teacher=None if self.divergence is None else self._open_teacher(prefix),
+            teacher=self._open_teacher(prefix) if self._has_teacher else None,
         )
 
     def _open_teacher(self, prefix: str | Path) -> StoredLogProbs:
@@ -81,6 +85,15 @@ class Instruction(Stage[InstructionSample]):
                 f"tokenizer of this run has {ours}"
             )
         return stored
+
+    def loss(self, inputs: LossInputs) -> LossOutput:
+        """Return the loss of a micro-batch: that of the other stages, or the divergence from a teacher, summed over tokens."""
+        if not self._has_teacher:
+            return super().loss(inputs)
+        mask = inputs.columns["loss_mask"] & inputs.mask
+        divergence, student, teacher = (torch.where(mask, values, 0.0) for values in inputs.outputs[2:])
+        masses = {"student_mass": masked_mean(student, mask), "teacher_mass": masked_mean(teacher, mask)}
+        return LossOutput(divergence.sum(), mask.sum(), PendingMetrics(masses))
 
     def count_cut(self, items: SupportsLenAndGetItem[InstructionSample]) -> tuple[int, int]:
         assert isinstance(items, Subset) and isinstance(items.dataset, InstructionDataset)  # as `datasets` returns them
@@ -100,7 +113,7 @@ class Instruction(Stage[InstructionSample]):
                 split = split_images(item.get("images", ()), [ids for ids, _ in pack])
                 images += [split[index] for index in learnt]
         rows = build_labelled_rows(samples)
-        if self.divergence is not None:
+        if self._has_teacher:
             rows = replace(rows, columns={**rows.columns, **_split_teachers(items, rows, group_sizes)})
         return replace(rows, group_sizes=group_sizes, images=images or None)
 

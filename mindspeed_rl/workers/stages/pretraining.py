@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.pretrain import PretrainData, build_pretrain_datasets
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.run.batch_sizes import BatchPlan
 from mindspeed_rl.workers.stages.instruction import check_resets
 from mindspeed_rl.workers.stages.stage import Stage
 

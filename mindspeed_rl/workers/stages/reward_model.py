@@ -16,6 +16,7 @@ from mindspeed_rl.data.datasets import PreferencePair, ProcessRewardDataset, Pro
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.tokenizer import single_token
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.head_outputs import ChoiceLogits
 from mindspeed_rl.workers.stages.preference import PAIR, Pairs
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -46,9 +47,10 @@ class ProcessReward(Stage[ProcessRewardSample]):
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__(config, tokenizer)
-        if config.reward_tokens:
-            self.choices = tuple(single_token(tokenizer, token, "reward_tokens") for token in config.reward_tokens)
-            if len(set(self.choices)) < 2:
+        self._choices = tuple(single_token(tokenizer, token, "reward_tokens") for token in config.reward_tokens or ())
+        if self._choices:
+            self.outputs = ChoiceLogits(self._choices)
+            if len(set(self._choices)) < 2:
                 raise ValueError(f"reward_tokens: {config.reward_tokens} must be at least two different tokens.")
 
     def open(self, prefix: str | Path) -> ProcessRewardDataset:
@@ -70,10 +72,10 @@ class ProcessReward(Stage[ProcessRewardSample]):
         return Rows(input_ids, prompt_lengths, {"loss_mask": masks, "judgements": targets}, targets)
 
     def _find_judgements(self, labels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """Return labels as indexes into `choices`, or as token ids without them."""
-        if self.choices is None:
+        """Return labels as indexes into `reward_tokens`, or as token ids without them."""
+        if not self._choices:
             return labels
-        matches = labels[:, None] == np.array(self.choices)[None, :]
+        matches = labels[:, None] == np.array(self._choices)[None, :]
         wrong = labels[mask & ~matches.any(1)]
         if len(wrong):
             text = self.tokenizer.decode([int(wrong[0])])
@@ -81,7 +83,7 @@ class ProcessReward(Stage[ProcessRewardSample]):
         return matches.argmax(1)
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        if self.choices is None:
+        if not self._choices:
             return super().loss(inputs)
         mask = inputs.columns["loss_mask"] & inputs.mask
         return process_reward_loss(torch.stack(inputs.outputs, dim=-1), inputs.columns["judgements"], mask)

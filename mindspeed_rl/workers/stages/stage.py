@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, ClassVar, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils import data
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput, PendingMetrics, masked_mean
-from mindspeed_rl.config import BatchPlan, MegatronConfig
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.run.batch_sizes import BatchPlan
 from mindspeed_rl.workers.update_plan import split_rows
 
 if TYPE_CHECKING:
@@ -37,26 +38,24 @@ class Stage(ABC, Generic[_Item]):
         unit: an item of the dataset, for messages.
         needs_reference: True when rows need the log-probs of a reference model.
         packed: True when samples must be in one micro-batch without padding.
-        choices: token ids the head's distribution is restricted to; None for the full vocabulary.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
-        image_rules: of a model with images; set before the data are opened.
-        divergence: of the head, from the columns of a teacher; None without.
+        image_rules: image rules of a model with images; set before the data are opened.
+        outputs: results of the head that the loss gets.
     """
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
     unit: ClassVar[str] = "samples"
     needs_reference: ClassVar[bool] = False
     packed: bool = False
-    choices: tuple[int, ...] | None = None
     image_rules: ImageRules | None = None
-    divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None = None
+    outputs = HeadOutputs()
 
     def __init__(self, config: MegatronConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self.config, self.tokenizer = config, tokenizer
         self.num_too_long = 0
 
     def open(self, prefix: str | Path) -> SupportsLenAndGetItem[_Item]:
-        """Open the dataset with this prefix; called by `datasets` alone."""
+        """Open the dataset with this prefix; called only by `datasets`."""
         raise NotImplementedError
 
     @abstractmethod
@@ -70,10 +69,6 @@ class Stage(ABC, Generic[_Item]):
         of p, not of log p.
         """
         mask = inputs.columns["loss_mask"] & inputs.mask
-        if self.divergence is not None:
-            divergence, student, teacher = (torch.where(mask, values, 0.0) for values in inputs.outputs[2:])
-            masses = {"student_mass": masked_mean(student, mask), "teacher_mass": masked_mean(teacher, mask)}
-            return LossOutput(divergence.sum(), mask.sum(), PendingMetrics(masses))
         log_probs = torch.where(mask, inputs.outputs[0], 0.0)
         losses = -log_probs if self.config.sft_loss_type == "nll" else -log_probs.detach().exp() * log_probs
         return LossOutput(losses.sum(), mask.sum())
@@ -142,10 +137,11 @@ def split_batches(
 
     Args:
         batches: indexes of the items.
-        dataset: of the items.
+        dataset: dataset of the items.
         num_ranks: data-parallel ranks.
         rank: index of this one.
-        num_tokens: of an item; ranks then get equally many items with about the same tokens, and read all of the batch for it.
+        num_tokens: number of tokens of an item; ranks then get equally many items with about the same tokens, and read all of
+            the batch for it.
     """
     for batch in batches:
         if num_tokens is None or num_ranks == 1:

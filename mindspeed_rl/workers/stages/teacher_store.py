@@ -20,10 +20,10 @@ _CHUNK = 256
 
 
 def store_log_probs(config: MegatronConfig, server: str, top_k: int) -> None:
-    """Write `<prefix>_teacher.bin` and its index for the data of a run, those of its evaluation included.
+    """Write `<prefix>_teacher.bin` and its index for the data of a run, with the data of its evaluation.
 
     Args:
-        config: of the run, with the seq_length and the packs that it will train with.
+        config: configuration of the run, with the seq_length and the packs that it will train with.
         server: address of the teacher.
         top_k: tokens that are stored for each position.
 

@@ -189,7 +189,7 @@ def main() -> None:
     if simulated:
         simulator.calls.clear()
     steps = []
-    offloader = Offloader(engine)
+    offloader = Offloader(engine.model, engine.optimizer)
     for step in range(first_step, settings.get("steps", 3)):
         seen.clear()
         mine = list(range(16))[(step % 2) * 8 : (step % 2) * 8 + 8][rank::size]

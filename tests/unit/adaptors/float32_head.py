@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import VocabHead, compute_vocab_log_probs
 from mindspeed_rl.rollout.arguments import build_sampling_params
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -59,7 +59,7 @@ hidden, logits = (torch.cat(parts)[:12] for parts in zip(*seen))
 labels = torch.tensor(list(outputs[0].token_ids))
 reported = torch.tensor([outputs[0].logprobs.logprobs[index] for index in outputs[0].logprobs.start_indices])
 exact = hidden.double() @ weight.double().t()
-trained, _ = compute_vocab_log_probs(hidden, weight, labels, in_float32=in_float32)
+trained, _ = compute_vocab_log_probs(hidden, weight, labels, VocabHead(in_float32=in_float32))
 print(
     json.dumps(
         {

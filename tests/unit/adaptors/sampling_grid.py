@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import VocabHead, compute_vocab_log_probs
 from mindspeed_rl.rollout.arguments import build_sampling_params
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
@@ -69,7 +69,7 @@ for number, setting in enumerate(GRID):
     with torch.no_grad():
         hidden = reference.model(ids[None]).last_hidden_state[0, len(PROMPT) - 1 : -1]
         logits = (hidden @ reference.lm_head.weight.t()).double()
-        ours, _ = compute_vocab_log_probs(hidden, reference.lm_head.weight, labels, temperature=temperature)
+        ours, _ = compute_vocab_log_probs(hidden, reference.lm_head.weight, labels, VocabHead(temperature))
     exact = (logits / temperature).log_softmax(-1).gather(1, labels[:, None])[:, 0]
     # rounding of a logit is divided by the temperature as well
     scale = min(temperature, 1.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.config import Objective, RLConfig
-from mindspeed_rl.config.objective import build_objective
-from mindspeed_rl.config.rules.objective_rules import algorithm_violations
+from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.config import RLConfig
+from mindspeed_rl.run.objective import build_objective
+from mindspeed_rl.run.rules.objective_rules import algorithm_violations
 
 _KEYS = {
     "kl_coef": "init_kl_coef",

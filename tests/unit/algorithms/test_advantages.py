@@ -12,7 +12,7 @@ from mindspeed_rl.algorithms.advantages import _compute_token_rewards, whiten
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.run.objective import build_objective
 
 SIZE, ROWS, LENGTH = 3, 12, 7
 

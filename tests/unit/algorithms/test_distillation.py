@@ -17,8 +17,8 @@ from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.kl import estimate_divergence
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import Objective
 
 
 def draw(seed: int, vocab: int = 7, tokens: int = 5) -> tuple[Tensor, Tensor]:

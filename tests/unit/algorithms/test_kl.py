@@ -7,7 +7,9 @@ import torch
 from sample_objectives import objective
 
 from mindspeed_rl.algorithms import kl
+from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.kl import _KlController, build_kl_controller
+from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.catalogue.records import KlEstimator, find
 
@@ -127,6 +129,21 @@ def test_k3_keeps_its_digits_near_zero():
     x = torch.tensor([1e-4])
     got = kl_penalty(x, torch.zeros(1), "k3").item()
     assert got == pytest.approx(5e-9, rel=0.01)
+
+
+@pytest.mark.parametrize("distance", [0.0, 1e-6, 1e-4, 3e-3, 0.09, 0.11, 1.0, -1e-5, -0.05, -0.2, -2.0])
+def test_the_kl_of_close_policies_keeps_its_digits_in_float32(distance):
+    """k3 = e^-x + x - 1 with x = log pi - log ref, here by its series in Python's floats."""
+    row = torch.full((1, 4), -1.0, dtype=torch.float32)
+    reference = row - distance
+    x = [float(new) - float(old) for new, old in zip(row[0].double(), reference[0].double())]
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    batch = PolicyBatch(row.clone().requires_grad_(), torch.zeros(1, 4), mask, ref_log_probs=reference)
+    output = policy_loss(batch, objective("dapo", kl_coef=1.0))
+    exact = [sum((-one) ** k / math.factorial(k) for k in range(2, 30)) for one in x]
+    assert output.loss_sum.item() == pytest.approx(sum(exact), rel=1e-5, abs=0.0)
+    output.loss_sum.backward()
+    np.testing.assert_allclose(batch.log_probs.grad[0].numpy(), [-math.expm1(-one) for one in x], rtol=1e-6)
 
 
 def test_as_a_loss_k2_follows_the_gradient_of_the_true_kl_and_k3_that_of_its_reverse():

@@ -12,8 +12,8 @@ from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue import CORRECTIONS, POLICY_LOSSES
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
-from mindspeed_rl.config.objective import build_objective
 from mindspeed_rl.observability.metrics import merge
+from mindspeed_rl.run.objective import build_objective
 
 ROWS, LENGTH = 6, 5
 COLUMNS = {"old": "old_log_probs", "ref": "ref_log_probs", "rollout": "rollout_log_probs"}
@@ -592,7 +592,7 @@ def test_tensors_of_other_shapes_are_refused():
 )
 def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
     rl = RLConfig(**changes)
-    apply_aliases(rl, None, {"rl_config": frozenset(changes)})
+    rl, _, _ = apply_aliases(rl, None, {"rl_config": frozenset(changes)})
     made = build_objective(rl, stage, max_response_length=77)
     values = made.numbers() | {"kl_coef": made.kl_in_loss}
     assert {name: values[name] for name in expected} == expected

@@ -9,7 +9,7 @@ import torch
 from mindspeed_rl.algorithms.interfaces import PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import compute_update_ratios
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.config.objective import build_objective
+from mindspeed_rl.run.objective import build_objective
 
 
 def batch() -> PolicyBatch:

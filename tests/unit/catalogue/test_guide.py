@@ -13,8 +13,8 @@ from mindspeed_rl.catalogue import ADVANTAGES, CORRECTIONS, KL_ESTIMATORS, POLIC
 from mindspeed_rl.catalogue.guide import ADVICE, NOT_AVAILABLE
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import VALUES_ELSEWHERE
-from mindspeed_rl.config.explain.algorithm_page import render_page
 from mindspeed_rl.config.keys import GROUPS
+from mindspeed_rl.run.explain.algorithm_page import render_page
 
 DOCS = Path(__file__).parents[3] / "docs"
 FAMILIES = {"loss_type": POLICY_LOSSES, "adv_estimator": ADVANTAGES}
@@ -25,7 +25,7 @@ NAMES = sorted({(key, name) for table in ELSEWHERE.values() for key in table.key
 
 @pytest.mark.parametrize(("page", "language"), [("which_algorithm.md", "en"), ("zh/which_algorithm.md", "zh")])
 def test_the_page_is_made_from_the_catalogue(page, language):
-    made_by = "run python -m mindspeed_rl.config.explain.algorithm_page"
+    made_by = "run python -m mindspeed_rl.run.explain.algorithm_page"
     assert (DOCS / page).read_text(encoding="utf-8") == render_page(language), made_by
 
 

@@ -69,7 +69,7 @@ DAMAGE = {
     "truncated": (lambda f: (f / "__0_0.distcp").write_bytes(b"a" * 4999), "__0_0.distcp has 4999 bytes, but was written with"),
     "missing": (lambda f: (f / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "of another checkpoint": (lambda f: (f / "__1_0.distcp").write_bytes(b"c" * 9), "__1_0.distcp is damaged"),
-    "too many": (lambda f: (f / "__2_0.distcp").write_bytes(b"c"), "__2_0.distcp is no file of this checkpoint"),
+    "too many": (lambda f: (f / "__2_0.distcp").write_bytes(b"c"), "__2_0.distcp is not a file of this checkpoint"),
     "list missing": (lambda f: (f / "checksums.json").unlink(), "checksums.json is missing"),
     "list damaged": (lambda f: (f / "checksums.json").write_text('{"a": 1'), "checksums.json is damaged"),
     "list of something else": (lambda f: (f / "checksums.json").write_text("[1]"), "checksums.json is damaged"),

@@ -54,7 +54,7 @@ UNSAFE = {
 ALLOWED = {
     "mindspeed_rl/checkpoint/torch_file.py": {"pickle.Unpickler", "torch.load"},
     "mindspeed_rl/dataplane/transfer_queue.py": {"pickle.loads"},
-    "mindspeed_rl/rewards/harness.py": {"marshal.loads"},
+    "mindspeed_rl/isolation/harness.py": {"marshal.loads"},
     "mindspeed_rl/rollout/in_process.py": {"pickle.loads"},
 }
 

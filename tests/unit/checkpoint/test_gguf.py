@@ -153,7 +153,7 @@ def test_what_is_no_such_model_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert "give --save-model-type hf" in fails("--load-dir", str(file))
     assert "--workers: it does not apply to a GGUF file" in fails(*hf, "--workers", "2")
     file.write_bytes(file.read_bytes()[:2000])
-    assert "is no GGUF file, or damaged" in fails(*hf)
+    assert "is not a GGUF file, or damaged" in fails(*hf)
     write(file, "llama", **{"rope.scaling.type": "yarn"})
     assert "rotary embedding scaled by 'yarn' is not supported" in fails(*hf)
     write(file, "llama", block_count=3)
@@ -161,6 +161,6 @@ def test_what_is_no_such_model_is_one_line(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "other.gguf").touch()
     command = ("--load-dir", str(tmp_path), "--load-model-type", "gguf", "--save-model-type", "hf")
     assert "has 2 GGUF files; name one" in fails(*command)
-    assert "is no GGUF file, nor a folder" in fails(
+    assert "is not a GGUF file, nor a folder" in fails(
         "--load-dir", str(tmp_path / "no"), "--load-model-type", "gguf", "--save-model-type", "hf"
     )

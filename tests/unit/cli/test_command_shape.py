@@ -1,8 +1,7 @@
-"""Commands: each is one file and one line, answers --help without heavy libraries, and enters its work by one import."""
+"""Commands: each is one file and one line, and answers --help without heavy libraries."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import json
 import os
@@ -78,25 +77,6 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     command.stdout.close()
     assert (command.stderr.read(), command.wait(timeout=patient(60))) == ("", 128 + signal.SIGPIPE)
     command.stderr.close()
-
-
-def deferred_imports(folder: Path) -> list[str]:
-    """Where functions import modules of the package."""
-    found = []
-    for path in sorted(folder.rglob("*.py")):
-        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                for node in ast.walk(function):
-                    names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                    names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                    if any(name.split(".")[0] == "mindspeed_rl" for name in names):
-                        found.append(f"{path.relative_to(folder)}:{node.lineno}")
-    return found
-
-
-def test_commands_enter_their_work_by_few_deferred_imports() -> None:
-    found = [*deferred_imports(PACKAGE / "cli"), *deferred_imports(PACKAGE / "inference")]
-    assert len(found) <= 12, found
 
 
 def test_drafts_of_a_standalone_server_that_are_no_json_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError, MegatronConfig, RLConfig, build_run_config, load_run_config
-from mindspeed_rl.config.explain.effects import find_changed_keys, find_keys_without_effect
+from mindspeed_rl.config.run_files import compose
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.explain.effects import find_changed_keys, find_keys_without_effect
 
 RUN = """\
 defaults:
@@ -153,6 +155,50 @@ def test_a_missing_model_block_names_the_nearest_one(folder: Path) -> None:
     ]
 
 
+def test_a_run_file_may_start_from_another_and_the_later_entry_of_its_defaults_wins(folder: Path) -> None:
+    (folder / "own.yaml").write_text("megatron_training: {lr: 2e-6}\nrl_config: {epochs: 2}\n")
+    (folder / "last.yaml").write_text("defaults: [run, own, _self_]\nmegatron_training: {lr: 3e-6}\n")
+    (folder / "first.yaml").write_text("defaults: [_self_, run, own]\nmegatron_training: {lr: 3e-6, seed: 7}\n")
+    last, first = load_run_config("last", folder), load_run_config("first", folder)
+    assert (last.actor_config.lr, last.rl_config.epochs, last.actor_config.hidden_size) == (3e-6, 2, 128)
+    assert (first.actor_config.lr, first.megatron_training.seed) == (2e-6, 7)
+    assert "lr" in last.set_keys["megatron_training"] and "norm_epsilon" in last.set_keys["megatron_training"]
+
+
+def test_a_run_file_may_start_from_a_shipped_one_with_another_model(folder: Path) -> None:
+    (folder / "large.yaml").write_text(
+        "defaults: [grpo_qwen25_vl_7b_A2, {override model: [small]}, _self_]\n"
+        "megatron_training: {model: small}\nactor_config: {model: small}\n"
+    )
+    cfg = load_run_config("large", folder)
+    assert (cfg.actor_config.hidden_size, cfg.actor_config.model, cfg.rl_config.actor_resource.num_npus) == (128, "small", 8)
+    assert compose(folder, "large", [])["model"].keys() == {"small"}
+
+
+def test_null_takes_back_what_the_other_file_sets(folder: Path) -> None:
+    (folder / "few.yaml").write_text("defaults: [run, _self_]\nrl_config: {ref_forward_micro_batch_size: 4}\n")
+    (folder / "own.yaml").write_text("defaults: [few, _self_]\nrl_config: {ref_forward_micro_batch_size: null}\n")
+    assert load_run_config("few", folder).rl_config.ref_forward_micro_batch_size == 4
+    assert load_run_config("own", folder).rl_config == load_run_config("run", folder).rl_config
+
+
+def test_run_files_that_start_from_each_other_are_refused_with_the_circle(folder: Path) -> None:
+    (folder / "a.yaml").write_text("defaults: [run, b, _self_]\n")
+    (folder / "b.yaml").write_text("defaults: [{model: [c]}, _self_]\n")
+    (folder / "model" / "c.yaml").write_text("defaults: [small, /a]\n")
+    (folder / "own.yaml").write_text("defaults: [a, own]\n")
+    assert errors_of(folder, name="a") == [
+        "defaults of a.yaml go in a circle: a.yaml -> b.yaml -> model/c.yaml -> a.yaml; remove one of these entries"
+    ]
+    assert "circle: a.yaml -> b.yaml" in errors_of(folder, name="own")[0]
+
+
+def test_a_run_file_that_starts_from_an_unknown_one_names_the_nearest(folder: Path) -> None:
+    (folder / "own.yaml").write_text("defaults: [rum, _self_]\n")
+    (error,) = errors_of(folder, name="own")
+    assert error == f"defaults of own.yaml: rum.yaml does not exist in {folder}; the nearest name there is run"
+
+
 def test_an_unknown_key_in_a_model_block_is_an_error(folder: Path) -> None:
     (folder / "model" / "small.yaml").write_text(SMALL + "  num_layer: 2\n")
     (error,) = errors_of(folder)
@@ -195,7 +241,7 @@ def test_layer_lists_may_be_text_numbers_or_lists() -> None:
 def test_a_key_without_effect_is_accepted_with_its_type_and_reported() -> None:
     cfg = build_run_config({"megatron_training": {"stage": "sft", "pad_to_multiple_of": 3, "num-workers": 2}})
     assert cfg.ignored == {"megatron_training.pad_to_multiple_of": 3, "megatron_training.num_workers": 2}
-    reasons = find_keys_without_effect(cfg)
+    reasons = find_keys_without_effect(draft(cfg))
     assert reasons["megatron_training.pad_to_multiple_of"] == "derived: tensor x context parallel size"
     assert "megatron_training.num_workers" not in find_changed_keys(cfg)  # 2 is its default
     for group, values in {

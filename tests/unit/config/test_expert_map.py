@@ -37,7 +37,7 @@ def test_a_map_says_what_was_written(tmp_path: Path) -> None:
 def test_another_file_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "map.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="expert_map_path: .*map.json is no expert map"):
+    with pytest.raises(ValueError, match="expert_map_path: .*map.json is not an expert map"):
         read_expert_map(path)
 
 

@@ -12,9 +12,9 @@ from mindspeed_rl.cli.train import main as train
 from mindspeed_rl.config import ConfigError, build_run_config
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 from mindspeed_rl.config.errors import unknown_value
-from mindspeed_rl.config.explain.key_reference import _TOP, _list_entries
 from mindspeed_rl.config.keys import GROUPS, ROLE_GROUPS, collect_names
 from mindspeed_rl.config.keys.schema import list_keys
+from mindspeed_rl.run.explain.key_reference import _TOP, _list_entries
 
 PATHS = {entry.path for entry in _list_entries()}
 RENAMED = collect_names().elsewhere

@@ -77,7 +77,7 @@ def test_a_handler_of_ones_own_is_one_file(tmp_path, tokenizer_folder, read_colu
     ids = [build_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in ("cba", "én")]
     assert read_columns(str(tmp_path / "out")) == {"input_ids": ids, "labels": ids}
     assert run(tmp_path, rows, tokenizer_folder, "--handler-name", "my_handlers:NoHandler") == 2
-    assert "my_handlers:NoHandler is no subclass of mindspeed_rl.data.handlers.base:Handler" in capsys.readouterr().err
+    assert "my_handlers:NoHandler is not a subclass of mindspeed_rl.data.handlers.base:Handler" in capsys.readouterr().err
 
 
 def test_a_handler_is_one_line_in_the_registry(tmp_path, tokenizer_folder, read_columns, monkeypatch, capsys) -> None:

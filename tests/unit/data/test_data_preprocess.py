@@ -504,7 +504,7 @@ def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_pa
     command = ["--input", path, "--tokenizer-name-or-path", tokenizer_folder, "--output-prefix", tmp_path / "o"]
     assert main([str(word) for word in command]) == 2
     said = capsys.readouterr().err
-    assert f"'{path}' is {'no Arrow file' if damage == 'garbage' else 'damaged'}: " in said
+    assert f"'{path}' is {'not an Arrow file' if damage == 'garbage' else 'damaged'}: " in said
     assert not list(tmp_path.glob("o*"))
 
 
@@ -547,7 +547,7 @@ def test_flags_of_other_suites_that_change_nothing_are_taken(tmp_path, tokenizer
 
 
 def test_unknown_config_keys_name_the_nearest(tmp_path):
-    with pytest.raises(ValueError, match="'handler_nam' is no key of a dataset config; did you mean 'handler_name'"):
+    with pytest.raises(ValueError, match="'handler_nam' is not a key of a dataset config; did you mean 'handler_name'"):
         _build_config({"handler_nam": "x"})
     with pytest.raises(ValueError, match="input is missing"):
         _build_config({"output_prefix": "x"})

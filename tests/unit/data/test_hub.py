@@ -108,7 +108,7 @@ def test_what_is_misspelt_is_a_sentence(prefix: str, hub: Hub) -> None:
         fetch(HubName(prefix, "own/tyni"), "load")
     with pytest.raises(NotFetchedError, match="load: '.*own/tiny' is not in the cache; train fetches it, or mindspeed-rl"):
         fetch(HubName(prefix, "own/tiny"), "load", downloads=False)
-    with pytest.raises(ValueError, match="'hf://a/b/c' is no name on a hub; write hf://owner/name"):
+    with pytest.raises(ValueError, match="'hf://a/b/c' is not a name on a hub; write hf://owner/name"):
         parse_hub_name("hf://a/b/c")
 
 
@@ -160,7 +160,7 @@ def test_a_new_task_starts_from_a_name(hub: Hub, tmp_path: Path) -> None:
 
 def test_the_keys_of_a_run_are_replaced_by_folders(hub: Hub) -> None:
     from mindspeed_rl.config import load_run_config
-    from mindspeed_rl.trainers.model_plans import fetch_models
+    from mindspeed_rl.run.models import fetch_models
 
     overrides = [f"actor_config.{key}=own/tiny" for key in ("load", "tokenizer_name_or_path")]
     with pytest.raises(NotFetchedError, match="^actor_config.load: 'own/tiny' is not in the cache"):

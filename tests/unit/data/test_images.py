@@ -23,7 +23,8 @@ from mindspeed_rl.data.images import (
     read_references,
     split_images,
 )
-from mindspeed_rl.data.preprocess import PreprocessConfig, run
+from mindspeed_rl.data.preprocess import run
+from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
 

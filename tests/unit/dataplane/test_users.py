@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import mindspeed_rl
-from mindspeed_rl.config.phases import Phase, Phases
 from mindspeed_rl.dataplane.client import DataPlane
+from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 
 PACKAGE = Path(mindspeed_rl.__file__).parent

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.explain.plan_page import _list_parallel_groups
-from mindspeed_rl.config.sizes import Layout
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
@@ -23,6 +21,8 @@ from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.layers import _RecomputingMLP
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.run.batch_sizes import Layout
+from mindspeed_rl.run.explain.plan_page import _list_parallel_groups
 
 ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 

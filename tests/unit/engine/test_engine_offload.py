@@ -49,7 +49,7 @@ def stepped(make_engine: Callable[..., TrainEngine], keys: dict) -> TrainEngine:
 def test_everything_leaves_and_comes_back_bit_for_bit(make_engine: Callable[..., TrainEngine], keys: dict) -> None:
     engine = stepped(make_engine, keys)
     before = [tensor.detach().clone() for tensor in (*weights(engine), *optimizer_state(engine))]
-    offloader = Offloader(engine)
+    offloader = Offloader(engine.model, engine.optimizer)
     offloader.offload(params=True, grads=True, optimizer=True)
     tensors = [*weights(engine), *optimizer_state(engine)]
     assert {tensor.untyped_storage().size() for tensor in tensors} == {0}
@@ -63,7 +63,7 @@ def test_everything_leaves_and_comes_back_bit_for_bit(make_engine: Callable[...,
 @pytest.mark.parametrize("keys", LAYOUTS, ids=str)
 def test_training_goes_on_as_if_nothing_had_been_offloaded(make_engine: Callable[..., TrainEngine], keys: dict) -> None:
     rested, busy = stepped(make_engine, keys), stepped(make_engine, keys)
-    offloader = Offloader(rested)
+    offloader = Offloader(rested.model, rested.optimizer)
     offloader.offload(optimizer=True, grads=True)
     offloader.offload(params=True)
     offloader.offload(params=True)
@@ -76,7 +76,7 @@ def test_training_goes_on_as_if_nothing_had_been_offloaded(make_engine: Callable
 
 def test_states_are_offloaded_separately(make_engine: Callable[..., TrainEngine]) -> None:
     engine = stepped(make_engine, {})
-    offloader = Offloader(engine)
+    offloader = Offloader(engine.model, engine.optimizer)
     offloader.offload(grads=True)
     assert all(tensor.untyped_storage().size() for tensor in (*weights(engine), *optimizer_state(engine)))
     offloader.onload(grads=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_rl.algorithms.distillation import compute_divergence
-from mindspeed_rl.engine.vocab import compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
+from mindspeed_rl.engine.vocab import VocabHead, compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
 
 
 def reference(
@@ -39,7 +39,7 @@ def test_values_and_gradients_equal_log_softmax(
     hidden, weight, labels = inputs(padding=padding)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    got = compute_vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=padding, softcap=softcap)
+    got = compute_vocab_log_probs(*ours, labels, VocabHead(temperature, 4, padding, softcap))
     expected = reference(*theirs, labels, temperature, padding, softcap)
     direction = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
     for (log_probs, entropy), row in ((got, direction), (expected, direction.double())):
@@ -58,7 +58,7 @@ def test_sums_of_squared_probabilities_equal_those_of_the_softmax(settings: dict
         logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
     expected = (logits / settings.get("temperature", 1.0)).softmax(-1).square().sum(-1)
     for chunk_size in (4, 1000):
-        got = compute_squared_probs(hidden, weight, chunk_size=chunk_size, **settings)
+        got = compute_squared_probs(hidden, weight, VocabHead(chunk_size=chunk_size, **settings))
         torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-7)
 
 
@@ -66,7 +66,7 @@ def test_sums_of_squared_probabilities_equal_those_of_the_softmax(settings: dict
 def test_the_chunk_size_does_not_change_the_result(chunk_size: int) -> None:
     hidden, weight, labels = inputs()
     whole = compute_vocab_log_probs(hidden, weight, labels)
-    parts = compute_vocab_log_probs(hidden, weight, labels, chunk_size=chunk_size)
+    parts = compute_vocab_log_probs(hidden, weight, labels, VocabHead(chunk_size=chunk_size))
     for ours, theirs in zip(parts, whole):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -75,7 +75,7 @@ def test_padded_rows_get_no_probability_and_no_gradient() -> None:
     hidden, weight, labels = inputs(padding=4)
     weight[-4:] = 100.0  # the largest logits of all, were they real
     weight.requires_grad_()
-    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels, padding=4)
+    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels, VocabHead(padding=4))
     expected = reference(hidden, weight.detach(), labels, 1.0, 4, None)
     torch.testing.assert_close(log_probs.detach(), expected[0], rtol=1e-5, atol=1e-6)
     (log_probs.sum() + entropy.sum()).backward()
@@ -121,7 +121,7 @@ def test_a_float32_head_does_not_round_logits_of_bfloat16_weights(vocab: int, so
     errors = []
     for in_float32 in (False, True):
         ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        got = compute_vocab_log_probs(*ours, labels, temperature=0.7, chunk_size=4, softcap=softcap, in_float32=in_float32)
+        got = compute_vocab_log_probs(*ours, labels, VocabHead(0.7, 4, softcap=softcap, in_float32=in_float32))
         got[0].sum().backward()
         errors.append(max(float((mine - true).detach().abs().max()) for mine, true in zip(got, expected)))
     assert errors[0] > 0.01 and errors[1] < 1e-4
@@ -141,7 +141,7 @@ def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient
     ids[2, 4:] = -1
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    got = compute_vocab_log_probs(*ours, labels, temperature=temperature, chunk_size=4, padding=5, softcap=softcap, others=ids)
+    got = compute_vocab_log_probs(*ours, labels, VocabHead(temperature, 4, 5, softcap), others=ids)
     logits = theirs[0] @ theirs[1][:32].t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = (logits / temperature).log_softmax(-1)
@@ -177,10 +177,7 @@ def test_a_divergence_by_chunks_is_that_of_full_log_softmaxes_with_its_gradient(
         got = compute_vocab_log_probs(
             *ours,
             labels,
-            temperature=0.8,
-            chunk_size=4,
-            padding=5,
-            softcap=softcap,
+            VocabHead(0.8, 4, 5, softcap),
             others=ids,
             teacher=teacher,
             divergence=judge,
@@ -215,7 +212,7 @@ def test_a_divergence_of_no_tokens_is_empty() -> None:
 @pytest.mark.parametrize("k", [1, 5, 32, 40])
 def test_the_most_probable_tokens_are_those_of_a_sorted_log_softmax(k: int) -> None:
     hidden, weight, _ = inputs(padding=5)
-    log_probs, ids = compute_top_log_probs(hidden, weight, k, temperature=0.7, chunk_size=4, padding=5)
+    log_probs, ids = compute_top_log_probs(hidden, weight, k, VocabHead(0.7, 4, 5))
     values, order = (hidden @ weight[:32].t() / 0.7).log_softmax(-1).sort(-1, descending=True)
     count = min(k, 32)
     assert log_probs.shape == ids.shape == (11, k)

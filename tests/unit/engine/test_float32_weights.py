@@ -22,15 +22,14 @@ def _targets(engine: TrainEngine) -> list[torch.Tensor]:
 
 
 def _mix(engine: TrainEngine, targets: list[torch.Tensor], steps: int) -> None:
-    assert engine.float32_weights is not None
     for _ in range(steps):
         for weight, target in zip(list_local_weights(engine.model), targets):
-            engine.float32_weights.mix(weight, target, ALPHA)
+            engine.stored_weights.mix(weight, target, ALPHA)
 
 
 def _follow(make_engine: Callable[..., TrainEngine]) -> TrainEngine:
     engine = make_engine(bf16=True, no_save_optim=True, no_load_optim=True)
-    engine.float32_weights = Float32Weights(engine.model)
+    engine.stored_weights = Float32Weights(engine.model)
     return engine
 
 

@@ -110,7 +110,8 @@ def test_planned_gradients_and_optimizer_are_those_of_the_engine(
 
 @pytest.mark.parametrize("distributed", [False, True])
 def test_the_engine_measures_the_bytes_of_its_owners(distributed: bool, make_engine: Callable[..., TrainEngine]) -> None:
-    offloader = Offloader(engine := make_engine(bf16=True, use_distributed_optimizer=distributed))
+    engine = make_engine(bf16=True, use_distributed_optimizer=distributed)
+    offloader = Offloader(engine.model, engine.optimizer)
     parameters = sum(value.numel() for value in engine.model.models[0].parameters())
     held = offloader.resident_bytes()
     # buffers pad each parameter to 64 elements, and there are few small ones

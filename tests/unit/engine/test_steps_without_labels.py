@@ -103,7 +103,7 @@ def test_the_norm_that_is_read_with_the_metrics_is_megatrons_to_the_bit(
         assert engine.optimizer is not None
         norms.append(engine.optimizer.get_grad_norm())
 
-    engine.on_gradients = compute_norm
+    engine.on_gradients.append(compute_norm)
     found = [engine.train_step(rows(True, True), MicroBatching(1), negative_log_prob).grad_norm for _ in range(3)]
     assert found == norms and norms[0] > 0.5
 

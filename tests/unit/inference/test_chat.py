@@ -82,7 +82,7 @@ def test_slash_commands_start_anew_show_the_history_and_are_told_when_unknown(
     shown = talk(engine, make_history(tokenizer, 3), ["/history", "2+2?", "/history", "/help", "/etc/hosts?", "/new", "4+4?"])
     assert shown.startswith("Nothing was said yet.\n")
     assert "You >> 2+2?\nMindSpeed-RL: four\n" in shown
-    assert "/help is no command; there are /new, /history, /image FILE, /exit.\n" in shown
+    assert "/help is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
     assert "/etc/hosts?" in engine.asked[1] and "2+2?" not in engine.asked[2] and len(engine.asked) == 3
 
 

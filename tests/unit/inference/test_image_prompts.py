@@ -105,7 +105,7 @@ def test_an_image_that_the_chat_cannot_show_is_refused_in_a_sentence(prompt_form
     history = History(prompt_format, None, 3, 200)
     shown = talk(engine, history, [f"/image {pictures}/gone.png", *[f"/image {small}"] * (MAX_IMAGES + 1), "/image"])
     assert "gone.png cannot be read" in shown and f"a question may have at most {MAX_IMAGES} images\n" in shown
-    assert "/image is no command; there are /new, /history, /image FILE, /exit.\n" in shown
+    assert "/image is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
     text = History(PromptFormat(prompt_format.tokenizer, "hf"), None, 3, 200)
     assert "this model reads text alone" in talk(engine, text, [f"/image {small}"])
     assert not engine.requests

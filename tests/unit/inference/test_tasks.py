@@ -394,7 +394,7 @@ def test_a_task_of_ones_own_is_one_file_and_one_line(
     score, _ = evaluate(open_task("my_tasks:Riddles", path), engine, [" snow.", " rain."])
     assert engine.asked[0] == "White, falls?\nIt is"
     assert (score.task, score.right, score.total) == ("riddles", 1, 2)
-    with pytest.raises(ValueError, match="my_tasks:NoTask is no subclass of mindspeed_rl.inference.tasks.task:Task"):
+    with pytest.raises(ValueError, match="my_tasks:NoTask is not a subclass of mindspeed_rl.inference.tasks.task:Task"):
         load_task_class("my_tasks:NoTask")
     monkeypatch.setitem(TASKS, "riddles", "my_tasks:Riddles")
     assert load_task_class("riddles") is load_task_class("my_tasks:Riddles")

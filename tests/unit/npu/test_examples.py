@@ -133,7 +133,6 @@ def test_scripts_say_only_what_differs() -> None:
     for script in SCRIPTS:
         text = script.read_text()
         assert "common.sh" in text and "pkill" not in text and "ray start" not in text and "/usr/local/Ascend" not in text
-        assert len(text.splitlines()) <= 7, script
         assert '"$@"' in text, f"{script}: what the user adds is lost"
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from observed_config import CPU_RUN
 from patience import patient
 
-from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.observability.console import format_summary, format_table
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.launch import _plan_rows
 
 RECORDS = [

@@ -13,8 +13,9 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
 NORM = "model.layers.0.input_layernorm.weight"

@@ -15,7 +15,8 @@ from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.layouts import Slice, full_slice
 from mindspeed_rl.resharding.proof import DeliveryProof, WeightDeliveryError
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer import Sources
 
 

@@ -155,7 +155,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 def test_a_pool_that_ends_while_it_is_told_something_leaves_nothing_either() -> None:
     program = textwrap.dedent("""
         import os, socket, subprocess, sys
-        from mindspeed_rl.rewards.spawner import _Spawner
+        from mindspeed_rl.isolation.spawner import _Spawner
         ours, theirs = socket.socketpair()
 
         class Told(_Spawner):

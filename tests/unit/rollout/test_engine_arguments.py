@@ -17,7 +17,7 @@ from vllm import EngineArgs
 
 from mindspeed_rl.adaptors.vllm_ascend import VllmAscendHooks
 from mindspeed_rl.config import GenerateConfig
-from mindspeed_rl.config.placement import RolloutLayout
+from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.rollout.arguments import build_engine_arguments
 
 config = GenerateConfig(

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from patience import patient
 from ports import find_free_port
 
-from mindspeed_rl.config.placement import RolloutLayout
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, _continuation_seed
 from mindspeed_rl.rollout.requests import Completion, Sampling
+from mindspeed_rl.run.placement import RolloutLayout
 
 SAMPLING = Sampling(1.0, 6, ())
 

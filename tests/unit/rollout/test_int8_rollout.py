@@ -39,7 +39,8 @@ from mindspeed_rl.resharding.layouts import relative_index, full_slice
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine

@@ -40,7 +40,8 @@ from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.resharding.layouts import relative_index, full_slice
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
-from mindspeed_rl.resharding.push import TrainedWeights, WeightPush
+from mindspeed_rl.resharding.push import WeightPush
+from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 

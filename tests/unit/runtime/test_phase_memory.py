@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from mindspeed_rl import platform
-from mindspeed_rl.config import build_run_config, resolve
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.planner.prediction import predict
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory, convert_memory_errors
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.trainers.run_folder import _advise_on_memory, _find_memory_error

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import pytest
 
-from mindspeed_rl.config import MegatronConfig, Run
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.run import Run
 from mindspeed_rl.runtime import shared_filesystem
 from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files, read_host_files
 

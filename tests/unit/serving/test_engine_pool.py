@@ -349,7 +349,7 @@ def test_news_that_did_not_arrive_are_told_again_and_a_request_sent_twice_runs_o
         assert first["events"] == again["events"] and len(server.engine.seen) == 1
         assert [event["token_ids"] for event in first["events"]] == [[token((3,), 5, 0)], [token((3,), 5, 1)]]
         assert (await server.call("news", after=2, wait_s=0))["events"] == []
-        with pytest.raises(ValueError, match="open is no call of a rollout server"):
+        with pytest.raises(ValueError, match="open is not a call of a rollout server"):
             await server.call("open")
 
     asyncio.run(asyncio.wait_for(go(), 20))

@@ -83,12 +83,12 @@ def test_calls_reach_the_service_and_all_else_the_inner_application() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status", "words"),
     [
-        ("/rollout/open", b"{}", 400, "open is no call of a rollout server"),
+        ("/rollout/open", b"{}", 400, "open is not a call of a rollout server"),
         ("/rollout/pause", b"{", 400, "pause: "),
         ("/rollout/pause", b"[1]", 400, "arguments are a JSON object"),
         ("/rollout/pause", b'{"how": 1}', 400, "unexpected keyword argument"),
         ("/rollout/pause", b'{"mode": "break"}', 500, "RuntimeError: engine core is dead"),
-        ("/rollout/__class__", b"{}", 400, "is no call"),
+        ("/rollout/__class__", b"{}", 400, "is not a call"),
     ],
 )
 def test_what_is_wrong_is_said(path: str, body: bytes, status: int, words: str) -> None:

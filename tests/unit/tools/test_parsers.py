@@ -142,7 +142,7 @@ def test_calls_are_read_as_models_write_them(name, text, names):
         ("hermes", '<tool_call>["f"]</tool_call>', '["f"]', "needs a name"),
         ("hermes", "<tool_call>f(1)</tool_call>", "f(1)", "no JSON object"),
         ("hermes", "<tool_call></tool_call>", "", "no JSON object"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, "NaN is no JSON number"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, "NaN is not a JSON number"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', None, "stands twice"),
         ("llama3_json", '{"name": "f", "parameters": {"a": ', '{"name": "f", "parameters": {"a":', "no JSON object"),
         ("llama3_json", '{"name": "f", "parameters": 3}', None, "must be a JSON object"),

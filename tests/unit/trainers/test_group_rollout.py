@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import Run, load_run_config, resolve
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.resume import ResumePoint
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout
@@ -22,7 +25,6 @@ from mindspeed_rl.trainers.model_rewards import ModelRewards
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
-from mindspeed_rl.trainers.resume import ResumePoint
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
 from mindspeed_rl.trainers.schedule import Schedule, _resolve_admission

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_rl.config import ConfigError, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, load_run_config
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, PromptSampler
 

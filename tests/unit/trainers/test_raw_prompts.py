@@ -9,8 +9,10 @@ import datasets
 import pytest
 from transformers import AutoTokenizer
 
-from mindspeed_rl.config import ConfigError, Run, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, load_run_config
 from mindspeed_rl.data.prompts import PromptDataset
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.prompt_loader import load_prompts
 
 CONFIGS = Path(__file__).parents[3] / "configs"

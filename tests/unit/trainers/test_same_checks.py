@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from supervised_samples import text
 
 from mindspeed_rl.cli.explain import main as explain
-from mindspeed_rl.cli.train import resolve_run
 from mindspeed_rl.config import ConfigError, load_run_config
-from mindspeed_rl.trainers.model_plans import plan_models
+from mindspeed_rl.run.models import plan_models, resolve_run
 from mindspeed_rl.trainers.rl_setup import check_rl
 
 _PROMPT = "".join(text(number) for number in (5, 6, 7))
@@ -172,8 +171,8 @@ REFUSED: dict[str, tuple[Callable[[Path, Path], list[str]], str]] = {
     ),
     "length of the model": (_keys("generate_config.max_model_len=4096"), "max_model_len"),
     "checkpoint": (_keys("actor_config.load_iteration=5"), "load_iteration"),
-    "run folder is a file": (_keys("run_dir=TASK/train.jsonl"), "run_dir.*is no folder"),
-    "save folder is a file": (_keys("actor_config.save=TASK/train.jsonl/save"), "save.*is no folder"),
+    "run folder is a file": (_keys("run_dir=TASK/train.jsonl"), "run_dir.*is not a folder"),
+    "save folder is a file": (_keys("actor_config.save=TASK/train.jsonl/save"), "save.*is not a folder"),
     "tracker": (_keys("rl_config.report_to=[nothing_like_it]"), "nothing_like_it"),
     "blank path": (_keys("actor_config.save='  '"), "names no file or folder"),
     "platform": (_keys("platform=0"), "platform is 0"),
@@ -214,7 +213,7 @@ def test_an_adapter_is_trained_on_with_the_rank_that_it_needs_and_merged_for_the
     task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = _lora()(task, tmp_path)
-    run, _ = plan_models(resolve_run(load_run_config(str(task / "run.yaml"), None, changes), 1))
+    run = plan_models(resolve_run(load_run_config(str(task / "run.yaml"), None, changes), 1))
     actor, reference = run.models["actor"], run.models["ref"]
     # two adapters of rank 2 with scale 3, which are one of rank 4
     assert (actor.config.lora_r, actor.config.lora_alpha) == (4, 12)

@@ -117,7 +117,7 @@ def test_parts_of_a_score_are_parts_of_the_result_and_a_parser_that_raises_gives
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda folder: (folder / "config.json").unlink(), "is no folder with config.json"),
+        (lambda folder: (folder / "config.json").unlink(), "is not a folder with config.json"),
         (lambda folder: (folder / "model.safetensors").unlink(), "has no weights"),
         (lambda folder: (folder / "config.json").write_text(json.dumps({"quantization_config": {}})), "are quantized"),
         (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),

@@ -13,9 +13,9 @@ import pytest
 from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config import MegatronConfig, RLConfig
-from mindspeed_rl.config.phases import Phase
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.sft_setup import _check_data, _derive_throughput

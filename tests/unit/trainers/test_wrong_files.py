@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import ConfigError, load_run_config, resolve
+from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.trainers.rl_setup import check_rl
 from mindspeed_rl.trainers.sft_setup import check_supervised
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from call_path import ROOT, listed
 
-from mindspeed_rl.config import phases
 from mindspeed_rl.diagnostics import train_vs_rollout
+from mindspeed_rl.run import phases
 from mindspeed_rl.trainers import sft_setup
 from mindspeed_rl.workers import fleet, remote_group
 from mindspeed_rl.workers.remote_group import _order_by_host

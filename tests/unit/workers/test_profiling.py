@@ -9,8 +9,8 @@ import torch
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import ProfilerConfig
-from mindspeed_rl.config.phases import Phases
 from mindspeed_rl.observability.timers import OperatorTime, format_operators
+from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.workers.device_worker import _PhaseProfiler
 
 

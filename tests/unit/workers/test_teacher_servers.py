@@ -14,8 +14,8 @@ import torch
 from teachers import TERM, TeacherHandler
 
 from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.catalogue.objective import Distillation
 from mindspeed_rl.config.keys.rl import DistillationKeys
-from mindspeed_rl.config.objective import Distillation
 from mindspeed_rl.workers.teacher_servers import TeacherServerError, TeacherServers
 
 VOCAB = 7

@@ -1,0 +1,397 @@
+"""Models of a run, planned on the driver before anything is started: shapes only, no weight is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
+from mindspeed_rl.checkpoint.model_source import (
+    check_critic_start,
+    check_reward_start,
+    find_model,
+)
+from mindspeed_rl.config import ConfigError, MegatronConfig, RunConfig
+from mindspeed_rl.config.model_metadata import find_adapter_base
+from mindspeed_rl.config.run import Derivation
+from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.models.costs import measure_head_share
+from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
+from mindspeed_rl.platform import platform_class, resolve_name
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.references import reference_of, rl_reference
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.resume import find_resume_point, loads_its_save
+
+#: part of an update's products that logits in float32 may take by default
+_MAX_HEAD_SHARE = 0.1
+_ROLES = ("actor_config", "ref_config", "reward_config", "critic_config")
+#: keys of a role that may be a name on a hub
+_HUB_KEYS = ("load", "pretrained_checkpoint", "ref_model", "tokenizer_name_or_path", "base_model")
+#: models whose layers `adaptors.exact_kernels` computes, and tests compare
+_EXACT_MODELS = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+#: tokens whose probabilities these kernels add up at once
+_VOCAB_GROUP = 16
+
+#: start of a path in the run files that are included -> the command that makes it; the longer one first
+_EXAMPLES = {
+    **{f"runs/quickstart/data/{name}": "bash examples/supervised_stages.sh" for name in ("documents", "pairs", "steps")},
+    **{f"runs/{name}": f"bash examples/{name}.sh" for name in ("quickstart", "agent", "swe_tiny", "vision", "distill")},
+}
+
+
+def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Run:
+    """Run the first stage of checks: what the run file says, with the config.json of its models.
+
+    The second is `trainers.rl_setup.check_rl` or `trainers.sft_setup.check_supervised`: what only this machine knows.
+
+    Args:
+        downloads: models that are named as on a hub are fetched where they are not in its cache.
+
+    Raises:
+        ValueError: the run file is wrong; all violations are named.
+    """
+    cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
+    return resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+
+
+def with_model_configs(cfg: RunConfig) -> RunConfig:
+    """Return the run file with the model keys that it omits filled from the config.json of each role's model.
+
+    A role whose weights are missing stays as it is: loading them fails later.
+
+    Raises:
+        ConfigError: a written key contradicts the config.json of its role's model, or a model is not supported.
+    """
+    shared = cfg.set_keys.get("megatron_training", frozenset())
+    changes: dict[str, MegatronConfig] = {}
+    violations: list[str] = []
+    for name in _ROLES:
+        role = getattr(cfg, name)
+        # without ref_config the reference is the actor
+        if role is None or (name != "actor_config" and role is cfg.actor_config):
+            continue
+        try:
+            source = find_model(role, name)
+        except ValueError:
+            changes[name] = role
+            continue
+        try:
+            architecture, model_config, _ = read_model(source.hf_folder)
+            written = shared | cfg.set_keys.get(name, frozenset())
+            role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
+            if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
+                _check_exact(architecture.name, model_config, role)
+            if source.adapter is not None and role.lora_target_modules:
+                ops = architecture.weight_ops(model_config)
+                adapter = open_peft(source.adapter, ops)
+                ranks = adapter.count_ranks(ops, role.adapted_parts)
+                role = dataclasses.replace(role, **_derive_adapter_keys(adapter, ranks, role.lora_r, written))
+            changes[name] = role
+        except ValueError as error:
+            violations.append(f"{name}: {error}")
+    if violations:
+        raise ConfigError(violations)
+    actor = changes["actor_config"]
+    return dataclasses.replace(
+        cfg,
+        actor_config=actor,
+        ref_config=changes.get("ref_config", actor),
+        reward_config=changes.get("reward_config"),
+        critic_config=changes.get("critic_config"),
+    )
+
+
+def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> None:
+    """Raise ValueError where the kernels of `exact_log_probs` do not compute a model in the layout of its role."""
+    scaling, ranks = model_config.rope_scaling, role.tensor_model_parallel_size
+    vocab = role.padded_vocab_size or model_config.pad_vocab(1, ranks).padded_vocab_size
+    if ranks > 1 and vocab % (_VOCAB_GROUP * ranks):
+        fits = -(-vocab // (_VOCAB_GROUP * ranks)) * _VOCAB_GROUP * ranks
+        raise ValueError(
+            f"rl_config.exact_log_probs (true) needs a multiple of {_VOCAB_GROUP} tokens of the vocabulary on each of the "
+            f"{ranks} tensor-parallel ranks, and there are {vocab} together; set padded_vocab_size: {fits}"
+        )
+    for is_on, reason in (
+        (name not in _EXACT_MODELS, f"this model ({name}); it has {', '.join(_EXACT_MODELS)}"),
+        (model_config.sliding_window_layers, "layers that attend to a sliding window"),
+        (scaling is not None and scaling.type != "llama3", f"rope_scaling of type {scaling and scaling.type}"),
+        (model_config.moe_router_pre_softmax, "routers whose softmax is over all experts (norm_topk_prob: false)"),
+    ):
+        if is_on:
+            raise ValueError(f"rl_config.exact_log_probs (true) is not available with {reason}; set it to false")
+
+
+def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
+    """Raise ValueError for a policy that the rollout engine of this device kind does not compute, or not in this format."""
+    if platform == "cpu" and plan.model_config.sparse_attention is not None:
+        raise ValueError(
+            f"actor_config: no rollout of this model ({plan.architecture.name}) on cpu: vLLM's CPU build has no sparse "
+            "attention; supervised stages train it"
+        )
+    if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
+        raise ValueError(
+            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "
+            "alone; set bfloat16"
+        )
+
+
+def _derive_adapter_keys(adapter: PeftMerge, ranks: int, lora_r: int, written: frozenset[str]) -> dict[str, Any]:
+    """Return the keys of a PEFT adapter that trains on, `lora_r` and `lora_alpha`, that the run file does not have.
+
+    Raises:
+        ValueError: the rank in the run file is too small for the adapter.
+    """
+    if "lora_r" in written and lora_r < ranks:
+        raise ValueError(
+            f"lora_r: {lora_r} is too small to train {adapter.path} on, which needs {ranks}: adapters of tensors that are "
+            "one parameter here (query, key and value; gate and up) need the sum of their ranks; leave it out"
+        )
+    rank = lora_r if "lora_r" in written else ranks
+    keys = {"lora_r": rank, "lora_alpha": max(1, round(adapter.scale * rank))}
+    return {key: value for key, value in keys.items() if key not in written}
+
+
+def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | None]) -> None:
+    """Check that no key is missing, and that the folders that a run writes to can be made.
+
+    Args:
+        missing: from `rules.validation.missing_for_training`.
+        folders: by the key that names them.
+
+    Raises:
+        ConfigError: a sentence for each.
+    """
+    violations = list(missing)
+    for key, name in folders.items():
+        if name is None:
+            continue
+        folder = Path(name).expanduser().absolute()
+        there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+        if not there.is_dir():
+            violations.append(f"{key}: {folder} cannot be written to: {there} is not a folder")
+        elif not os.access(there, os.W_OK | os.X_OK):
+            violations.append(f"{key}: {folder} cannot be written to: no permission for {there}")
+    if violations:
+        raise ConfigError(violations)
+
+
+def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:
+    """Return the run with the folders, in the caches of the hubs, of models and tokenizers that it names as on a hub.
+
+    Args:
+        downloads: what is not in the cache is fetched.
+
+    Raises:
+        NotFetchedError: something is not in the cache, and `downloads` is False.
+        ValueError: a hub has no such model, or cannot be reached.
+    """
+    folders: dict[str, str] = {}
+    changed: dict[str, Any] = {}
+    for role in ("megatron_training", *_ROLES, "teacher_config"):
+        config = getattr(cfg, role)
+        values: dict[str, str] = {}
+        for key in () if config is None else _HUB_KEYS:
+            text = getattr(config, key)
+            if key == "base_model" and text is None:
+                # the base that an adapter names, which may have been fetched itself
+                named = (values.get(other, getattr(config, other)) for other in ("load", "pretrained_checkpoint", "ref_model"))
+                text = next(filter(None, map(find_adapter_base, named)), None)
+            # a folder of checkpoints that are still to be written
+            if key == "load" and (text == config.save or config.pretrained_checkpoint):
+                continue
+            if text and (name := parse_hub_name(text)) is not None:
+                kind = "tokenizer" if key == "tokenizer_name_or_path" else "model"
+                group = "megatron_training" if cfg.is_supervised else role
+                if text not in folders:
+                    folders[text] = str(fetch(name, f"{group}.{key}", kind, downloads=downloads))
+                values[key] = folders[text]
+        if values:
+            changed[role] = dataclasses.replace(config, **values)
+    return dataclasses.replace(cfg, **changed) if changed else cfg
+
+
+def list_source_checks(run: Run) -> Iterator[Callable[[], object]]:
+    """Yield a check of the weights of each role that the run file names, and of the files of an example."""
+    cfg = run.config
+    roles = {"megatron_training" if cfg.is_supervised else "actor_config": cfg.actor_config}
+    if cfg.critic_config is not None and not cfg.is_supervised:
+        roles["critic_config"] = cfg.critic_config
+    for name, role in roles.items():
+        yield partial(_check_example, role)
+        yield partial(find_model, role, name)
+    if cfg.is_supervised:
+        return
+    if cfg.reward_model_keys is not None:
+        yield partial(_find_reward_model, cfg, cfg.reward_model_keys)
+    if cfg.rl_config is not None and cfg.rl_config.served_judge is not None:
+        yield partial(check_judge_folder, Path(cfg.rl_config.served_judge).expanduser())
+    term = None if run.objective is None else run.objective.distillation
+    for folder in () if term is None else term.models:
+        keys = cfg.read_teacher_keys(folder)
+        yield partial(find_model, keys, "teacher_config", "rl_config.distillation.teacher_models")
+
+
+def check_judge_folder(folder: Path) -> None:
+    """Check that a folder has a model that an engine of the run can load as a judge.
+
+    Raises:
+        ValueError: it does not.
+    """
+    key, path = "rl_config.judge_model", folder / "config.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{key}: '{folder}' is not a folder with config.json, weights and tokenizer of a model; as a model's name on a "
+            "server it needs rl_config.judge_url"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise ValueError(f"{key}: {folder} has no weights (*.safetensors)")
+    if "quantization_config" in json.loads(path.read_text(encoding="utf-8")):
+        raise ValueError(
+            f"{key}: the weights in {folder} are quantized, which engines of a run do not load; serve it with `vllm serve` and "
+            "set rl_config.judge_url"
+        )
+
+
+def _check_example(config: MegatronConfig) -> None:
+    """Raise ValueError with the command that makes the files of a run file that is included, where they are not here."""
+    data = config.data_path if isinstance(config.data_path, list) else [config.data_path]
+    for name in (config.load, config.tokenizer_name_or_path, *data):
+        path = name.removeprefix("./") if isinstance(name, str) else ""
+        start = next((start for start in _EXAMPLES if path.startswith(start)), None)
+        if start is None or Path(path).exists() or (name in data and any(Path().glob(f"{path}[_.]*"))):
+            continue
+        raise ValueError(
+            f"{start} is made by `{_EXAMPLES[start]}`, in the project's folder; train there. "
+            "`mindspeed-rl new NAME` makes the files of a run of your own here"
+        )
+
+
+def _find_reward_model(cfg: RunConfig, keys: MegatronConfig) -> ModelSource:
+    assert cfg.rl_config is not None
+    return find_model(keys, "reward_config", "rl_config.reward_model" if cfg.rl_config.reward_model else None)
+
+
+def plan_models(run: Run) -> Run:
+    """Return the run with the model of every role, as its workers build it, and the point that it resumes from.
+
+    No weight is read.
+
+    Raises:
+        ValueError: weights or config.json are missing; a model is not supported, contradicts the run file, or does not fit its
+            layout; or the checkpoints of the roles do not belong together. The role is named.
+    """
+    cfg, actor = run.config, run.config.actor_config
+    source = find_model(actor, "megatron_training" if cfg.is_supervised else "actor_config")
+    models = {"actor": _plan_role("actor_config", actor, source, "reward" if cfg.stage == "orm" else "lm")}
+    resume = find_resume_point(run, source)
+    resumes_after = resume.iteration or None
+    if cfg.is_supervised:
+        # with only adapters the reference is the policy without them
+        if cfg.stage in ("dpo", "kto") and (actor.ref_model or not actor.lora_target_modules):
+            config, reference = reference_of(actor, source)
+            named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
+            iteration = config.refer_model_iter if named else None
+            models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
+    else:
+        assert run.objective is not None
+        _check_rollout(run.platform, models["actor"].plan, run.generate.dtype)
+        if run.objective.needs_reference and not run.rl.share_backbone:
+            config, reference, iteration = rl_reference(run, source, resumes_after)
+            models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
+        if run.objective.has_critic:
+            critic = cfg.critic_config
+            assert critic is not None  # a rule requires it
+            if resumes_after is None and critic.pretrained_checkpoint and loads_its_save(critic):
+                # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
+                critic = dataclasses.replace(critic, load=None, load_iteration=None)
+            critic_source = find_model(critic, "critic_config")
+            check_critic_start(critic, critic_source, resumes_after)
+            models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
+        term = run.objective.distillation
+        for folder, name in () if term is None else term.models.items():
+            keys = cfg.read_teacher_keys(folder)
+            models[name] = _plan_role(name, keys, find_model(keys, "teacher_config", "rl_config.distillation.teacher_models"))
+        if term is not None:
+            term = dataclasses.replace(term, topk=min(term.topk, models["actor"].plan.model_config.vocab_size))
+            run = dataclasses.replace(run, objective=dataclasses.replace(run.objective, distillation=term))
+        if (reward := cfg.reward_model_keys) is not None:
+            reward_source = _find_reward_model(cfg, reward)
+            check_reward_start(reward, reward_source)
+            models["reward"] = _plan_role("reward_config", reward, reward_source, "lm" if reward.reward_tokens else "reward")
+    models, derived = _decide_losses(models, run.platform, cfg.set_keys, is_supervised=cfg.is_supervised)
+    generate = cfg.generate_config
+    if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
+        generate = dataclasses.replace(generate, fp32_lm_head=True)
+    cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
+    return dataclasses.replace(run, config=cfg, models=models, resume=resume)
+
+
+def _decide_losses(
+    models: Mapping[str, RoleModel], platform: str, set_keys: Mapping[str, frozenset[str]], *, is_supervised: bool
+) -> tuple[dict[str, RoleModel], dict[str, Derivation]]:
+    """Decide the format of each head's logits.
+
+    Returns:
+        The models by role, and what they and the platform decide about losses where the run file does not.
+    """
+    decided, derived, cost = dict(models), {}, platform_class(platform).float32_product_cost
+    for name, model in models.items():
+        config, plan = model.config, model.plan
+        if config.fp32_lm_head is None and config.bf16 and plan.model_config.head == "lm":
+            share = 1.0 if cost is None else measure_head_share(plan.architecture, plan.model_config, cost)
+            is_cheap = share < _MAX_HEAD_SHARE
+            decided[name] = dataclasses.replace(model, config=dataclasses.replace(config, fp32_lm_head=is_cheap))
+            source = f"in float32 the head takes {share:.1%} of an update's products; the limit is {_MAX_HEAD_SHARE:.0%}"
+            derived[f"{name}_config.fp32_lm_head"] = Derivation(
+                is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
+            )
+        if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
+            detaches = not is_supervised
+            decided[name] = dataclasses.replace(
+                decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
+            )
+            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
+            derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
+        if model.source.adapter is not None:
+            use = "trains on" if config.lora_target_modules else "is merged into it"
+            derived[f"{name}_config.base_model"] = Derivation(
+                str(model.source.weights), f"the base of the adapter in {model.source.adapter}, which {use}"
+            )
+        written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
+        if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
+            kind, found = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
+            source = "the model's config.json" if found is not None else "neither the run file nor config.json has one"
+            source = source if kind in ("aux_loss", "seq_aux_loss") else f"moe_router_load_balancing_type is {kind}"
+            derived[f"{name}_config.moe_aux_loss_coeff"] = Derivation(plan.balancing.coeff, source)
+    return decided, derived
+
+
+def _plan_role(
+    name: str,
+    config: MegatronConfig,
+    source: ModelSource,
+    head: Literal["lm", "reward"] = "lm",
+    iteration: int | None = None,
+) -> RoleModel:
+    if name != "actor_config":  # multi-token-prediction layers are for training and drafts; an indexer trains in the actor
+        config = dataclasses.replace(config, mtp_num_layers=0, dsa_indexer_loss_coeff=0.0)
+    try:
+        plan = plan_model(config, source.hf_folder, head=head)
+        if source.adapter is not None:
+            open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
+            source = dataclasses.replace(source, adapter=source.adapter.resolve())
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    if source.is_start:
+        config = dataclasses.replace(config, finetune=True)
+    # workers run in other folders
+    source = dataclasses.replace(source, hf_folder=source.hf_folder.resolve(), weights=source.weights.resolve())
+    return RoleModel(config, source, plan, iteration)

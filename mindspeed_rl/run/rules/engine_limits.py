@@ -1,0 +1,165 @@
+"""Limits of the rollout engine, in one table: run files and commands are checked against it before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mindspeed_rl.config.model_metadata import EngineShape
+from mindspeed_rl.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class _EngineLimits:
+    """Limits of the engine on a kind of device.
+
+    Attributes:
+        head_sizes: supported widths of an attention head; empty where every width is.
+        latent_sizes: the same of a latent head, kv_lora_rank + qk_rope_head_dim.
+        linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
+        linear_dtypes: formats of their weights; empty for all.
+        sequences: default number of responses that are generated at once.
+    """
+
+    head_sizes: tuple[int, ...] = ()
+    latent_sizes: tuple[int, ...] = ()
+    linear_size: int = 0
+    linear_dtypes: tuple[str, ...] = ()
+    sequences: int = 256
+
+
+#: temperatures above 0 that vLLM 0.18 to 0.32 samples with; it raises lower ones to the first, and 0.32 refuses higher ones
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+
+#: by name of the platform; a test compares them with the engine that is installed
+_LIMITS = {
+    "cpu": _EngineLimits(
+        head_sizes=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),  # vLLM 0.32, CPUAttentionBackend
+        latent_sizes=(576,),  # CPUMLABackend
+        linear_size=64,  # gdn_attention.py asks for these two
+        linear_dtypes=("bfloat16",),
+        sequences=32,
+    )
+}
+_OTHERS = _EngineLimits()
+
+
+def engine_limits(platform: str) -> _EngineLimits:
+    """Return the limits on this platform; none of attention where it is unknown or not chosen yet."""
+    return _LIMITS.get(platform, _OTHERS)
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A model's use of the engine, and the keys or flags that request it.
+
+    Attributes:
+        tensor, length: devices of a replica; maximum tokens of prompt and response.
+        tensor_key, length_key: the key or flag of each.
+        length_origin: what a length follows from that the user did not write; empty otherwise.
+        dtype, dtype_key: format of the weights; empty where it is not known yet.
+    """
+
+    tensor: int
+    length: int
+    tensor_key: str
+    length_key: str
+    length_origin: str = ""
+    dtype: str = ""
+    dtype_key: str = ""
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """A reason why the engine cannot run a model.
+
+    Attributes:
+        rule: name of the row of the table.
+        message: key or flag, its value and the allowed values.
+    """
+
+    rule: str
+    message: str
+
+
+def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) -> Iterator[_Obstacle]:
+    """Yield the obstacles to running a model of this shape as requested; unknown values of the shape are no obstacle."""
+    limits, source = engine_limits(platform), shape.source
+    tensor, groups = f"{request.tensor_key} ({request.tensor})", shape.num_kv_heads
+    width, latent, linear = shape.head_size, shape.latent_size, shape.linear_size
+
+    def divide(rule: str, name: str, size: int | None, share: str) -> Iterator[_Obstacle]:
+        if size is not None and size % request.tensor:
+            yield _Obstacle(rule, f"{name} ({size}) must be divisible by {tensor}: the rollout engine splits {share}")
+
+    yield from divide("heads", "num_attention_heads", shape.num_heads, "whole heads")
+    if groups is not None and not shape.is_latent and groups % request.tensor and request.tensor % groups:
+        text = f"num_query_groups ({groups}) and {tensor} must divide one another: key/value heads are split or repeated whole"
+        yield _Obstacle("kv_heads", text)
+    yield from divide("ffn", "ffn_hidden_size", shape.ffn_hidden_size, "the MLP evenly")
+    if not shape.is_latent and _lacks_kernel(width, limits.head_sizes):
+        yield _Obstacle(
+            "head_size",
+            f"the width of an attention head (head_dim in config.json, kv_channels in run files) is {width} in {source}, but "
+            f"on this platform the rollout engine has kernels for {_listed(limits.head_sizes)}",
+        )
+    if shape.is_latent and _lacks_kernel(latent, limits.latent_sizes):
+        yield _Obstacle(
+            "latent_size",
+            f"kv_lora_rank + qk_rope_head_dim is {latent} in {source}, but on this platform the rollout engine has kernels for "
+            f"{_listed(limits.latent_sizes)}",
+        )
+    yield from divide("linear_heads", "linear_num_key_heads", shape.linear_heads, "whole heads of the gated delta nets")
+    if linear is not None and linear < limits.linear_size:
+        yield _Obstacle(
+            "linear_size",
+            f"linear_key_head_dim and linear_value_head_dim must be at least {limits.linear_size} for the rollout engine on "
+            f"this platform; one is {linear} in {source}",
+        )
+    if shape.linear_heads is not None and limits.linear_dtypes and request.dtype not in ("", *limits.linear_dtypes):
+        yield _Obstacle(
+            "linear_dtype",
+            f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
+            f"engine computes gated delta nets, which the model in {source} has, in no other format",
+        )
+    if shape.max_length is not None and request.length > shape.max_length:
+        origin = f", from {request.length_origin}" if request.length_origin else ""
+        yield _Obstacle(
+            "length",
+            f"{request.length_key} ({request.length}{origin}) must be at most {shape.max_length}, the longest sequence of the "
+            f"model in {source}",
+        )
+
+
+def _lacks_kernel(size: int | None, supported: tuple[int, ...]) -> bool:
+    return size is not None and bool(supported) and size not in supported
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} and {sizes[-1]}" if len(sizes) > 1 else str(sizes[0])
+
+
+def read_engine_shape(cfg: RunConfig) -> EngineShape:
+    """Return the shape of the model that a run generates with: from the run file's keys, else from config.json."""
+    actor, metadata = cfg.actor_config, cfg.model_metadata.get("actor_config")
+    stored = EngineShape(source="the run file") if metadata is None else metadata.shape
+    if actor.num_attention_heads is None:
+        return stored
+    latent = None
+    if actor.multi_latent_attention and actor.kv_lora_rank and actor.qk_pos_emb_head_dim:
+        latent = actor.kv_lora_rank + actor.qk_pos_emb_head_dim
+    width = actor.kv_channels
+    if width is None and actor.hidden_size is not None:
+        width = actor.hidden_size // actor.num_attention_heads
+    return EngineShape(
+        source=stored.source,
+        num_heads=actor.num_attention_heads,
+        num_kv_heads=actor.num_query_groups if actor.group_query_attention else actor.num_attention_heads,
+        head_size=width if width is not None else stored.head_size,
+        is_latent=actor.multi_latent_attention,
+        latent_size=latent,
+        ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else stored.ffn_hidden_size,
+        max_length=stored.max_length,
+        linear_heads=stored.linear_heads,
+        linear_size=stored.linear_size,
+    )

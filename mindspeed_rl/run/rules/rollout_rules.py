@@ -1,0 +1,447 @@
+"""Rules of rollouts: samples of several turns, and the experts of tokens for router replay and counts."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from mindspeed_rl import registry
+from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
+from mindspeed_rl.run.record import Run
+from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
+from mindspeed_rl.run.rules.violation import Broken, needs, violate
+
+_MODE = "rl_config.router_replay.mode"
+_COUNTS = "generate_config.eplb_token_collects"
+#: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
+_OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
+_BY_KEY = "use the key generate_config.{}"
+_BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
+#: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
+_OWN_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(
+        "model model_weights load_format weights_path skip_tokenizer_init seed logprobs_mode generation_config "
+        "override_generation_config hf_overrides hf_config_path enable_chunked_prefill enable_sleep_mode "
+        "distributed_executor_backend worker_cls worker_extension_cls disable_log_stats "
+        "enable_return_routed_experts runner task convert logits_processors async_scheduling max_logprobs".split(),
+        _BY_ROLLOUT,
+    ),
+    **dict.fromkeys(
+        "data_parallel_size data_parallel_rank data_parallel_size_local data_parallel_start_rank data_parallel_address "
+        "data_parallel_rpc_port data_parallel_backend data_parallel_hybrid_lb data_parallel_external_lb nnodes "
+        "node_rank "
+        "master_addr master_port".split(),
+        "replicas follow from rl_config.actor_resource or rollout_resource and infer_tensor_parallel_size",
+    ),
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), _BY_KEY.format("lora_push")),
+    "tensor_parallel_size": _BY_KEY.format("infer_tensor_parallel_size"),
+    "pipeline_parallel_size": _BY_KEY.format("infer_pipeline_parallel_size"),
+    "kv_cache_memory_bytes": _BY_KEY.format("kv_cache_memory_gib"),
+    **{
+        name: _BY_KEY.format(name)
+        for name in "dtype enforce_eager trust_remote_code max_model_len max_num_seqs max_num_batched_tokens additional_config "
+        "enable_prefix_caching gpu_memory_utilization compilation_config enable_expert_parallel speculative_config "
+        "quantization kv_cache_dtype".split()
+    },
+}
+#: methods of speculative decoding -> True where drafts come from a model
+_DRAFT_METHODS = {"ngram": False, "suffix": False, "draft_model": True, "eagle": True, "eagle3": True, "mtp": True}
+#: longest draft that vLLM's sampler takes
+_MAX_DRAFT = 128
+#: keys of vLLM's `speculative_config` that it fills in itself, or that change what is sampled
+_OWN_DRAFT_KEYS = frozenset(
+    "target_model_config target_parallel_config draft_model_config draft_parallel_config draft_load_config "
+    "tensor_parallel_size rejection_sample_method synthetic_acceptance_rates synthetic_acceptance_length".split()
+)
+#: names of one form of a response
+_FORMS = frozenset(("regex", "json", "choice", "grammar"))
+#: switch of verl or slime -> modes in which it is on
+_SWITCHES = {
+    "use_routing_replay": ("R2", "R3"),  # slime's R3 is R2 as well
+    "use_rollout_routing_replay": ("R3",),
+    "enable_rollout_routing_replay": ("R3",),
+}
+
+
+@needs("rl_config")
+def _replay(run: Run) -> Iterator[Broken]:
+    """Check `rl_config.router_replay`."""
+    mode = run.rl.router_replay.mode
+    switches = {name: getattr(run.rl, name) for name in _SWITCHES}
+    for key, configured in switches.items():
+        if configured is not None and configured != (mode in _SWITCHES[key]):
+            yield violate("replay_spelling", f"[{key}] says the same as [{_MODE}], and the two differ", {key: None})
+    if mode == "disabled":
+        return
+    off = {_MODE: "disabled"} | {key: None for key, configured in switches.items() if configured}
+    for reason in _reasons(run, _obstacles):
+        yield violate("router_replay", f"[{_MODE}] cannot be used here: {reason}", None, off)
+
+
+@needs("generate_config")
+def _expert_counts(run: Run) -> Iterator[Broken]:
+    """Check `generate_config.eplb_token_collects`."""
+    if run.generate.eplb_token_collects:
+        for reason in _reasons(run, _obstacles_of_engine):
+            yield violate("expert_counts", f"[{_COUNTS}] cannot be used here: {reason}", {_COUNTS: False})
+
+
+def _reasons(run: Run, obstacles: Callable[[Run], Iterator[str]]) -> Iterator[str]:
+    if _is_dense(run):
+        yield "the model has no experts"
+    else:
+        yield from obstacles(run)
+
+
+def _is_dense(run: Run) -> bool:
+    """Return True once it is known that the actor has no experts."""
+    actor = run.config.with_shape("actor_config")
+    return not actor.num_experts and (actor.num_layers is not None or actor.num_attention_heads is not None)
+
+
+def _obstacles(run: Run) -> Iterator[str]:
+    if run.config.actor_config.moe_router_load_balancing_type == "sinkhorn":
+        yield "moe_router_load_balancing_type sinkhorn has a router that takes no experts from others"
+    if run.rl.router_replay.mode == "R3":
+        yield from (f"{reason}; R2 works there" for reason in _obstacles_of_engine(run))
+    else:
+        yield from _obstacles_of_recording(run)
+
+
+def _obstacles_of_recording(run: Run) -> Iterator[str]:
+    sizes, objective = run.sizes, run.objective
+    if sizes is None or not sizes.can_divide or objective is None:
+        return
+    if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
+        yield (
+            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
+            "followed by one optimizer step; R3 needs no such pass"
+        )
+
+
+def _obstacles_of_engine(run: Run) -> Iterator[str]:
+    splits, generate = run.rl.partial_rollout_max_split, run.config.generate_config
+    if run.placement.disaggregated:
+        yield "rollout servers do not hand out the experts of their tokens"
+    if splits > 1:
+        yield f"partial_rollout_max_split ({splits}) keeps responses over iterations, and not the experts of their tokens"
+    if generate is not None and generate.expert_map_path is not None:
+        yield "with generate_config.expert_map_path vllm-ascend before 0.26 reports where an expert lies, not which one it is"
+
+
+@needs("rl_config", "generate_config")
+def _turns(run: Run) -> Iterator[Broken]:
+    """Check runs whose samples have several turns."""
+    rl, loop, one = run.rl, run.rl.agent_loop_name, run.generate.sampling_config.max_tokens
+    if not rl.multi_turn_enable:
+        return
+    if 0 < rl.max_total_response_length < one:
+        text = "[max_total_response_length] must be at least [max_tokens]"
+        yield violate("tool_response_length", text, {"max_total_response_length": one})
+    if loop == "single_turn":
+        return
+    if rl.partial_rollout_max_split > 1:
+        yield violate(
+            "partial_rollout_turns",
+            "[partial_rollout_max_split] lets a response take several iterations, and tools and environments of a "
+            "sample of several turns cannot be put aside so long",
+            {"partial_rollout_max_split": 1, "multi_turn_enable": False},
+            keys={"multi_turn_enable": True},
+        )
+    if rl.use_dynamic_bsz and not rl.use_remove_padding:
+        yield violate(
+            "turns_are_packed",
+            "[use_dynamic_bsz:name] counts the tokens of a sample of several turns as they are packed, so with "
+            "rl_config.multi_turn_enable it needs [use_remove_padding:name]",
+            {"use_remove_padding": True, "use_dynamic_bsz": False},
+        )
+    needed, given = AGENT_LOOP_KEYS.get(loop), {"agent_loop": loop}
+    if needed is not None and getattr(rl, needed) is None:
+        yield violate("agent_loop_needs", f"[agent_loop:is] needs [{needed}:name]", keys=given)
+    if rl.agent is not None and bool(rl.agent.command) == bool(rl.agent.url):
+        program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
+        yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
+    if rl.verifier_reads == "output" and loop != "program":
+        text = f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent"
+        yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
+
+
+@needs("generate_config")
+def _engine_settings(run: Run) -> Iterator[Broken]:
+    """Check settings that go to the engine under its own names, and the number of tokens of a step."""
+    generate, sizes = run.generate, "cudagraph_capture_sizes"
+    for name in _OWN_SETTINGS:
+        if name in (generate.additional_config or {}):
+            instead = "use generate_config.expert_map_path" if name == "eplb_config" else "remove it"
+            yield _own_setting(f"additional_config.{name}", f"is set by this suite; {instead}")
+    if generate.cudagraph_capture_sizes is not None and sizes in (generate.compilation_config or {}):
+        both = f"generate_config.compilation_config.{sizes}"
+        text = f"[{sizes}:name] and {both} are both set; keep one of them"
+        yield violate("capture_sizes_twice", text, keys={both: "..."})
+    tokens, sequences = generate.max_num_batched_tokens, generate.max_num_seqs
+    if "max_num_batched_tokens" in run.config.set_keys.get("generate_config", ()) and tokens < sequences:
+        text = "[max_num_batched_tokens] must be at least [max_num_seqs]: a step of the engine has a token of each response"
+        yield violate("step_tokens", text, {"max_num_batched_tokens": sequences, "max_num_seqs": tokens})
+
+
+def _own_setting(name: str, problem: str, rule: str = "own_engine_setting") -> Broken:
+    """Report an item of a group that goes to the engine as it is."""
+    return violate(rule, f"generate_config.{name} {problem}", keys={f"generate_config.{name}": "..."})
+
+
+@needs("generate_config")
+def _engine_arguments(run: Run) -> Iterator[Broken]:
+    """Check `engine_kwargs`, and keys of sampling that need the whole text of a response."""
+    known = _list_vllm_fields("engine/arg_utils.py", "EngineArgs")
+    for name in run.generate.engine_kwargs or {}:
+        if name in _OWN_ARGUMENTS:
+            yield _own_setting(f"engine_kwargs.{name}", f"is set by this suite: {_OWN_ARGUMENTS[name]}")
+        elif known and name not in known:
+            hint = registry.did_you_mean(name, known) or "."
+            problem = f"is not an argument of the installed vLLM's engine{hint}"
+            yield _own_setting(f"engine_kwargs.{name}", problem, "engine_argument")
+    sampling, prefix = run.generate.sampling_config, "generate_config.sampling_config"
+    if "" in sampling.stop:
+        yield violate("stop_text", f"[{prefix}.stop:name] has an empty text, which ends nothing")
+    forms = set(sampling.structured_output or ())
+    if sampling.structured_output is not None and (len(forms) != 1 or forms - _FORMS):
+        yield violate(
+            "structured_output",
+            f"[{prefix}.structured_output:name] has {', '.join(sorted(forms)) or 'nothing'}, but needs exactly one of "
+            f"{', '.join(sorted(_FORMS))}",
+        )
+    splits = 1 if run.config.rl_config is None else run.rl.partial_rollout_max_split
+    for name in ("stop", "structured_output", "presence_penalty", "frequency_penalty"):
+        if splits > 1 and getattr(sampling, name):
+            yield violate(
+                "response_in_one",
+                f"[{prefix}.{name}:name] looks at the response from its start, and [partial_rollout_max_split] "
+                "continues it as a new request",
+                {"partial_rollout_max_split": 1},
+            )
+
+
+@cache
+def _list_vllm_fields(file: str, name: str) -> frozenset[str]:
+    """Return the fields of a class of vLLM, read from its source; empty where it is not installed."""
+    spec = importlib.util.find_spec("vllm")
+    source = Path(spec.origin).parent / file if spec is not None and spec.origin else None
+    if source is None or not source.is_file():
+        return frozenset()
+    body = ast.parse(source.read_text()).body
+    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    targets = [item.target for item in found.body if isinstance(item, ast.AnnAssign)]
+    return frozenset(target.id for target in targets if isinstance(target, ast.Name))
+
+
+_DRAFTS = "generate_config.speculative_config"
+_OFF: dict[str, object] = {_DRAFTS: None}
+#: keys of sampling that drafts exclude -> the reason
+_UNLIKE_DRAFTS = {
+    "min_p": "vLLM does not apply it to drafts",
+    "stop": "a text that ends a response may be in the middle of the tokens of a step",
+    "structured_output": "a form is not checked for the tokens of a draft",
+}
+
+
+@needs("generate_config")
+def _drafts(run: Run) -> Iterator[Broken]:
+    """Check `speculative_config`, and what cannot be used with it."""
+    drafts = run.generate.drafts
+    if drafts is None:
+        return
+    method = drafts.get("method")
+    if method in _DRAFT_METHODS:
+        yield from _draft_keys(drafts)
+        yield from _unlike_drafts(run, is_model=_DRAFT_METHODS[method])
+    else:
+        yield _reject_draft(drafts, "method", f"is {method!r}, but must be one of {', '.join(_DRAFT_METHODS)}")
+
+
+def _reject_draft(drafts: Mapping[str, object], name: str, problem: str) -> Broken:
+    """Report a key of `speculative_config`."""
+    return violate("speculative_config", f"{_DRAFTS}.{name} {problem}", keys={f"{_DRAFTS}.{name}": drafts.get(name)})
+
+
+def _draft_keys(drafts: Mapping[str, object]) -> Iterator[Broken]:
+    """Check the keys of `speculative_config` itself."""
+    method, tokens, model = str(drafts["method"]), drafts.get("num_speculative_tokens"), drafts.get("model")
+    known = _list_vllm_fields("config/speculative.py", "SpeculativeConfig")
+    for name in drafts:
+        if name in _OWN_DRAFT_KEYS:
+            yield _reject_draft(drafts, name, f"is set by this suite: {_BY_ROLLOUT}")
+        elif known and name not in known:
+            hint = registry.did_you_mean(name, known) or "."
+            yield _reject_draft(drafts, name, f"is not a key of the installed vLLM's speculative_config{hint}")
+    has_default = method in ("mtp", "eagle", "eagle3")  # a number in the draft's config.json
+    if not (tokens is None and has_default) and not (type(tokens) is int and 1 <= tokens <= _MAX_DRAFT):
+        text = f"is {tokens!r}, but must be a whole number from 1 to {_MAX_DRAFT}"
+        yield _reject_draft(drafts, "num_speculative_tokens", text)
+    folder = Path(str(model)).expanduser()
+    has_files = (folder / "config.json").is_file() and any(folder.glob("*.[sb][ai][fn]*"))  # safetensors, bin
+    if _DRAFT_METHODS[method] and method != "mtp" and not has_files:
+        text = f"is {model!r}, but must be the folder of the draft's config.json and weights"
+        yield _reject_draft(drafts, "model", text)
+
+
+def _unlike_drafts(run: Run, is_model: bool) -> Iterator[Broken]:
+    """Check what cannot be used with drafts."""
+    generate, metadata, engines = run.generate, run.config.model_metadata.get("actor_config"), run.placement.engines
+    replay = run.config.rl_config is not None and run.rl.router_replay.mode == "R3"
+    spreads = is_model and engines is not None and engines.in_step
+    sampling = "generate_config.sampling_config"
+    for key, is_on, reason in (
+        *((f"{sampling}.{name}", getattr(generate.sampling_config, name), text) for name, text in _UNLIKE_DRAFTS.items()),
+        (_MODE, replay, "R3 reads the experts of one token a step; R2 works"),
+        (_COUNTS, generate.eplb_token_collects, "experts are reported for one token a step"),
+        ("generate_config.lora_push", generate.lora_push == "adapter", "adapter was not verified with drafts; merged works"),
+    ):
+        if is_on:
+            text = f"{key} cannot be combined with {_DRAFTS}: {reason}"
+            yield violate("speculative_config", text, _OFF, keys={key: "..."})
+    if spreads:
+        key = "generate_config.infer_expert_parallel_size"
+        text = f"{key} cannot be combined with a draft model ({_DRAFTS}.model)"
+        yield violate("speculative_config", text, _OFF, keys={key: "..."})
+    if metadata is not None and metadata.shape.linear_heads:
+        text = "cannot be used with this model: the states of its gated delta nets are not rolled back here"
+        yield violate("speculative_config", f"{_DRAFTS} {text}", _OFF, keys=_OFF)
+
+
+@needs("generate_config")
+def _quantization(run: Run) -> Iterator[Broken]:
+    """Check `quantization`, and what cannot be used with it."""
+    cfg, generate, key = run.config, run.generate, "generate_config.quantization"
+    if generate.quantization is None:
+        return
+    actor, metadata, drafts = cfg.with_shape("actor_config"), cfg.model_metadata.get("actor_config"), generate.drafts or {}
+    gated = metadata is not None and metadata.shape.linear_heads
+    is_npu = cfg.platform == "npu"
+    for is_on, other, reason in (
+        (cfg.platform == "cuda", None, "on cuda, where the layout of its kernels was not verified; npu and cpu have it"),
+        (is_npu and generate.dtype == "float32", "dtype", "in float32 on npu: vllm-ascend has it for bfloat16"),
+        (not _is_dense(run) and actor.num_experts, None, "with the experts of this model: only dense matrices are quantized"),
+        (actor.multi_latent_attention, None, "with latent attention, which computes further matrices from its weights"),
+        (gated, None, "with the gated delta nets of this model"),
+        (cfg.reads_images, None, "with a model of images"),
+        (generate.lora_push == "adapter", "lora_push", "next to an adapter; merged works"),
+        (_DRAFT_METHODS.get(str(drafts.get("method"))), "speculative_config", "with a draft model; ngram and suffix work"),
+    ):
+        if is_on:
+            given = {} if other is None else {other: getattr(generate, other)}
+            yield violate("quantization", f"[{key}] is not available {reason}", {key: None}, keys=given)
+
+
+def _exact_experts(run: Run) -> tuple[tuple[object, str | None, str], ...]:
+    """Return what `exact_log_probs` cannot be used with where the actor has experts, as in `_exact_log_probs`."""
+    cfg, actor, generate, mode = run.config, run.config.actor_config, run.generate, run.rl.router_replay.mode
+    tensor, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
+    gathers = actor.moe_token_dispatcher_type == "allgather" and actor.expert_model_parallel_size > 1
+    split = ": the experts of this model are computed on one tensor-parallel rank"
+    return (
+        (cfg.platform == "npu", None, "with the experts of this model on npu"),
+        (mode != "R3" and mode, _MODE, ": set R3, so that both sides choose the same experts"),
+        (tensor > 1 and tensor, "actor_config.tensor_model_parallel_size", split),
+        (infer > 1 and infer, "generate_config.infer_tensor_parallel_size", split),
+        (generate.enable_expert_parallel and "true", "generate_config.enable_expert_parallel", ": engines have all experts"),
+        (actor.moe_grouped_gemm and "true", "actor_config.moe_grouped_gemm", ": experts are computed one by one"),
+        (gathers and "allgather", "actor_config.moe_token_dispatcher_type", ": it adds up the ranks in an order of its own"),
+    )
+
+
+@needs("rl_config", "generate_config")
+def _exact_log_probs(run: Run) -> Iterator[Broken]:
+    """Check `exact_log_probs`, and what cannot be used with it; `run.models` checks the model."""
+    cfg, generate, actor, key = run.config, run.generate, run.config.actor_config, "rl_config.exact_log_probs"
+    if not run.rl.exact_log_probs:
+        return
+    on_cpu, block = cfg.platform == "cpu", (generate.engine_kwargs or {}).get("block_size")
+    compiled = on_cpu and not generate.enforce_eager
+    tensor, slices = "actor_config.tensor_model_parallel_size", cfg.exact_slices
+    ranks, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
+    # neighbours are added in pairs, so that ranks may add up their own slices first
+    uneven = 1 < min(ranks, infer) < slices and (ranks & (ranks - 1) or infer & (infer - 1))
+    # (value that cannot be used, its key, the reason)
+    obstacles: tuple[tuple[object, str | None, str], ...] = (
+        (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
+        *(() if _is_dense(run) or not actor.num_experts else _exact_experts(run)),
+        (cfg.reads_images, None, "with a model of images"),
+        (
+            cfg.platform == "npu" and not actor.npu_deterministic and "false",
+            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order only with it"),
+        ),
+        (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
+        (actor.attention_dropout, "actor_config.attention_dropout", ""),
+        (generate.quantization, "generate_config.quantization", ""),
+        (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", ""),
+        (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),
+        (compiled and "false", "generate_config.enforce_eager", ": compiled code adds up in another order"),
+        (on_cpu and block, "generate_config.engine_kwargs.block_size", ": keys are added up in blocks of 128"),
+        (
+            actor.context_parallel_size > 1 and actor.context_parallel_size,
+            *("actor_config.context_parallel_size", ": its slices of the keys are added up in another order"),
+        ),
+        (
+            uneven and ranks,
+            *(tensor, f" and infer_tensor_parallel_size ({infer}): both are powers of two, or equal, or one of them is 1"),
+        ),
+    )
+    present = [(value, other, reason) for value, other, reason in obstacles if value]
+    if present:
+        reasons = [reason if other is None else f"with {other} ({value}){reason}" for value, other, reason in present]
+        given = {other: value for value, other, _ in present if other is not None}
+        yield violate("exact_log_probs", f"[{key}] is not available {'; nor '.join(reasons)}", {key: False}, keys=given)
+
+
+@needs("generate_config")
+def _temperature(run: Run) -> Iterator[Broken]:
+    """Check that the engine samples with the temperature by which the trainer divides; vLLM raises smaller ones to 0.01."""
+    if 0.0 < run.generate.sampling_config.temperature < MIN_TEMPERATURE:
+        yield violate(
+            "temperature",
+            f"[temperature] must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, the lowest with which the "
+            "rollout engine samples",
+            {"temperature": MIN_TEMPERATURE},
+            {"temperature": 0.0},
+        )
+
+
+@needs("rl_config", "generate_config")
+def _budgets(run: Run) -> Iterator[Broken]:
+    """Check that each token budget of micro-batches takes the longest sample."""
+    cfg, rl, generate, actor = run.config, run.rl, run.generate, run.config.actor_config
+    if not rl.use_dynamic_bsz:
+        return
+    limit_key = cfg.response_limit_key.rpartition(".")[2]
+    longest = min(rl.max_prompt_length + cfg.response_limit, generate.max_model_len)
+    # sequence and context parallelism lengthen a micro-batch to a multiple of their ranks
+    unit = max(actor.tensor_model_parallel_size, 1) if actor.sequence_parallel else 1
+    unit *= 2 * actor.context_parallel_size if actor.context_parallel_size > 1 else 1
+    needed = -(-longest // unit) * unit
+    padding = "" if needed == longest else f", padded to a multiple of {unit}"
+    uses = ("update", "actor", *(("ref",) if run.objective is not None and run.objective.needs_reference else ()))
+    set_keys = cfg.set_keys.get("rl_config", ())
+    # the shared budget is reported once
+    budgets = {
+        own if own in set_keys else "max_packing_token_size": getattr(rl, own)
+        for own in (f"{use}_max_packing_token_size" for use in uses)
+    }
+    for name, value in budgets.items():
+        if value is not None and value < needed:
+            yield violate(
+                "packing_budget",
+                f"[{name}] must be at least {needed}: a sample may have {longest} tokens{padding} (the smaller of "
+                f"max_prompt_length [max_prompt_length:value] + {limit_key} {cfg.response_limit} and max_model_len "
+                f"{generate.max_model_len})",
+                {name: needed, "use_dynamic_bsz": False},
+                keys={name: value},
+            )
+
+
+ROLLOUT_RULES = (
+    _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization,
+    _exact_log_probs
+)  # fmt: skip

@@ -1,0 +1,548 @@
+"""Rules between keys of a run file about roles, lengths, number formats and the rollout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from mindspeed_rl.config.errors import unknown_value
+from mindspeed_rl.config.keys import PATH_KEYS
+from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
+from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
+from mindspeed_rl.run.record import Run
+from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
+from mindspeed_rl.run.rules.violation import Broken, needs, violate
+
+
+def _stage(run: Run) -> Iterator[Broken]:
+    cfg = run.config
+    if cfg.stage is None:
+        yield violate("is_set", "[megatron_training.stage:name] is not set")
+        return
+    for group in () if cfg.is_supervised else ("rl_config", "generate_config"):
+        if getattr(cfg, group) is None:
+            text = f"stage [megatron_training.stage:value] needs the group {group}"
+            yield violate("group_needed", text)
+
+
+def _number_format(run: Run) -> Iterator[Broken]:
+    """Check that trainer and rollout engine compute in the same formats."""
+    actor, generate = run.config.actor_config, run.config.generate_config
+    if generate is None:
+        return
+    if actor.bf16 != (generate.dtype == "bfloat16"):
+        yield violate(
+            "same_number_format",
+            "[bf16] and [dtype] must agree: trainer and rollout engine compute in the same format",
+            {"dtype": "bfloat16" if actor.bf16 else "float32", "bf16": not actor.bf16},
+        )
+    trained, sampled = actor.fp32_lm_head, generate.fp32_lm_head
+    if sampled is not None and not run.config.is_supervised and sampled != trained:
+        yield violate(
+            "same_head_format",
+            "[generate_config.fp32_lm_head] must be that of the actor: trainer and rollout engine compute logits in "
+            "the same format",
+            {"actor_config.fp32_lm_head": sampled, "generate_config.fp32_lm_head": trained},
+            keys={"actor_config.fp32_lm_head": trained},
+        )
+
+
+@needs("rl_config", "generate_config")
+def _lengths(run: Run) -> Iterator[Broken]:
+    prompt, seq, response = run.rl.max_prompt_length, run.config.actor_config.seq_length, run.config.response_limit
+    max_len = run.generate.max_model_len
+    # long enough for both, or the other rule would break next
+    longer = {"max_model_len": max(prompt + response, seq or 0)}
+    if seq is not None and max_len < seq:
+        text = "[max_model_len] must be at least [seq_length]"
+        yield violate("seq_length_fits_engine", text, longer | {"seq_length": max_len})
+    if prompt > max_len:
+        text = "[max_prompt_length] must be at most [max_model_len]: a longer prompt leaves no room for a response"
+        # proposed only where it leaves room for a prompt
+        shorter = {"max_prompt_length": max_len - response} if max_len > response else {}
+        yield violate("prompts_fit_engine", text, longer | shorter)
+
+
+def _packing(run: Run) -> Iterator[Broken]:
+    cfg, actor, rl = run.config, run.config.actor_config, run.config.rl_config
+    if actor.neat_pack and not (actor.pack and actor.reset_attention_mask):
+        text = "[neat_pack:name] needs [pack:last] and [reset_attention_mask:last]"
+        yield violate("neat_pack", text, None, {"pack": True, "reset_attention_mask": True})
+    metadata = cfg.model_metadata.get("actor_config")
+    if rl is not None and rl.is_multimodal and metadata is not None and not metadata.reads_images:
+        text = f"[is_multimodal:name] is true, but {metadata.folder} is a model of text"
+        yield violate("model_of_images", text, {"is_multimodal": False})
+    is_ring = actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo"
+    if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and is_ring:
+        yield violate(
+            "prefixes_are_whole",
+            f"[use_prefix_grouper:name] with actor_config.context_parallel_size ({actor.context_parallel_size}) needs "
+            "[actor_config.context_parallel_algo:last]: ulysses_cp_algo. Ring attention passes on slices of every sequence, "
+            "and a token that several sequences share would have a place in none of them",
+            {"use_prefix_grouper": False, "actor_config.context_parallel_algo": "ulysses_cp_algo"},
+        )
+
+
+def _prediction_layers(run: Run) -> Iterator[Broken]:
+    """Check what excludes layers that predict further tokens."""
+    cfg, rl, generate, count = run.config, run.config.rl_config, run.config.generate_config, "megatron_training.mtp_num_layers"
+    if not cfg.actor_config.mtp_num_layers:
+        return
+    if cfg.is_supervised and cfg.stage not in ("pretrain", "sft"):
+        yield violate(
+            "prediction_stage",
+            f"[{count}] trains layers that predict labelled tokens, in stages pretrain, sft and RL; stage "
+            "[megatron_training.stage:value] compares answers",
+            {count: 0},
+        )
+    if rl is not None and not cfg.is_supervised and rl.use_prefix_grouper:
+        yield violate(
+            "prediction_prefixes",
+            f"[{count}] excludes [use_prefix_grouper:name]: a prediction layer reads the token after each one, so that "
+            "the end of a shared prompt has no state that is the same in all samples",
+            {"use_prefix_grouper": False, count: 0},
+        )
+    if generate is not None and not cfg.is_supervised and generate.lora_push == "adapter":
+        text = f"[{count}] excludes [lora_push:name]: adapter, as vLLM's adapters have no prediction layers"
+        yield violate("prediction_adapters", text, {"lora_push": "merged", count: 0})
+
+
+@needs("rl_config")
+def _roles(run: Run) -> Iterator[Broken]:
+    """Check the groups and the devices of the roles."""
+    cfg, rl, objective = run.config, run.rl, run.objective
+    yield from _integrated_roles(run) if rl.use_integrated_worker else _separate_roles(run)
+    if rl.share_backbone and not cfg.actor_config.lora_target_modules:
+        text = "[share_backbone:name] needs [lora_target_modules:name]: the reference is the actor with its adapters off"
+        yield violate("share_backbone_lora", text, {"share_backbone": False})
+    assert objective is not None
+    # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
+    if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
+        text = "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model"
+        yield violate("share_backbone_stage", text, {"share_backbone": False})
+    if objective.has_critic and cfg.critic_config is None:
+        yield violate("critic_group", "[adv_estimator:is] needs the group [critic_config:name]: it learns the values")
+
+
+def _integrated_roles(run: Run) -> Iterator[Broken]:
+    """Check roles that share the actor's workers."""
+    rl = run.rl
+    if rl.reference_resource is not None:
+        yield violate(
+            "integrated_reference",
+            "[reference_resource:name] must be left out while [use_integrated_worker:last] is true: the reference shares the "
+            "actor's devices",
+            {"reference_resource": None},
+        )
+    # only keys of the file count: cfg.ref_config is the actor's where there is no such group
+    if "ref_config" in run.config.set_keys:
+        yield violate(
+            "integrated_reference",
+            "the group [ref_config:name] must be left out while [use_integrated_worker:name] is true: the reference uses the "
+            "actor's settings (its weights: rl_config.integrated_mode_config.ref_model_load_path)",
+            {"ref_config": None},
+        )
+    if rl.rollout_resource is not None:
+        yield violate(
+            "integrated_rollout",
+            "[rollout_resource:name] must be left out while [use_integrated_worker:last] is true: the rollout shares the "
+            "actor's devices",
+            {"rollout_resource": None, "use_integrated_worker": False},
+        )
+    if rl.reward_resource is not None and run.config.reward_config is None:
+        text = "[reward_resource:name] is set but there is no group [reward_config:name] for the reward model"
+        yield violate("reward_group", text, {"reward_resource": None})
+
+
+def _separate_roles(run: Run) -> Iterator[Broken]:
+    """Check roles with workers of their own."""
+    rl = run.rl
+    if rl.integrated_mode_config is not None:
+        text = "[integrated_mode_config:name] must be left out while [use_integrated_worker:last] is false"
+        yield violate("integrated_mode", text, {"integrated_mode_config": None})
+    if rl.reference_resource is not None and "ref_config" not in run.config.set_keys:
+        text = "[reference_resource:name] is set but there is no group [ref_config:name] for the reference"
+        yield violate("own_role_group", text, {"reference_resource": None})
+
+
+@needs("rl_config", "generate_config")
+def _dedicated_devices(run: Run) -> Iterator[Broken]:
+    """Check roles with dedicated devices."""
+    rl, generate, placement = run.rl, run.generate, run.placement
+    for name in ("rollout", "reference", "critic", "reward", "teacher", "judge"):
+        resource, key = getattr(rl, f"{name}_resource"), f"rl_config.{name}_resource.num_npus"
+        if resource is not None and resource.num_npus is not None and resource.num_npus < 1:
+            yield violate("apart_positive", f"[{key}] must be at least 1", {key: 1})
+    # rules also run for numbers that are out of range, so no divisor may be below 1
+    devices, tensor = placement.dedicated.get("rollout"), generate.infer_tensor_parallel_size
+    if devices is not None and tensor >= 1 and devices % tensor:
+        yield violate(
+            "rollout_devices",
+            "[rl_config.rollout_resource.num_npus] must be divisible by [infer_tensor_parallel_size]: a server has "
+            "that many devices",
+            {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},  # rounded up: one server at least
+        )
+    judge = placement.layouts.get("judge")
+    if judge is not None and judge.tensor >= 1 and (judge.num_npus < judge.tensor or judge.num_npus % judge.tensor):
+        key = f"rl_config.{'judge' if judge.dedicated else 'actor'}_resource.num_npus"
+        text = f"[{key}] must be divisible by [judge_tensor_parallel_size]: an engine of the judge has that many devices"
+        yield violate("judge_devices", text, {"judge_tensor_parallel_size": math.gcd(judge.num_npus, judge.tensor)})
+    if rl.served_judge is not None and rl.rule_reward and "judge" in rl.verifier_function:
+        others = [pair for pair in zip(rl.verifier_function, rl.verifier_weight) if pair[0] != "judge"]
+        names, weights = ([pair[item] for pair in others] for item in (0, 1))
+        yield violate(
+            "served_judge_name",
+            "[verifier_function:name] has judge, the client of a server at judge_url; a judge that the run serves is "
+            "added by [judge_model:last] alone, with judge_weight",
+            None,
+            {"verifier_function": names, "verifier_weight": weights},
+        )
+    if placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
+        key = "share_backbone" if rl.share_backbone else "sync_ref_model"
+        text = f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out"
+        yield violate("reference_beside_actor", text, {"reference_resource": None, key: False})
+    if placement.disaggregated and generate.infer_expert_parallel_size > 1:
+        yield violate(
+            "server_experts",
+            "[infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on its own devices",
+            {"infer_expert_parallel_size": 1},
+        )
+    yield from _servers(run)
+
+
+def _servers(run: Run) -> Iterator[Broken]:
+    """Check standalone servers, which were started by hand."""
+    hosts, ports = run.generate.vllm_server_host, run.generate.vllm_server_port
+    if hosts is None:
+        return
+    if run.placement.dedicated.get("rollout") is not None:
+        yield violate(
+            "one_kind_of_server",
+            "[vllm_server_host:name] and [rollout_resource:name] exclude each other: the rollout is on servers that were "
+            "started by hand, or on devices of this run",
+            {"rollout_resource": None, "vllm_server_host": None},
+        )
+    num_hosts, num_ports = (len(value) if isinstance(value, list) else 1 for value in (hosts, ports))
+    if not num_hosts or not num_ports or (num_hosts != num_ports and 1 not in (num_hosts, num_ports)):
+        text = f"[vllm_server_port:name] has {num_ports} entries for {num_hosts} hosts; give one for all or one for each"
+        yield violate("server_ports", text, keys={"vllm_server_host": hosts})
+    wrong = [port for port in (ports if isinstance(ports, list) else [ports]) if not 0 < port < 65536]
+    if wrong:
+        text = f"[vllm_server_port:name] ({wrong[0]}) must lie in 1..65535"
+        yield violate("server_port", text, {"vllm_server_port": 8000})
+
+
+_SPLIT = "partial_rollout_max_split"
+_WHOLE: dict[str, object] = {_SPLIT: 1}
+
+
+@needs("rl_config", "generate_config")
+def _rollout_modes(run: Run) -> Iterator[Broken]:
+    """Check how rollouts are split over iterations, and what follows them."""
+    rl, is_split = run.rl, run.rl.partial_rollout_max_split > 1
+    # upstream's rule: a response that continues in a later rollout loses its position
+    if is_split and rl.guarantee_order:
+        text = f"[{_SPLIT}] above 1 and [guarantee_order:name] exclude each other"
+        yield violate("partial_rollout_order", text, _WHOLE | {"guarantee_order": False})
+    if is_split and rl.over_sample_rate > rl.partial_rollout_max_split:
+        yield violate(
+            "over_sample_rate",
+            f"[over_sample_rate] must be at most [{_SPLIT}]: prompts would wait for more iterations than tokens may be old",
+            {"over_sample_rate": 1.0},
+        )
+    if is_split and run.config.actor_config.num_layers_per_virtual_pipeline_stage:
+        chunk = "[actor_config.num_layers_per_virtual_pipeline_stage:last]"
+        yield violate("partial_rollout_vpp", f"[{_SPLIT}:name] above 1 and {chunk} exclude each other", _WHOLE)
+    if rl.spare_samples_per_prompt and rl.trainer_mode != "async" and rl.partial_rollout_max_split == 1:
+        reason = ": which samples end first depends on the time, and this mode repeats exactly"
+        yield violate(
+            "spare_samples",
+            "[spare_samples_per_prompt] needs [trainer_mode:name] async, or sync with partial_rollout_max_split above "
+            f"1, but the mode is {rl.trainer_mode}{reason if rl.trainer_mode == 'one_step_off' else ''}",
+            {"spare_samples_per_prompt": 0, "trainer_mode": "async"},
+        )
+    if rl.keep_spare_samples and rl.spare_samples_per_prompt:
+        yield from _second_groups(run)
+    yield from _overlapping_modes(run)
+    if rl.trainer_mode == "async":
+        yield from _asynchronous(run)
+
+
+def _second_groups(run: Run) -> Iterator[Broken]:
+    """Check that the second group of a prompt has room in a later iteration."""
+    rl, key, is_async = run.rl, "keep_spare_samples", run.rl.trainer_mode == "async"
+    if rl.spare_samples_per_prompt > rl.n_samples_per_prompt:
+        yield violate(
+            "second_group_size",
+            f"[spare_samples_per_prompt] must be at most [n_samples_per_prompt:short] with rl_config.{key}: the second group "
+            "of a prompt has as many samples as the first",
+            {"spare_samples_per_prompt": rl.n_samples_per_prompt},
+        )
+    name = "max_off_policy_threshold" if is_async else "over_sample_rate"
+    if getattr(rl, name) < 1:
+        text = f"[{name}] must be at least 1 with [{key}:name]: the second group of a prompt trains in a later iteration"
+        yield violate("second_group_room", text, {name: 1.0, key: False})
+    if is_async and rl.max_off_policy_strategy == "wait":
+        yield violate(
+            "second_group_order",
+            f"[max_off_policy_strategy:is] and [{key}:name] exclude each other: groups in strict order wait for the "
+            "samples that were to continue later",
+            {"max_off_policy_strategy": "pace"},
+        )
+
+
+def _overlapping_modes(run: Run) -> Iterator[Broken]:
+    """Check that a rollout is split, or generated while others train, in one way."""
+    rl, mode = run.rl, run.rl.trainer_mode
+    if mode != "sync" and rl.partial_rollout_max_split > 1:
+        yield violate(
+            "partial_rollout_mode",
+            f"[{_SPLIT}] splits the rollouts of trainer_mode sync; with trainer_mode [trainer_mode:value] responses are "
+            "generated while others train, and rl_config.partial_rollout lets new weights interrupt them",
+            _WHOLE,
+        )
+    if run.placement.disaggregated and rl.partial_rollout_max_split > 1:
+        text = f"[{_SPLIT}] splits rollouts on the training devices; with rollout servers set rl_config.trainer_mode: async"
+        yield violate("partial_rollout_apart", text, _WHOLE, keys={"the rollout": "on devices of its own"})
+    # true has become one_step_off by now where trainer_mode was left at sync (spellings.py)
+    if rl.async_generate is not None and rl.async_generate != (mode == "one_step_off"):
+        text = "[async_generate] says the same as [trainer_mode], and the two differ"
+        yield violate("async_generate_mode", text, {"async_generate": None})
+    limit = rl.off_policy_token_limit
+    if mode == "one_step_off" and limit is not None and limit < 1:
+        yield violate(
+            "token_limit_one_step",
+            "[off_policy_token_limit] must be at least 1 with trainer_mode [trainer_mode:value], whose tokens are all one "
+            "version old: none would train",
+            {"off_policy_token_limit": None},
+        )
+
+
+def _asynchronous(run: Run) -> Iterator[Broken]:
+    """Check the mode in which the rollout is several iterations ahead."""
+    rl, actor = run.rl, run.config.actor_config
+    # the batch that trains next, and the full versions beyond it
+    ahead = int(rl.max_off_policy_threshold) + 1
+    if rl.num_warmup_batches > ahead:
+        yield violate(
+            "warmup_batches",
+            f"[num_warmup_batches] may be at most {ahead}, as many as [max_off_policy_threshold] lets the rollout be ahead",
+            {"num_warmup_batches": ahead},
+        )
+    step = rl.parameter_sync_step
+    for name, is_used in {"save_interval": actor.save, "eval_interval": actor.has_held_out_data}.items():
+        every = getattr(actor, name)
+        if is_used and every and every % step:
+            yield violate(
+                f"sync_step_{name}",
+                f"[actor_config.{name}] must be a multiple of [parameter_sync_step]: between two pushes the rollout "
+                "engine holds other weights than the trainer",
+                {f"actor_config.{name}": -(-every // step) * step},
+                {"parameter_sync_step": 1},
+            )
+
+
+def _profiler(run: Run) -> Iterator[Broken]:
+    profiler, group = run.config.profiler_config.integrated, "profiler_config.integrated"
+    for stage in [profiler.stage] if isinstance(profiler.stage, str) else profiler.stage:
+        if stage not in PROFILER_STAGES:
+            text = unknown_value(f"{group}.stage", stage, PROFILER_STAGES)
+            yield violate("profiler_stage", text, {f"{group}.stage": "all"}, keys={f"{group}.stage": profiler.stage})
+    if profiler.profile and not (profiler.profile_with_cpu or profiler.profile_with_npu):
+        yield violate(
+            "profiler_activity",
+            f"[{group}.profile_with_cpu:name] and profile_with_npu are both false: nothing would be recorded",
+            {f"{group}.profile_with_cpu": True},
+            keys={f"{group}.profile_with_npu": False},
+        )
+
+
+def _dumps(run: Run) -> Iterator[Broken]:
+    dumps, generate, engine = run.config.msprobe_config, run.config.generate_config, "msprobe_config.actor_infer_dump"
+    if not dumps.msprobe:
+        return
+    for first, last in (("step_start", "step_end"), ("token_range_start", "token_range_end")):
+        if getattr(dumps, first) > getattr(dumps, last):
+            text = f"[{first}] is after [{last}:short]"
+            yield violate("dump_range", text, {last: getattr(dumps, first)})
+    if not dumps.actor_infer_dump or run.config.is_supervised:
+        return
+    if run.placement.disaggregated:
+        text = f"[{engine}:name] needs the rollout engine in the workers, not in servers of its own"
+        yield violate("dump_engine", text, {engine: False})
+    if generate is not None and not generate.enforce_eager:
+        text = f"[{engine}:name] needs [enforce_eager:name]: true; a captured graph calls no hooks"
+        yield violate("dump_engine", text, {"enforce_eager": True})
+
+
+#: keys that split or join matrices, or that belong to another optimizer -> the reason
+_UNLIKE_MUON = {
+    "use_distributed_optimizer": "splits weights without regard to their rows and columns",
+    "moe_grouped_gemm": "keeps the experts of a rank in one weight",
+    "lora_target_modules": "adapters train with adam",
+}
+_UNLIKE_MUON_NPU = {"swap_optimizer": "swaps the state of AdamW", "reuse_fp32_param": "needs the AdamW of MindSpeed"}
+
+
+def _muon(run: Run) -> Iterator[Broken]:
+    """Check that every matrix is in one piece, or in parts that can be put together."""
+    cfg = run.config
+    reasons = _UNLIKE_MUON | (_UNLIKE_MUON_NPU if cfg.platform == "npu" else {})
+    roles = {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config}
+    for role, config in roles.items():
+        names = reasons if config is not None and config.optimizer == "muon" else {}
+        for name, reason in names.items():
+            if getattr(config, name):
+                yield violate(
+                    "muon_matrices",
+                    f"[{role}.optimizer:is] excludes [{role}.{name}]: {reason}",
+                    {f"{role}.{name}": None if name == "lora_target_modules" else False},
+                    {f"{role}.optimizer": "adam"},
+                )
+
+
+def _adapters(run: Run) -> Iterator[Broken]:
+    actor, key = run.config.actor_config, "actor_config.lora_target_modules"
+    targets = actor.lora_target_modules or []
+    for name in targets:
+        if name not in LORA_TARGETS:
+            text = unknown_value(key, name, LORA_TARGETS)
+            yield violate("lora_targets", text, {key: list(LORA_TARGETS)}, keys={key: targets})
+    if actor.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
+        yield violate(
+            "lora_overlap",
+            "[actor_config.moe_alltoall_overlap_comm:name] has expert layers of its own, which have no adapters; leave "
+            "it out with linear_fc1 or linear_fc2 in lora_target_modules",
+            {"actor_config.moe_alltoall_overlap_comm": False},
+            keys={key: targets},
+        )
+
+
+_PUSH = "generate_config.lora_push"
+
+
+@needs("generate_config")
+def _pushed_adapters(run: Run) -> Iterator[Broken]:
+    """Check that the rollout engine can hold the adapters."""
+    actor, metadata, merged = run.config.actor_config, run.config.model_metadata.get("actor_config"), {_PUSH: "merged"}
+    if run.generate.lora_push == "merged":
+        return
+    if not actor.lora_target_modules:
+        text = f"[{_PUSH}:name]: adapter needs adapters; set lora_target_modules or leave it out"
+        yield violate("lora_push_needs_lora", text, merged, keys={"actor_config.lora_target_modules": None})
+    reasons = {
+        "the rollout servers take merged weights": run.placement.disaggregated,
+        "the engine takes no adapters of experts": bool(actor.num_experts),
+        "the engine takes no adapters of a vision tower": bool(actor.trained_tower_parts),
+        "the engine takes no adapters of gated delta nets": metadata is not None and metadata.shape.linear_heads is not None,
+        # the largest of vLLM's MaxLoRARanks
+        f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield violate("lora_push_adapter", f"[{_PUSH}:name]: adapter cannot be used here: {reason}", merged)
+
+
+@needs("rl_config")
+def _shared_backbone(run: Run) -> Iterator[Broken]:
+    if run.rl.share_backbone and run.rl.sync_ref_model:
+        yield violate(
+            "share_backbone_sync",
+            "[share_backbone:name] and [sync_ref_model:name] exclude each other: the reference is the frozen base of "
+            "the adapters and cannot follow the actor",
+            {"sync_ref_model": False, "share_backbone": False},
+        )
+
+
+def _split(run: Run) -> Iterator[Broken]:
+    key, split = "actor_config.split", run.config.actor_config.split
+    try:
+        read_split(split)
+    except ValueError as error:
+        yield violate("split_shares", f"actor_config.{error}", {key: "100,0,0"}, keys={key: split})
+
+
+def _length(run: Run) -> Iterator[Broken]:
+    epochs, iters = run.config.actor_config.train_epochs, run.config.actor_config.train_iters
+    if epochs is not None and iters is not None:
+        text = "[actor_config.train_epochs] and [actor_config.train_iters] say the length of the run twice"
+        yield violate("one_length", text, {"actor_config.train_epochs": None, "actor_config.train_iters": None})
+    if epochs is not None and run.config.stage == "pretrain":
+        text = "[train_epochs] counts passes over rows; stage pretrain takes train_iters"
+        yield violate("epochs_of_rows", text, {"train_epochs": None}, keys={"megatron_training.stage": "pretrain"})
+
+
+def _rates(run: Run) -> Iterator[Broken]:
+    actor = run.config.actor_config
+    # Megatron's scheduler asserts both, without a word, and only once the model is built
+    for name in ("min_lr", "lr_warmup_init"):
+        value, key = getattr(actor, name), f"actor_config.{name}"
+        if actor.lr is not None and value > actor.lr:
+            text = f"[{key}] must be at most [actor_config.lr]"
+            yield violate("rates", text, {key: actor.lr, "actor_config.lr": value})
+
+
+def _data(run: Run) -> Iterator[Broken]:
+    cfg, path, key = run.config, run.config.actor_config.data_path, "megatron_training.data_path"
+    if not isinstance(path, list):
+        return
+    if not cfg.is_supervised:
+        text = f"is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
+        yield violate("data_path", f"{key} {text}", keys={key: path})
+    elif not any(isinstance(item, str) and not is_weight(item) for item in path):
+        yield violate("data_path", f"{key} names no prefix: {str(path)[:80]}", keys={key: path})
+
+
+def _held_out(run: Run) -> Iterator[Broken]:
+    actor, skip = run.config.actor_config, "megatron_training.skip_train"
+    if run.config.is_supervised and actor.skip_train and not actor.has_held_out_data:
+        text = f"[{skip}:name]: there is nothing to evaluate on; set eval_data_path or split"
+        yield violate("held_out", text, {skip: False}, keys={"eval_data_path": None})
+
+
+#: paths that are empty by default
+_EMPTY_PATHS = frozenset(("ref_model", "profile_save_path", "wandb_save_dir", "swanlab_save_dir"))
+#: groups of `RunConfig.as_written` whose keys have another prefix
+_PREFIXES = {"sampling_config": "generate_config.", "run": ""}
+
+
+def _paths(run: Run) -> Iterator[Broken]:
+    """Check that no path is blank or has characters that no name of a file can have."""
+    for group, values in run.config.as_written().items():
+        for name, value in values.items():
+            key = f"{_PREFIXES.get(group, f'{group}.')}{name}"
+            written = value if isinstance(value, list) else [value]
+            inner = value.items() if isinstance(value, Mapping) else ()
+            named = [(key, item) for item in written] if name in PATH_KEYS else []
+            named += [(f"{key}.{other}", item) for other, item in inner if other in PATH_KEYS]
+            for path, item in named:
+                if not isinstance(item, str) or item == "" and path.rpartition(".")[2] in _EMPTY_PATHS:
+                    continue
+                if not item.strip() or any(ord(char) < 32 for char in item):
+                    text = f"{path} is {item!r}, which names no file or folder"
+                    yield violate("path", text, {path: None}, keys={path: item})
+
+
+RUN_RULES = (
+    _stage,
+    _length,
+    _split,
+    _number_format,
+    _lengths,
+    _packing,
+    _prediction_layers,
+    _roles,
+    _dedicated_devices,
+    _rollout_modes,
+    *ROLLOUT_RULES,
+    _adapters,
+    _pushed_adapters,
+    _shared_backbone,
+    _muon,
+    _profiler,
+    _dumps,
+    _rates,
+    _data,
+    _paths,
+    _held_out,
+)

@@ -1,0 +1,163 @@
+"""What the rollout engine cannot do is said from one table, of a run file before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
+from mindspeed_rl.run.rules.validation import validate
+
+
+def run(
+    folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu", **changes: Any
+) -> Run:
+    """The draft of a run file that names the folder of a model with this config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tree = {
+        "platform": platform,
+        "megatron_training": {
+            "stage": "ray_grpo",
+            "global_batch_size": 16,
+            "micro_batch_size": 16,
+            "bf16": False,
+            "load": str(folder),
+            "train_iters": 1,
+            **changes.get("megatron_training", {}),
+        },
+        "rl_config": {
+            "actor_resource": {"num_npus": devices},
+            "mini_batch_size": 16,
+            "n_samples_per_prompt": 12,
+            "max_prompt_length": 32,
+        },
+        "generate_config": {
+            "infer_tensor_parallel_size": tensor,
+            "dtype": "float32",
+            "sampling_config": {"max_tokens": 16},
+            **changes.get("generate_config", {}),
+        },
+    }
+    return draft(build_run_config(tree, config_name="test"))
+
+
+PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 512}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, None),
+        ({"hidden_size": 64}, ["head_dim", "is 16", "32, 64, 80", "and 512"]),
+        ({"hidden_size": 64, "head_dim": 32}, None),
+        ({"head_dim": 48}, ["is 48"]),
+        ({"hidden_size": 64, "model_type": "qwen3"}, None),  # 128 wide by itself
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "hidden_size": 64}, None),
+        ({"kv_lora_rank": 32, "qk_rope_head_dim": 16, "hidden_size": 64}, ["kv_lora_rank + qk_rope_head_dim is 48", "576"]),
+    ],
+)
+def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
+    tmp_path: Path, changes: dict[str, Any], words: list[str] | None
+) -> None:
+    found = [str(violation) for violation in validate(run(tmp_path / "m", {**PLAIN, **changes}))]
+    assert len(found) == (words is not None)
+    if words is not None:
+        assert all(word in found[0] for word in (*words, str(tmp_path / "m")))
+    assert validate(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu")) == []
+
+
+HYBRID = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+}  # fmt: skip
+
+
+def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Path) -> None:
+    found = validate(run(tmp_path / "m", HYBRID))
+    assert [item.rule for item in found] == ["rollout.linear_dtype"]
+    assert "generate_config.dtype (float32) must be bfloat16" in str(found[0])
+    small = {**HYBRID, "linear_key_head_dim": 32}
+    assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
+    split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
+    assert "linear_num_key_heads (2) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
+    assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
+
+
+def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
+    def said(**actor: Any) -> str:
+        changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
+        pushed = run(tmp_path / "m", HYBRID, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
+        return str(next(item for item in validate(pushed) if item.rule == "lora_push_adapter"))
+
+    assert "no adapters of gated delta nets" in said()
+    assert "no adapters of a vision tower" in said(freeze_vit=False)
+
+
+def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
+    violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
+    found = [str(item) for item in violations if item.rule.startswith("rollout.")]
+    assert [text.split(";")[0].split(" must")[0] for text in found] == [
+        "num_attention_heads (4)",
+        "num_query_groups (2) and generate_config.infer_tensor_parallel_size (3)",
+        "ffn_hidden_size (512)",
+    ]
+
+
+def test_the_model_of_a_training_checkpoint_is_known_too(tmp_path: Path) -> None:
+    actor = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48}).config.actor_config
+    facts = read_model_metadata(dataclasses.replace(actor, load=str(tmp_path / "checkpoints")))
+    assert facts is not None and facts.shape.head_size == 48
+
+
+def test_a_run_file_that_leaves_the_device_open_is_held_against_the_device_that_is_found(tmp_path: Path) -> None:
+    wide = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
+    assert validate(wide) == []
+    with pytest.raises(ValueError, match=r"head_dim in config.json.* is 48"):
+        resolve(wide.config, platform="cpu")
+    sound = run(tmp_path / "m", PLAIN, platform="auto")
+    assert sound.generate.max_num_seqs == 192
+    assert resolve(sound.config, platform="cpu").generate.max_num_seqs == 32
+
+
+def test_commands_are_answered_in_their_own_words() -> None:
+    shape = EngineShape(source="m", num_heads=4, num_kv_heads=4, head_size=32, ffn_hidden_size=96, max_length=128)
+    request = EngineRequest(3, 4096, "--tensor-parallel-size", "--max-length")
+    assert [obstacle.message for obstacle in engine_obstacles(shape, request, "cpu")] == [
+        "num_attention_heads (4) must be divisible by --tensor-parallel-size (3): the rollout engine splits whole heads",
+        "num_query_groups (4) and --tensor-parallel-size (3) must divide one another: key/value heads are split or repeated "
+        "whole",
+        "--max-length (4096) must be at most 128, the longest sequence of the model in m",
+    ]
+
+
+def test_the_table_is_that_of_the_engine_that_is_installed() -> None:
+    pytest.importorskip("vllm")
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
+
+    limits = engine_limits("cpu")
+    assert list(limits.head_sizes) == CPUAttentionBackend.get_supported_head_sizes()
+    assert list(limits.latent_sizes) == CPUMLABackend.get_supported_head_sizes()
+
+
+KINDS = "qwen3 gemma2 glm4 qwen2 llama qwen3_moe mistral mixtral qwen3_next qwen3_5_text".split()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_widths_that_config_json_leaves_out_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=2, hidden_size=256)
+    width = getattr(config, "head_dim", None) or 64
+    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).config.actor_config)
+    assert facts is not None and facts.shape.head_size == width
