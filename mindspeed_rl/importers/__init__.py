@@ -1,1 +1,1 @@
-"""Run files from the commands and files of other projects: one module per project; nothing in the package imports this folder."""
+"""Run files from the commands and files of other projects: one module each; nothing in the package imports this folder."""
