@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 from mindspeed_rl.run.rules.validation import validate
@@ -62,11 +64,11 @@ PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
 def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
     tmp_path: Path, changes: dict[str, Any], words: list[str] | None
 ) -> None:
-    found = [str(violation) for violation in validate(run(tmp_path / "m", {**PLAIN, **changes}))]
+    found = [str(violation) for violation in validate(draft(run(tmp_path / "m", {**PLAIN, **changes})))]
     assert len(found) == (words is not None)
     if words is not None:
         assert all(word in found[0] for word in (*words, str(tmp_path / "m")))
-    assert validate(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu")) == []
+    assert validate(draft(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu"))) == []
 
 
 HYBRID = {
@@ -76,28 +78,29 @@ HYBRID = {
 
 
 def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Path) -> None:
-    found = validate(run(tmp_path / "m", HYBRID))
+    found = validate(draft(run(tmp_path / "m", HYBRID)))
     assert [item.rule for item in found] == ["rollout.linear_dtype"]
     assert "generate_config.dtype (float32) must be bfloat16" in str(found[0])
     small = {**HYBRID, "linear_key_head_dim": 32}
-    assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
-    split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
+    rules = {item.rule for item in validate(draft(run(tmp_path / "m", small)))}
+    assert rules == {"rollout.linear_dtype", "rollout.linear_size"}
+    split = validate(draft(run(tmp_path / "m", HYBRID, devices=4, tensor=4)))
     assert "linear_num_key_heads (2) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
-    assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
+    assert validate(draft(run(tmp_path / "m", HYBRID, platform="npu"))) == []
 
 
 def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
     cfg = run(tmp_path / "m", HYBRID, platform="npu")
-    cfg.actor_config.lora_target_modules = ["linear_qkv"]
     assert cfg.generate_config is not None
-    cfg.generate_config.lora_push = "adapter"
-    assert "no adapters of gated delta nets" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
-    cfg.actor_config.freeze_vit = False
-    assert "no adapters of a vision tower" in str(next(item for item in validate(cfg) if item.rule == "lora_push_adapter"))
+    generate = replace(cfg.generate_config, lora_push="adapter")
+    for keys, reason in (({}, "no adapters of gated delta nets"), ({"freeze_vit": False}, "no adapters of a vision tower")):
+        actor = replace(cfg.actor_config, lora_target_modules=["linear_qkv"], **keys)
+        violations = validate(draft(replace(cfg, actor_config=actor, generate_config=generate)))
+        assert reason in str(next(item for item in violations if item.rule == "lora_push_adapter"))
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
-    violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
+    violations = validate(draft(run(tmp_path / "m", PLAIN, devices=3, tensor=3)))
     found = [str(item) for item in violations if item.rule.startswith("rollout.")]
     assert [text.split(";")[0].split(" must")[0] for text in found] == [
         "num_attention_heads (4)",
@@ -108,18 +111,17 @@ def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> Non
 
 def test_the_model_of_a_training_checkpoint_is_known_too(tmp_path: Path) -> None:
     cfg = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48})
-    cfg.actor_config.load = str(tmp_path / "checkpoints")
-    facts = read_model_metadata(cfg.actor_config)
+    facts = read_model_metadata(replace(cfg.actor_config, load=str(tmp_path / "checkpoints")))
     assert facts is not None and facts.shape.head_size == 48
 
 
 def test_a_run_file_that_leaves_the_device_open_is_held_against_the_device_that_is_found(tmp_path: Path) -> None:
     cfg = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
-    assert validate(cfg) == []
+    assert validate(draft(cfg)) == []
     with pytest.raises(ValueError, match=r"head_dim in config.json.* is 48"):
         resolve(cfg, platform="cpu")
     sound = run(tmp_path / "m", PLAIN, platform="auto")
-    assert sound.generate_config is not None and sound.generate_config.max_num_seqs == 192
+    assert draft(sound).generate.max_num_seqs == 192
     assert resolve(sound, platform="cpu").generate.max_num_seqs == 32
 
 

@@ -10,17 +10,18 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import Violation
 
 
 def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
-    return {violation.rule: violation for violation in validate(cfg, num_nodes)}
+    return {violation.rule: violation for violation in validate(draft(cfg, num_nodes))}
 
 
 def test_the_base_run_is_sound() -> None:
-    assert validate(prompt_level()) == []
+    assert validate(draft(prompt_level())) == []
 
 
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
@@ -428,7 +429,7 @@ def test_a_broken_rule_names_keys_and_values(changes: dict[str, dict[str, Any]],
 def test_every_proposed_value_mends_the_run(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
     (violation,) = rules_of(prompt_level(**changes)).values()
     for option in violation.suggestions:
-        assert validate(apply_values(changes, option)) == [], option
+        assert validate(draft(apply_values(changes, option))) == [], option
 
 
 def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> RunConfig:
@@ -473,18 +474,18 @@ def test_batch_proposals_mend_the_run() -> None:
         {M: {"micro_batch_size": 3}},
         {R: {"mini_batch_size": 5}},
     ):
-        violations = validate(prompt_level(**changes))
+        violations = validate(draft(prompt_level(**changes)))
         assert violations
         for violation in violations:
             assert violation.suggestions
             for option in violation.suggestions:
-                assert validate(apply_values(changes, option)) == [], (violation, option)
+                assert validate(draft(apply_values(changes, option))) == [], (violation, option)
 
 
 def test_the_nearest_batch_below_and_above_are_proposed() -> None:
     # 16 rollout engines, 8 responses a prompt, mini-batch of 8 prompts: sound batches are multiples of 8.
     cfg = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
-    proposals = [option for violation in validate(cfg) for option in violation.suggestions]
+    proposals = [option for violation in validate(draft(cfg)) for option in violation.suggestions]
     assert {"megatron_training.global_batch_size": 48} in proposals
     assert {"megatron_training.global_batch_size": 40} in proposals
 
@@ -512,13 +513,13 @@ def test_ulysses_and_ring_have_their_own_rules() -> None:
     )
     assert "actor_config.ulysses_heads" in rules_of(ulysses)
     ring = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo", "no_pad_to_seq_lengths": True}
-    assert validate(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True})) == []
+    assert validate(draft(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True}))) == []
 
 
 def test_whole_experts_spread_over_tensor_parallel_ranks_too() -> None:
     keys = {"num_experts": 12, "expert_model_parallel_size": 4, "sequence_parallel": True, "moe_tp_extend_ep": True}
     assert set(rules_of(prompt_level(megatron_training=keys))) == {"actor_config.experts"}  # 12 experts on 4 x 2 ranks
-    assert validate(prompt_level(megatron_training={**keys, "num_experts": 16})) == []
+    assert validate(draft(prompt_level(megatron_training={**keys, "num_experts": 16}))) == []
     split = rules_of(prompt_level(megatron_training={**keys, "num_experts": 16, "expert_tensor_parallel_size": 2}))
     assert set(split) == {"actor_config.whole_experts"}
 
@@ -565,16 +566,16 @@ def test_experts_are_counted_in_the_models_own_files_where_the_run_file_says_no_
 def test_rules_are_scored_on_every_node() -> None:
     assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "samples_per_node"}
     with pytest.raises(ValueError, match="at least 1"):
-        validate(prompt_level(), num_nodes=0)
+        validate(draft(prompt_level(), num_nodes=0))
 
 
 def test_fp32_everywhere_is_sound() -> None:
-    assert validate(prompt_level(megatron_training={"bf16": False}, generate_config={"dtype": "float32"})) == []
+    assert validate(draft(prompt_level(megatron_training={"bf16": False}, generate_config={"dtype": "float32"}))) == []
 
 
 def test_the_two_spellings_of_a_group_must_agree() -> None:
     same = completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 4})
-    assert validate(same) == []
+    assert validate(draft(same)) == []
     other = rules_of(completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 8}))
     assert "rl_config.num_generations (4) and rl_config.n_samples_per_prompt (8)" in other["same_meaning"].message
     beta = completion_level(world=8, batch=16, generations=4, rl_config={"beta": 0.04, "init_kl_coef": 0.1})
@@ -582,45 +583,45 @@ def test_the_two_spellings_of_a_group_must_agree() -> None:
 
 
 def test_mini_batch_size_beside_num_generations_must_be_the_same_step() -> None:
-    assert validate(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 4})) == []
+    assert validate(draft(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 4}))) == []
     violation = rules_of(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 8}))["same_meaning"]
     assert violation.suggestions == ({"rl_config.mini_batch_size": 4},)
 
 
 def test_a_supervised_run_needs_no_rollout_groups_and_an_rl_run_does() -> None:
     sft = {"stage": "sft", "global_batch_size": 8, "num_npus": 2}
-    assert validate(build_run_config({"megatron_training": sft})) == []
+    assert validate(draft(build_run_config({"megatron_training": sft}))) == []
     rl = {"stage": "ray_grpo", "global_batch_size": 8}
-    assert [v.rule for v in validate(build_run_config({"megatron_training": rl}))].count("group_needed") == 2
-    assert [v.rule for v in validate(build_run_config({"megatron_training": {"global_batch_size": 8}}))] == ["is_set"]
+    assert [v.rule for v in validate(draft(build_run_config({"megatron_training": rl})))].count("group_needed") == 2
+    assert [v.rule for v in validate(draft(build_run_config({"megatron_training": {"global_batch_size": 8}})))] == ["is_set"]
 
 
 def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
     keys = {"stage": "sft", "global_batch_size": 20, "micro_batch_size": 8, "num_npus": 2}
-    (violation,) = validate(build_run_config({"megatron_training": keys}))
+    (violation,) = validate(draft(build_run_config({"megatron_training": keys})))
     assert violation.rule == "step_micro_batches"
     assert {"megatron_training.global_batch_size": 16} in violation.suggestions
 
 
 def test_what_this_version_lacks_is_named() -> None:
-    (sentence,) = unavailable(prompt_level(megatron_training={"ai_framework": "mindspore"}))
+    (sentence,) = unavailable(draft(prompt_level(megatron_training={"ai_framework": "mindspore"})))
     assert sentence.startswith("megatron_training.ai_framework")
-    assert unavailable(prompt_level()) == []
+    assert unavailable(draft(prompt_level())) == []
 
 
 def test_generating_beside_training_needs_servers() -> None:
-    (sentence,) = unavailable(prompt_level(rl_config={"trainer_mode": "async"}))
+    (sentence,) = unavailable(draft(prompt_level(rl_config={"trainer_mode": "async"})))
     assert sentence.startswith("rl_config.trainer_mode: async generates while it trains")
     assert "rl_config.rollout_resource" in sentence and "generate_config.vllm_server_host" in sentence
     served = {"generate_config": {"vllm_server_host": "127.0.0.1", "infer_tensor_parallel_size": 1}}
-    assert unavailable(prompt_level(rl_config={"trainer_mode": "async"}, **served)) == []
+    assert unavailable(draft(prompt_level(rl_config={"trainer_mode": "async"}, **served))) == []
     split = prompt_level(rl_config={"partial_rollout_max_split": 2}, **served)
     assert "partial_rollout_apart" in rules_of(split)
 
 
 def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     def said(**rl: object) -> list[str]:
-        return [text for text in find_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
+        return [text for text in find_warnings(draft(prompt_level(rl_config=rl))) if "older weights" in text]
 
     assert said() == said(trainer_mode="async", max_off_policy_threshold=0.0) == []
     assert said(trainer_mode="one_step_off", rollout_importance_sampling_mode="token_truncate") == []
