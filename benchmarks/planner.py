@@ -136,12 +136,14 @@ def assumptions() -> Iterator[str]:
     from mindspeed_rl.planner.assumptions import _UNVERIFIED, list_memory_assumptions, list_time_assumptions
     from mindspeed_rl.planner.devices import DEVICES
     from mindspeed_rl.planner.seconds import plan_time
+    from mindspeed_rl.run.draft import draft
 
-    cfg = build_run_config(compose(find_project_configs(), "dapo_qwen3_30b_a3b_A3", []))
+    run = draft(build_run_config(compose(find_project_configs(), "dapo_qwen3_30b_a3b_A3", [])))
+    cfg = run.config
     yield "| device | | value | from | |\n|---|---|---|---|---|"
     seen: dict[tuple[str, ...], list[str]] = {}
     for device in DEVICES.values():
-        for one in [*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, plan_time(cfg, device))]:
+        for one in [*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, plan_time(run, device))]:
             row = (one.name, one.value, one.source, _UNVERIFIED if one.is_unverified else "")
             seen.setdefault(row, []).append(device.name)
     for row, devices in sorted(seen.items(), key=lambda item: "cpu" in item[1] and len(item[1]) == 1):

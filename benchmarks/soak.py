@@ -94,7 +94,12 @@ def kind(words: list[str]) -> str:
     line = " ".join(words)
     if words and words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").split(".")[0]
-    names = {"cli.main": "driver", "gcs_server": "Ray's head", "raylet/raylet": "raylet", "rewards.spawner": "reward processes"}
+    names = {
+        "cli.main": "driver",
+        "gcs_server": "Ray's head",
+        "raylet/raylet": "raylet",
+        "isolation.spawner": "reward processes",
+    }
     return next((name for part, name in names.items() if part in line), "others")
 
 

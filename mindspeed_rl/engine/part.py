@@ -7,6 +7,7 @@ of them which it is:
     arm          before each forward pass of a chunk
     attach       in the head of each forward pass, on the last stage
     metrics      once, after the last backward pass
+    revert       instead of the optimizer's step, where no rank had anything to learn from
     reset        after all passes, completed or failed; also of passes without training
 """
 
@@ -61,6 +62,9 @@ class EnginePart:
     def metrics(self) -> Mapping[str, Metric]:
         """Return the metrics of the step on this rank, which may still be on the device; collective over the model's ranks."""
         return {}
+
+    def revert(self) -> None:
+        """Take back what the passes of the step have changed in the model."""
 
     def reset(self) -> None:
         """Forget the passes."""

@@ -118,6 +118,9 @@ class RouterLosses(EnginePart):
         ]
         self._tokens: dict[int, _Tokens] = {}
         self._ratio = torch.zeros(())
+        buffers = (buffer for chunk in model.models for buffer in chunk.named_buffers())
+        #: biases that balance, which Megatron moves with every batch that it sees, and their values before a step
+        self._biases = [(bias, bias.clone()) for name, bias in buffers if "expert_bias" in name]
 
     @classmethod
     def build(cls, config: MegatronConfig, model: BuiltModel) -> RouterLosses | None:
@@ -130,6 +133,8 @@ class RouterLosses(EnginePart):
 
     def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
         """Find the weight of a token, or a sequence, in this optimizer step; collective over the data-parallel ranks."""
+        for bias, before in self._biases:
+            before.copy_(bias)
         counted = count()
         lengths = [micro_batch.lengths for micro_batch in micro_batches if not micro_batch.is_filler]
         mine = [sum(map(sum, lengths)), sum(map(len, lengths))]
@@ -144,6 +149,11 @@ class RouterLosses(EnginePart):
             self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
         for routing in self._chunks[chunk]:
             routing.passes.armed = self._tokens[id(micro_batch)]
+
+    def revert(self) -> None:
+        """Restore the biases that balance."""
+        for bias, before in self._biases:
+            bias.copy_(before)
 
     def reset(self) -> None:
         """Clear the routers after a pass over all micro-batches, completed or failed."""

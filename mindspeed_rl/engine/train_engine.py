@@ -269,10 +269,6 @@ class TrainEngine:
             optimizer.zero_grad()
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
-            # Megatron moves them with every batch that it sees
-            biases = [
-                (bias, bias.clone()) for chunk in self.chunks for name, bias in chunk.named_buffers() if "expert_bias" in name
-            ]
             count = functools.cache(partial(self._count, micro_batches, loss_step))
             for part in self.parts:
                 part.start_step(micro_batches, count)
@@ -285,8 +281,8 @@ class TrainEngine:
             # only now, when activations no longer take the memory of a swapped optimizer
             self.offloader.onload(optimizer=True)
             if is_skipped:  # moments and weight decay would change weights
-                for bias, before in biases:
-                    bias.copy_(before)
+                for part in self.parts:
+                    part.revert()
             else:
                 step_with_norm(optimizer, grad_norm)
             if self.config.overlap_param_gather and not has_next:

@@ -199,7 +199,7 @@ class _DeltaQueue:
             Exception: the failure of a task, or of the engine.
         """
         if not self._deltas:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), _IDLE_LIMIT_S)
             self.changed.clear()
         for task in (*tasks, serving):

@@ -11,6 +11,8 @@ import msgpack
 Message = dict[str, Any]
 _HEADER = struct.Struct(">I")
 _MAX_MESSAGE_BYTES = 1 << 30
+#: 256 KiB each: sockets hold less than all of them
+_READS = 16
 
 
 class ChannelError(Exception):
@@ -33,7 +35,7 @@ def pack(message: Message) -> bytes:
     try:
         body = msgpack.packb(message, default=_to_plain, unicode_errors="surrogatepass")
     except (OverflowError, ValueError) as error:
-        raise ValueError(f"cannot send to a reward worker: {error}") from error
+        raise ValueError(f"cannot send to a worker process: {error}") from error
     assert body is not None  # only a Packer that collects its messages returns none
     return _HEADER.pack(len(body)) + body
 
@@ -89,13 +91,15 @@ class Channel:
             self._buffer += data
 
     def receive_ready(self) -> tuple[list[Message], bool]:
-        """Return the messages that have arrived, without waiting, and False for a closed connection.
+        """Return messages that have arrived, without waiting, and False for a closed connection.
+
+        Not more is read at a time than sockets hold, so that a peer which sends without end does not keep the caller here.
 
         Raises:
             ChannelError: the other side wrote something else.
         """
         alive = True
-        while True:
+        for _ in range(_READS):
             try:
                 data = self._socket.recv(1 << 18, socket.MSG_DONTWAIT)
             except BlockingIOError:

@@ -2,14 +2,14 @@
 
 It imports the workers' libraries once (for scorers, sympy alone takes a third of a second) and forks a worker in milliseconds
 when the pool requests one, so killing a stuck worker is cheap. The first message names the code of the workers: scorers
-(`worker.py`), or the tools of agents. The spawner stays single-threaded, so that its forks are safe regardless of the pool's
-threads. It is a child subreaper: an orphan of a scorer becomes its child, and children that are not workers are killed.
+(`rewards/worker.py`), or the tools of agents. The spawner stays single-threaded, so that its forks are safe regardless of the
+pool's threads. It is a child subreaper: an orphan of a scorer becomes its child, and children that are not workers are killed.
 When the pool's process ends in any way, the pidfd and the socket signal it, and all processes below are killed.
 
 Started by the pool as `python -m mindspeed_rl.isolation.spawner FD PID`. Messages, pool -> spawner: {"op": "start",
-"worker": "module:function" that gets the worker's channel and this message, "preload", "sys_path", "memory_bytes", ...} once,
-{"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id"} with the worker's socket attached,
-{"op": "died", "id", "reason", "state"}.
+"worker": "module:function" that gets the worker's channel and this message, "preload", "sys_path", "memory_bytes",
+"memory_reason", ...} once, {"op": "fork", "id"}, {"op": "kill", "id"}; spawner -> pool: {"op": "forked", "id"} with the
+worker's socket attached, {"op": "died", "id", "reason", "state"}.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ class _Spawner:
         state = "crashed"
         if pid in self._killed_for_memory:
             self._killed_for_memory.remove(pid)
-            state, reason = "memory", "took more memory than reward_memory_gib"
+            state, reason = "memory", self._setup["memory_reason"]
         elif os.WIFSIGNALED(status):
             reason = f"killed by {signal.Signals(os.WTERMSIG(status)).name}"
         else:

@@ -1,24 +1,20 @@
-"""The event loop of the pool: sends jobs to worker processes, kills workers past their deadline, replaces dead ones.
+"""Batches of samples on worker processes: jobs for the workers, deadlines of their calls, what is done again.
 
-The spawner process (`spawner.py`) forks the workers (`worker.py`). A call that exceeds its limit costs its worker: the value is
-lost and counted, other workers get the remaining calls of the job, and a new worker is forked. The loop runs in the caller's
-thread while that waits for a batch; between batches only the spawner watches the workers.
+A call that exceeds its limit costs its worker: the value is lost and counted, other workers get the remaining calls of the job,
+and a new worker is forked.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-import os
-import selectors
-import socket
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from mindspeed_rl.isolation import spawner
-from mindspeed_rl.isolation.channel import Channel, ChannelError, Message, pack
+from mindspeed_rl.isolation.channel import Message
+from mindspeed_rl.isolation.pool import Worker, WorkerEndedError, WorkerError, WorkerPool
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardResult, RewardSample, RewardSettings, State
 from mindspeed_rl.rewards.scorer import Value
 from mindspeed_rl.rewards.worker import Kind
@@ -26,9 +22,6 @@ from mindspeed_rl.rewards.worker import Kind
 _LOAD_LIMIT_S = 300.0  # a plug-in may import a large library
 _LOAD_ATTEMPTS = 3
 _ASYNC_GRACE_S = 2.0  # async calls have a soft limit in the worker; the hard one comes later
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-
-
 _ASYNC_CALLS_PER_JOB = 64
 _MAX_ROWS_PER_JOB = 32
 
@@ -36,6 +29,8 @@ _Call = tuple[int, int]
 """Row of the batch, index of the function."""
 _Failure = tuple[State, str]
 """State and error message."""
+_CallResult = tuple[_Call, Value | None, _Failure | None]
+"""A call, and its value or its failure."""
 
 
 def _compute_weighted_total(parts: Mapping[str, float], functions: Sequence[str], weights: Sequence[float]) -> float:
@@ -63,12 +58,14 @@ class Batch:
         num_open: calls that have neither a value nor a failure yet.
         values: what the functions returned.
         failures: of the calls that returned nothing.
+        dropped: its results are no longer needed.
     """
 
     samples: list[RewardSample]
     num_open: int = 0
     values: dict[_Call, Value | None] = field(default_factory=dict)
     failures: dict[_Call, _Failure] = field(default_factory=dict)
+    dropped: bool = False
 
     def settle(self, call: _Call, value: Value | None, failure: _Failure | None = None) -> None:
         """Record the result of a call."""
@@ -125,6 +122,26 @@ class _Job:
     def __post_init__(self) -> None:
         self.open = {(row, function): None for row in self.rows for function in self.functions}
 
+    def read_reply(self, message: Message) -> bool | _CallResult:
+        """Read a message of the job's worker: the result of a call, or after the last one that the worker is healthy."""
+        if message["op"] == "done":
+            return bool(message["healthy"])
+        call = self.rows[message["sample"]], int(message["function"])
+        failure = None if message["state"] == "ok" else (message["state"], message["error"])
+        return call, message["value"], failure
+
+    def settle(self, result: _CallResult) -> bool:
+        """Record the result of a call; return False for a call that has one already."""
+        call, value, failure = result
+        if call not in self.open:
+            return False
+        del self.open[call]
+        if failure is None:
+            self.batch.settle(call, value)
+        else:
+            self.failed[call] = failure
+        return True
+
 
 def _split_into_jobs(batch: Batch, kinds: Sequence[Kind], num_workers: int) -> list[_Job]:
     """Split a batch into jobs and set its number of open calls.
@@ -158,31 +175,16 @@ def _split_open_calls(job: _Job, *, alone: bool) -> list[_Job]:
     return jobs + ([_Job(job.batch, job.functions, untouched, job.attempt)] if untouched else [])
 
 
-@dataclass(eq=False)
-class _Worker:
-    id: int
-    deadline: float
-    channel: Channel | None = None
-    ready: bool = False
-    job: _Job | None = None
-    kill_reason: _Failure | None = None
-
-    @property
-    def is_idle(self) -> bool:
-        return self.ready and self.job is None and self.channel is not None and self.kill_reason is None
-
-
 class Dispatcher:
-    """Runs batches on `num_reward_workers` processes, which end with `close` or with the process that created them.
+    """Runs batches on `num_reward_workers` processes, in one event loop.
 
     Args:
         functions: names of the scorers.
         targets: name -> `module:function`, for those that no plug-in defines.
         counters: the dispatcher counts `retries` and `workers_replaced` here.
 
-    Raises:
-        ValueError: a scorer or a plug-in does not load.
-        RuntimeError: workers die or exceed the time limit while they load.
+    Attributes:
+        kinds: of the functions; there after `start`.
     """
 
     def __init__(
@@ -193,39 +195,36 @@ class Dispatcher:
         self._counters = counters
         self.kinds: list[Kind] = []
         self._is_loaded = False
-        self._load_failures = 0
+        self._num_load_failures = 0
         self._jobs: deque[_Job] = deque()
-        self._workers: dict[int, _Worker] = {}
-        self._num_workers_created = 0
-        self._descriptors: deque[int] = deque()  # sockets of new workers that arrived before the messages with their ids
-        self._error: Exception | None = None
+        self._running: dict[_Job, Worker] = {}
+        self._slots: list[asyncio.Task[None]] = []
+        self._error: BaseException | None = None
         self._closed = False
-        self._control, self._process = spawner.launch()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._control, _READ)
-        self._spawner = Channel(self._control)
         memory_gib = settings.reward_memory_gib
-        setup = {
-            "op": "start",
-            "worker": "mindspeed_rl.rewards.worker:run_worker",
-            "functions": list(functions),
-            "targets": dict(targets),
-            "settings": asdict(settings),
-            "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
-            "sys_path": [os.path.abspath(entry) for entry in sys.path],
-            "preload": sorted({t.partition(":")[0] for t in targets.values() if t.startswith("mindspeed_rl.rewards.")}),
-        }
-        try:
-            self._spawner.send(setup)
-            for _ in range(settings.num_reward_workers):
-                self._add_worker()
-            while not self._is_loaded:
-                self._process_events(math.inf)
-        except BaseException:
-            self.close()
-            raise
+        self._pool = WorkerPool(
+            "mindspeed_rl.rewards.worker:run_worker",
+            {target.partition(":")[0] for target in targets.values() if target.startswith("mindspeed_rl.rewards.")},
+            owner="the reward pool",
+            memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+            memory_reason="took more memory than reward_memory_gib",
+            setup={"functions": list(functions), "targets": dict(targets), "settings": asdict(settings)},
+        )
 
-    def run(self, batch: Batch, timeout_s: float | None) -> None:
+    async def start(self) -> None:
+        """Start the processes and wait until the first one has loaded the functions.
+
+        Raises:
+            ValueError: a scorer or a plug-in does not load.
+            RuntimeError: workers die or exceed the time limit while they load.
+        """
+        self._changed = asyncio.get_running_loop().create_future()
+        self._pool.launch()
+        self._slots = [asyncio.create_task(self._run_slot()) for _ in range(self._settings.num_reward_workers)]
+        while not self._is_loaded:
+            await self._wait(None)
+
+    async def run(self, batch: Batch, timeout_s: float | None) -> None:
         """Run the batch until every call of it has a value or a failure.
 
         Raises:
@@ -236,133 +235,137 @@ class Dispatcher:
             raise self._error or RuntimeError("the reward pool is closed")
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._jobs.extend(_split_into_jobs(batch, self.kinds, self._settings.num_reward_workers))
+        self._notify()
         try:
-            if batch.num_open:
-                self._process_events(-math.inf)  # first the workers that died since the last batch
-            while batch.num_open and time.monotonic() < deadline:
-                self._process_events(deadline)
+            while batch.num_open and (left_s := deadline - time.monotonic()) > 0:
+                await self._wait(None if left_s == math.inf else left_s)
+        finally:
             if batch.num_open:
                 self._drop(batch)
-        except BaseException as error:  # after half a step the state is inconsistent
-            self._error = error if isinstance(error, Exception) else None
-            self.close()
-            raise
         if batch.num_open:
             raise TimeoutError(f"{batch.num_open} reward calls for {len(batch.samples)} samples are open after {timeout_s:g} s")
 
-    def close(self) -> None:
-        """End every process."""
+    async def close(self) -> None:
+        """End every process; may be called twice."""
         if self._closed:
             return
         self._closed = True
-        spawner.end(self._control, self._process)
-        for worker in self._workers.values():
-            if worker.channel is not None:
-                worker.channel.close()
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._selector.close()
+        for slot in self._slots:
+            slot.cancel()
+        await asyncio.gather(*self._slots, return_exceptions=True)
+        await self._pool.close()
 
-    def _process_events(self, until: float) -> None:
-        """Wait for events, at most until a time (-inf: not at all), handle them and send jobs to idle workers."""
-        wake = min([until, *(worker.deadline for worker in self._workers.values())])
-        for key, events in self._selector.select(None if wake == math.inf else max(0.0, wake - time.monotonic())):
-            if key.data is None:
-                self._read_spawner()
-            elif key.data.channel is not None:
-                self._read_worker(key.data, events)
-        self._kill_expired_workers()
-        self._assign_jobs()
+    def _notify(self) -> None:
+        """Wake all that wait for jobs, results or kinds."""
+        self._changed.set_result(None)
+        self._changed = asyncio.get_running_loop().create_future()
+
+    async def _wait(self, timeout_s: float | None) -> None:
+        """Wait for the next change; raise the error of a slot, after which the pool is closed."""
+        await asyncio.wait([self._changed, *self._slots], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        errors = [slot.exception() for slot in self._slots if slot.done()]
+        if errors:
+            self._error = errors[0]
+            await self.close()
+            raise errors[0] or AssertionError("a slot ends by an error alone")
 
     def _drop(self, batch: Batch) -> None:
+        batch.dropped = True
         self._jobs = deque(job for job in self._jobs if job.batch is not batch)
-        for worker in self._workers.values():
-            if worker.job is not None and worker.job.batch is batch:
-                worker.job = None
-                self._kill(worker, ("timeout", "its batch was dropped"))
+        for job, worker in self._running.items():
+            if job.batch is batch:
+                worker.kill("timeout", "its batch was dropped")
 
     # Workers
 
-    def _add_worker(self) -> None:
-        worker = _Worker(self._num_workers_created, time.monotonic() + _LOAD_LIMIT_S)
-        self._num_workers_created += 1
-        self._workers[worker.id] = worker
-        self._spawner.send({"op": "fork", "id": worker.id})
+    async def _run_slot(self) -> None:
+        """Keep a worker busy, and fork another one when it has ended."""
+        while True:
+            job: _Job | None = None
+            try:
+                worker = await self._load_worker()
+                while True:
+                    job = await self._take_job(worker)
+                    await self._run_job(worker, job)
+                    job = None
+            except WorkerEndedError as ended:
+                self._replace(ended, job)
 
-    def _read_spawner(self) -> None:
-        data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 64)
-        self._descriptors.extend(descriptors)
-        if not data:
-            raise RuntimeError(f"the reward pool's spawner process ended with status {self._process.wait()}; see its output")
-        for message in self._spawner.receive_bytes(data):
-            if message["op"] == "forked":
-                worker = self._workers[message["id"]]
-                worker.channel = Channel(socket.socket(fileno=self._descriptors.popleft()))
-                self._selector.register(worker.channel, _READ, worker)
-            else:
-                self._replace(self._workers.pop(message["id"]), message["state"], message["reason"])
-
-    def _read_worker(self, worker: _Worker, events: int = _READ) -> None:
-        assert worker.channel is not None
-        if events & _WRITE:
-            worker.channel.flush()
+    async def _load_worker(self) -> Worker:
+        """Fork a worker and wait until it has loaded the functions."""
+        deadline = time.monotonic() + _LOAD_LIMIT_S
         try:
-            messages, alive = worker.channel.receive_ready()
-            for message in messages:
-                self._handle(worker, message)
-        except (ChannelError, LookupError, TypeError) as error:
-            # a reward function wrote to the connection, or changed a library that this needs
-            alive = False
-            if worker.kill_reason is None:
-                self._kill(worker, ("crashed", f"its process sends no messages any more ({type(error).__name__}: {error})"))
-        if alive:
-            self._selector.modify(worker.channel, _READ | (_WRITE if worker.channel.unsent else 0), worker)
-        else:
-            self._close_channel(worker)  # the spawner reports its death
+            worker = await self._pool.fork(_LOAD_LIMIT_S)
+            kinds = await worker.receive(_read_kinds, deadline)
+        except TimeoutError:
+            raise RuntimeError(f"loading the reward functions ({self._names}) took over {_LOAD_LIMIT_S:g} s") from None
+        except WorkerEndedError:
+            raise
+        except WorkerError as error:
+            raise RuntimeError(str(error)) from None
+        if isinstance(kinds, str):
+            raise ValueError(kinds)
+        self.kinds = self.kinds or kinds
+        self._is_loaded, self._num_load_failures = True, 0
+        self._notify()
+        return worker
 
-    def _close_channel(self, worker: _Worker) -> None:
-        if worker.channel is not None:
-            self._selector.unregister(worker.channel)
-            worker.channel.close()
-            worker.channel = None
+    async def _take_job(self, worker: Worker) -> _Job:
+        """Return the next job; a worker that has ended meanwhile raises."""
+        while not (self._jobs and worker.alive):
+            await asyncio.wait([self._changed, worker.ended], return_when=asyncio.FIRST_COMPLETED)
+            if worker.ended.done():
+                raise worker.ended.result()
+        return self._jobs.popleft()
 
-    def _handle(self, worker: _Worker, message: Message) -> None:
-        job = worker.job
-        if message["op"] == "ready":
-            worker.ready, worker.deadline = True, math.inf
-            self.kinds = self.kinds or [Kind(**kind) for kind in message["functions"]]
-            self._load_failures = 0
-            self._is_loaded = True
-        elif message["op"] == "broken":
-            raise ValueError(message["error"])
-        elif message["op"] == "value" and job is not None:
-            call = (job.rows[message["sample"]], message["function"])
-            if call not in job.open:
-                return
-            del job.open[call]
-            if message["state"] == "ok":
-                job.batch.settle(call, message["value"])
-            else:
-                job.failed[call] = (message["state"], message["error"])
-            if not self._is_concurrent(job):
-                worker.deadline = self._deadline(job)
-        elif message["op"] == "done" and job is not None:
-            worker.job, worker.deadline, worker.ready = None, math.inf, message["healthy"]
-            self._finish(job)
+    async def _run_job(self, worker: Worker, job: _Job) -> None:
+        """Run a job, and raise the end of its worker if it does not finish."""
+        samples = [vars(job.batch.samples[row]) for row in job.rows]
+        try:
+            worker.send({"op": "score", "functions": job.functions, "samples": samples})
+        except ValueError as error:
+            self._fail_unsendable(job, str(error))
+            return
+        self._running[job] = worker
+        try:
+            healthy = await self._receive_values(worker, job)
+        finally:
+            del self._running[job]
+        self._finish(job)
+        if not healthy:
+            await asyncio.wait([worker.ended])  # it ends by itself
 
-    def _replace(self, worker: _Worker, state: State, reason: str) -> None:
-        """Fail the call that a dead worker was making, requeue its other calls and have a new worker forked."""
-        if worker.channel is not None:
-            self._read_worker(worker)  # messages that it sent before it died
-        self._close_channel(worker)
+    async def _receive_values(self, worker: Worker, job: _Job) -> bool:
+        """Receive the results of a job, each within its limit; return False if the worker is about to end itself."""
+        deadline = self._deadline(job)
+        while True:
+            try:
+                value = await worker.receive(job.read_reply, deadline)
+            except TimeoutError:
+                value = None
+            if isinstance(value, bool):
+                return value
+            if value is not None and job.settle(value):
+                if not job.batch.num_open:
+                    self._notify()
+                if not self._is_concurrent(job):
+                    deadline = self._deadline(job)
+            elif time.monotonic() >= deadline:
+                limit_s = self.kinds[next(iter(job.open))[1]].timeout_s
+                worker.kill("timeout", f"took longer than {limit_s:g} s")
+                deadline = math.inf
+
+    def _replace(self, ended: WorkerEndedError, job: _Job | None) -> None:
+        """Fail the call that a worker was making when it ended, and queue its other calls again."""
+        if self._pool.failure is not None:
+            raise RuntimeError(self._pool.failure)
         self._counters["workers_replaced"] += 1
-        if worker.job is not None:
-            self._fail_calls(worker.job, worker.kill_reason or (state, reason))
-        elif not worker.ready and not self._is_loaded:
-            self._load_failures += 1
-        if self._load_failures >= _LOAD_ATTEMPTS:
-            raise RuntimeError(f"workers die while they load the reward functions ({self._names}): {reason}")
-        self._add_worker()
+        if job is not None:
+            self._fail_calls(job, (ended.state, ended.reason))
+        elif not self._is_loaded:
+            self._num_load_failures += 1
+        if self._num_load_failures >= _LOAD_ATTEMPTS:
+            raise RuntimeError(f"workers die while they load the reward functions ({self._names}): {ended.reason}")
 
     def _fail_calls(self, job: _Job, failure: _Failure) -> None:
         concurrent, batched = self._is_concurrent(job), self.kinds[job.functions[0]].batched
@@ -387,27 +390,11 @@ class Dispatcher:
         kind = self.kinds[function]
         return time.monotonic() + kind.timeout_s + (min(_ASYNC_GRACE_S, kind.timeout_s) if kind.is_async else 0.0)
 
-    def _assign_jobs(self) -> None:
-        idle = [worker for worker in self._workers.values() if worker.is_idle]
-        while idle and self._jobs:
-            job = self._jobs.popleft()
-            samples = [vars(job.batch.samples[row]) for row in job.rows]
-            try:
-                frame = pack({"op": "score", "functions": job.functions, "samples": samples})
-            except ValueError as error:
-                self._fail_unsendable(job, str(error))
-                continue
-            worker = idle.pop()
-            assert worker.channel is not None
-            worker.job, worker.deadline = job, self._deadline(job)
-            worker.channel.send_soon(frame)
-            if worker.channel.unsent:
-                self._selector.modify(worker.channel, _READ | _WRITE, worker)
-
     def _fail_unsendable(self, job: _Job, reason: str) -> None:
         """Find the sample that cannot be sent among the job's rows and fail only that one."""
         if len(job.rows) > 1 and not self.kinds[job.functions[0]].batched:
             self._jobs.extendleft(_split_open_calls(job, alone=True))
+            self._notify()
             return
         failure: _Failure = ("failed", reason)
         job.failed, job.open, job.attempt = dict.fromkeys(job.open, failure), {}, 1
@@ -415,31 +402,23 @@ class Dispatcher:
 
     def _finish(self, job: _Job, alone: bool = False) -> None:
         """Queue the open calls of a job again, and under the policy "retry" the failed ones; record the other failures."""
+        if job.batch.dropped:
+            return
         self._jobs.extendleft(_split_open_calls(job, alone=alone))
         if self._settings.reward_failure_policy != "retry" or job.attempt > 0:
             for call, failure in job.failed.items():
                 job.batch.settle(call, None, failure)
-            return
-        self._counters["retries"] += len(job.failed)
-        if self.kinds[job.functions[0]].batched and job.failed:
-            self._jobs.append(_Job(job.batch, job.functions, job.rows, attempt=1))
         else:
-            self._jobs.extend(_Job(job.batch, [function], [row], attempt=1) for row, function in job.failed)
+            self._counters["retries"] += len(job.failed)
+            if self.kinds[job.functions[0]].batched and job.failed:
+                self._jobs.append(_Job(job.batch, job.functions, job.rows, attempt=1))
+            else:
+                self._jobs.extend(_Job(job.batch, [function], [row], attempt=1) for row, function in job.failed)
+        self._notify()
 
-    # Time
 
-    def _kill_expired_workers(self) -> None:
-        now = time.monotonic()
-        for worker in list(self._workers.values()):
-            if worker.deadline <= now and worker.channel is not None:
-                self._read_worker(worker)  # its result may have arrived unread
-            if worker.deadline > now:
-                continue
-            if worker.job is None:
-                raise RuntimeError(f"loading the reward functions ({self._names}) took over {_LOAD_LIMIT_S:g} s")
-            limit_s = self.kinds[next(iter(worker.job.open))[1]].timeout_s
-            self._kill(worker, ("timeout", f"took longer than {limit_s:g} s"))
-
-    def _kill(self, worker: _Worker, reason: _Failure) -> None:
-        worker.deadline, worker.kill_reason = math.inf, reason
-        self._spawner.send({"op": "kill", "id": worker.id})
+def _read_kinds(message: Message) -> list[Kind] | str:
+    """Read the first message of a worker: the kinds of its functions, or why they do not load."""
+    if message["op"] == "broken":
+        return str(message["error"])
+    return [Kind(**kind) for kind in message["functions"]]

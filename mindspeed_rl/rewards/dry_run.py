@@ -11,12 +11,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import REWARDS
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 _TIMEOUT_S = 120.0
 
@@ -55,8 +52,9 @@ def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s:
 
 def _load_all(plugins: list[str], functions: list[str]) -> list[str]:
     # only in the short-lived process: the driver does not need the scorers
+    from mindspeed_rl.isolation.process import describe
     from mindspeed_rl.rewards.scorer import import_scorer
-    from mindspeed_rl.rewards.worker import describe, load_plugin
+    from mindspeed_rl.rewards.worker import load_plugin
 
     violations = []
     for path in plugins:

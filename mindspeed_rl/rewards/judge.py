@@ -1,7 +1,6 @@
 """A language model as the judge: any server with OpenAI's chat completions, a prompt template and a parser.
 
-Calls are asynchronous, many at a time in one worker. The client connects directly to the server (no proxies, no redirects) and
-reads no more of a reply than a reply can be.
+Calls are asynchronous, many at a time in one worker.
 """
 
 from __future__ import annotations
@@ -9,24 +8,19 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import random
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from mindspeed_rl import registry
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
 _ATTEMPTS = 4
-_FIRST_PAUSE_S = 0.5
 #: requests whose scores are kept for equal ones
 _REMEMBERED = 4096
-# temporary: overload, limits, gateways
-_RETRIED = {408, 409, 425, 429, 500, 502, 503, 504}
 _MAX_REPLY_BYTES = 8 << 20
 _TEMPLATE = """Judge the answer to a question.
 
@@ -152,44 +146,25 @@ class Judge:
 
     async def _request_score(self, text: str) -> Score:
         body = {"model": self._model, "temperature": 0.0, "messages": [{"role": "user", "content": text}]}
-        for attempt in range(_ATTEMPTS):
-            try:
-                status, reply = await self._post(body)
-            except (OSError, aiohttp.ClientError, asyncio.IncompleteReadError) as error:
-                status, reply = 0, f"{type(error).__name__}: {error}".encode()
-            if status == 200:
-                return self.form.read_reply(text, _content(reply))
-            if status and status not in _RETRIED:
-                break
-            if attempt < _ATTEMPTS - 1:
-                # random, so that calls that failed together are not repeated together
-                await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
-        raise JudgeError(
-            f"the judge at {self._server} answers {status or 'nothing'}: {reply[:200].decode('utf-8', 'replace')}"
-        )
-
-    async def _post(self, body: Mapping[str, object]) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-        async with (
-            aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as session,
-            session.post(self._url, json=body, allow_redirects=False) as response,
-        ):
-            reply = bytearray()
-            async for piece in response.content.iter_any():
-                reply += piece
-                if len(reply) > _MAX_REPLY_BYTES:
-                    raise JudgeError(f"the judge at {self._server} sent more than {_MAX_REPLY_BYTES >> 20} MiB")
-            return response.status, bytes(reply)
+        # a batch has an event loop of its own
+        async with HttpClient(_MAX_REPLY_BYTES, attempts=_ATTEMPTS, headers=headers) as client:
+            try:
+                content = await client.request("POST", self._url, self._read_content, json=body)
+            except HttpError as error:
+                raise JudgeError(f"the judge at {self._server} answers nothing: {error}") from error
+        return self.form.read_reply(text, content)
 
-
-def _content(reply: bytes) -> str:
-    try:
-        content = json.loads(reply)["choices"][0]["message"]["content"]
-    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
-        raise JudgeError(f"the judge's reply is not a chat completion: {reply[:200]!r}") from error
-    if not isinstance(content, str):
-        raise JudgeError("the judge's reply has no text")
-    return content
+    def _read_content(self, reply: HttpReply) -> str:
+        if reply.status != 200:
+            raise JudgeError(f"the judge at {self._server} answers {reply.status}: {reply.text[:200]}")
+        try:
+            content = reply.read_json()["choices"][0]["message"]["content"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise JudgeError(f"the judge's reply is not a chat completion: {reply.body[:200]!r}") from error
+        if not isinstance(content, str):
+            raise JudgeError("the judge's reply has no text")
+        return content
 
 
 def _read_template(path: str | None) -> str:

@@ -11,14 +11,12 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
+from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.rewards import REWARDS, find
 from mindspeed_rl.rewards.dispatcher import Batch, Dispatcher
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 _FAILURE_WINDOW, _FAILURE_MIN_SAMPLES = 1024, 64
 _log = logging.getLogger(__name__)
@@ -58,6 +56,13 @@ class RewardPool:
         self._recent: deque[bool] = deque(maxlen=_FAILURE_WINDOW)
         self._is_closed = False
         self._dispatcher = Dispatcher(functions, _resolve_targets(functions, settings), settings, self.counters)
+        # callers block, and may have a running event loop of their own
+        self._loop = LoopThread("reward-pool")
+        try:
+            self._loop.run(self._dispatcher.start())
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def from_config(cls, rl: RLConfig, *, max_tokens: int) -> RewardPool:
@@ -74,7 +79,7 @@ class RewardPool:
             RuntimeError: the pool itself is broken or closed.
         """
         batch = Batch(list(samples))
-        self._dispatcher.run(batch, timeout_s)
+        self._run(batch, timeout_s)
         results = [batch.result(row, self.functions, self.weights, self.settings) for row in range(len(batch.samples))]
         self._count_failures(results)
         return results
@@ -86,7 +91,7 @@ class RewardPool:
             ValueError: a function cannot score the sample.
         """
         batch = Batch([sample])
-        self._dispatcher.run(batch, None)
+        self._run(batch, None)
         for (_, function), (state, text) in sorted(batch.failures.items()):
             raise ValueError(
                 f"reward function '{self.functions[function]}' cannot score a sample of the dataset ({state}): {text}"
@@ -99,11 +104,19 @@ class RewardPool:
         return [name for name, kind in zip(self.functions, self._dispatcher.kinds) if kind.is_accuracy]
 
     def close(self) -> None:
-        """End every process of the pool."""
-        self._dispatcher.close()
-        if not self._is_closed and self.counters:
-            _log.info("reward pool: %s", ", ".join(f"{count} {what}" for what, count in self.counters.items()))
+        """End every process of the pool; may be called twice."""
+        if self._is_closed:
+            return
         self._is_closed = True
+        self._loop.run(self._dispatcher.close())
+        self._loop.close()
+        if self.counters:
+            _log.info("reward pool: %s", ", ".join(f"{count} {what}" for what, count in self.counters.items()))
+
+    def _run(self, batch: Batch, timeout_s: float | None) -> None:
+        if self._is_closed:
+            raise RuntimeError("the reward pool is closed")
+        self._loop.run(self._dispatcher.run(batch, timeout_s))
 
     def __enter__(self) -> RewardPool:
         return self

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # worker processes import this file and need no configuration, which would take them 0.1 s
     from mindspeed_rl.config.keys.rl import RLConfig
 
 #: largest score: scores and totals are float32 in the batch

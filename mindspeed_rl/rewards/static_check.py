@@ -9,12 +9,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import REWARDS, find
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 #: package of plug-in files in ms-swift's form; `swift_plugins` has what they import
 _SWIFT = "swift"

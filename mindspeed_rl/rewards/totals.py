@@ -6,12 +6,10 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards.samples import FAILURES, LARGEST_SCORE, RewardResult, select_reward_functions
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import RLConfig
 
 MODEL_PART = "reward_model"
 """Part of a result: the reward model's score."""

@@ -14,13 +14,12 @@ import asyncio
 import importlib.util
 import os
 import re
-import resource
 import sys
-import traceback
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from mindspeed_rl.isolation.channel import Channel, Message
+from mindspeed_rl.isolation.process import describe, limit_memory
 from mindspeed_rl.rewards import REWARDS, swift_plugins
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import Scorer, ScorerError, Value, import_scorer
@@ -54,15 +53,6 @@ def run_worker(channel: Channel, setup: Message) -> None:
             return
 
 
-def limit_memory(memory_bytes: int | None) -> None:
-    """Limit private writable memory (not address space, of which libraries reserve much more), and disable core files."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_bytes is not None and sys.platform == "linux":
-        with open("/proc/self/statm") as statm:
-            data_bytes = int(statm.read().split()[5]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_DATA, (data_bytes + memory_bytes,) * 2)
-
-
 def load_plugin(path: str) -> None:
     """Run a plug-in file, once in each process, so that it registers its names.
 
@@ -87,16 +77,6 @@ def load_plugin(path: str) -> None:
     except Exception as error:
         del sys.modules[name]
         raise ValueError(f"external_plugins: '{path}' fails to load: {describe(error, path)}") from error
-
-
-def describe(error: BaseException, path: str | None = None) -> str:
-    """Return the exception's text with the line of the user's code: the last one in `path`, or the last one at all."""
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{type(error).__name__}: {error.msg} ({Path(error.filename).name}:{error.lineno})"[:1000]
-    frames = traceback.extract_tb(error.__traceback__)
-    frame = next((frame for frame in reversed(frames) if frame.filename == path), frames[-1] if frames else None)
-    location = f" ({Path(frame.filename).name}:{frame.lineno})" if frame is not None else ""
-    return f"{type(error).__name__}: {error}{location}"[:1000]
 
 
 class _Worker:

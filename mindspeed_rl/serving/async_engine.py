@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -32,29 +31,13 @@ from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.serving.engine_extension import OWNER_VARIABLE, PLATFORM_VARIABLE, EngineExtension
-from mindspeed_rl.serving.rollout_service import RolloutService
-from mindspeed_rl.serving.server_process import ServerSettings, describe_log_probs
+from mindspeed_rl.serving.rollout_service import ResponseChunk
+from mindspeed_rl.serving.server_process import ServerSettings
 
 if TYPE_CHECKING:
     from vllm.logprobs import Logprob
 
 _FINISHES: dict[str | None, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
-
-
-@dataclass(frozen=True)
-class _ResponseChunk:
-    """The next tokens of a response; see `Generated`.
-
-    Attributes:
-        token_ids, log_probs: ids and log-probs of the tokens.
-        version: version of the weights.
-        finish: None while more chunks follow.
-    """
-
-    token_ids: tuple[int, ...]
-    log_probs: tuple[float, ...]
-    version: int
-    finish: Finish | None
 
 
 class AsyncEngine:
@@ -88,7 +71,7 @@ class AsyncEngine:
 
     async def stream(
         self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
-    ) -> AsyncIterator[_ResponseChunk]:
+    ) -> AsyncIterator[ResponseChunk]:
         """Yield the tokens after `partial`, as they are sampled; the last chunk has a finish.
 
         Raises:
@@ -96,7 +79,7 @@ class AsyncEngine:
         """
         request = Continuation.build(prompt_ids, sampling, seed, partial)
         if request is None:
-            yield _ResponseChunk((), (), self.version, "length")
+            yield ResponseChunk((), (), self.version, "length")
             return
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
@@ -105,7 +88,7 @@ class AsyncEngine:
             sample = output.outputs[0]
             finish = _FINISHES.get(sample.finish_reason, "aborted") if output.finished else None
             tokens = tuple(sample.token_ids)
-            yield _ResponseChunk(tokens, _read_log_probs(sample.logprobs, tokens), self.version, finish)
+            yield ResponseChunk(tokens, _read_log_probs(sample.logprobs, tokens), self.version, finish)
 
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
@@ -212,23 +195,3 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     if settings.load_weights:
         engine.version = 0
     return engine
-
-
-def build_service(settings: ServerSettings, engine: AsyncEngine | None = None) -> RolloutService:
-    """Build the service of a server.
-
-    Args:
-        settings: settings of the server.
-        engine: shared with other interfaces; None for a new one.
-    """
-    generate = settings.generate
-    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
-    metadata = {
-        "num_workers": generate.infer_tensor_parallel_size,
-        "dtype": generate.dtype,
-        "quantization": generate.quantization,
-        "max_model_len": generate.max_model_len,
-        "log_probs": describe_log_probs(settings.exact_slices),
-        "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
-    }
-    return RolloutService(engine or build_engine(settings), metadata)

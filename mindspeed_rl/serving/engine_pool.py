@@ -235,7 +235,7 @@ class ServerPool:
         limit_s = self._timeout_s + extra_s
         try:
             return await asyncio.wait_for(server.call(call, **arguments), limit_s)
-        except TimeoutError as error:
+        except asyncio.TimeoutError as error:
             raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
         except Exception as error:  # Ray, HTTP and the server's own errors have no common class
             lines = str(error).strip().splitlines()

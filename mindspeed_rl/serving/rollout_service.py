@@ -10,15 +10,12 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, Protocol, TypedDict, cast
 
-from mindspeed_rl.rollout.protocol import Finish, Generated
+from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
-
-if TYPE_CHECKING:
-    from mindspeed_rl.serving.async_engine import AsyncEngine
 
 #: chunks are collected for this time, then sent together
 _COLLECT_S = 0.02
@@ -28,6 +25,61 @@ _MAX_WAIT_S = 60.0
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
 _OWN_CALLS = ("describe", "submit", "news", "drop", "health", "list_missing")
 _ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive", "sleep", "wake")
+
+
+@dataclass(frozen=True)
+class ResponseChunk:
+    """The next tokens of a response; see `Generated`.
+
+    Attributes:
+        token_ids, log_probs: of the tokens.
+        version: of the weights.
+        finish: None while more chunks follow.
+    """
+
+    token_ids: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    version: int
+    finish: Finish | None
+
+
+class ServedEngine(Protocol):
+    """An engine that a service can serve; the methods are those of `AsyncEngine`.
+
+    Attributes:
+        version: of the weights; -1 before the first.
+    """
+
+    version: int
+
+    def stream(
+        self, prompt_ids: Iterable[int], sampling: Sampling, seed: int, partial: Generated | None = None
+    ) -> AsyncIterator[ResponseChunk]:
+        """Yield the tokens after `partial`, as they are sampled; the last chunk has a finish."""
+
+    async def check(self) -> None:
+        """Raise an error when the engine is dead."""
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Pause the engine."""
+
+    async def resume(self) -> None:
+        """Resume the engine."""
+
+    async def join(self, rendezvous: str, first_rank: int) -> None:
+        """Make the engine's workers members of a new group."""
+
+    async def leave(self) -> None:
+        """Remove the engine's workers from their group."""
+
+    async def receive(self, version: int) -> list[str]:
+        """Receive the weights from the group's trainers; return a report of each worker."""
+
+    async def sleep(self) -> None:
+        """Offload the weights."""
+
+    async def wake(self) -> None:
+        """Load the weights again."""
 
 
 class Event(TypedDict, total=False):
@@ -114,7 +166,7 @@ class RolloutService:
     Methods, arguments and fields are named as in the HTTP interface.
     """
 
-    def __init__(self, engine: AsyncEngine, metadata: Mapping[str, object]) -> None:
+    def __init__(self, engine: ServedEngine, metadata: Mapping[str, object]) -> None:
         """Keep the engine.
 
         Args:
@@ -202,7 +254,7 @@ class RolloutService:
         self._events = [event for event in self._events if event["number"] > after]
         if not self._events:
             self._has_events.clear()
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_events.wait(), min(wait_s, _MAX_WAIT_S))
                 await asyncio.sleep(_COLLECT_S)
         return {"events": list(self._events), "running": len(self._tasks), "version": self._engine.version}

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-import aiohttp
 from ray.actor import ActorHandle
 
 from mindspeed_rl.data.images import embed_image, find_file, read_image
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.serving.server_process import ServerProcess
 
+#: log-probs of all chunks that a poll returns
+_MAX_REPLY_BYTES = 1 << 30
 #: path of the calls of `RolloutService`
 CALLS_PATH = "/rollout"
 
@@ -32,8 +34,7 @@ class HttpServerClient:
     def __init__(self, host: str, port: int, token: str) -> None:
         self.name = f"rollout server {host}:{port}"
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}{CALLS_PATH}"
-        self._headers = {"Authorization": f"Bearer {token}"}
-        self._session: aiohttp.ClientSession | None = None
+        self._client = HttpClient(_MAX_REPLY_BYTES, headers={"Authorization": f"Bearer {token}"}, follows_redirects=True)
         self._missing: dict[str, bool] = {}  # file of images -> the server does not have it
 
     async def call(self, name: str, **arguments: object) -> Any:
@@ -43,18 +44,12 @@ class HttpServerClient:
             RuntimeError: the server refused the call; its own message.
             ConnectionError: the server cannot be reached.
         """
-        # made here, because aiohttp ties a session to the running loop
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, timeout=aiohttp.ClientTimeout(total=None))
+        if name == "submit":
+            arguments = {"requests": await self._embed_images(cast("Sequence[dict[str, Any]]", arguments["requests"]))}
         try:
-            if name == "submit":
-                arguments = {"requests": await self._embed_images(cast("Sequence[dict[str, Any]]", arguments["requests"]))}
-            async with self._session.post(f"{self._url}/{name}", json=arguments) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"{response.status} {(await response.text()).strip()[:500]}")
-                return await response.json()
-        except aiohttp.ClientError as error:
-            raise ConnectionError(str(error) or type(error).__name__) from error
+            return await self._client.request("POST", f"{self._url}/{name}", _read_result, json=arguments)
+        except HttpError as error:
+            raise ConnectionError(str(error)) from error
 
     async def _embed_images(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the requests with the bytes of the images that the server cannot read."""
@@ -76,6 +71,10 @@ class HttpServerClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        await self._client.close()
+
+
+def _read_result(reply: HttpReply) -> Any:
+    if reply.status != 200:
+        raise RuntimeError(f"{reply.status} {reply.text.strip()[:500]}")
+    return reply.read_json()

@@ -7,18 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import ray
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.runtime.process import prepare_process
-
-if TYPE_CHECKING:
-    from mindspeed_rl.serving.rollout_service import RolloutService
+from mindspeed_rl.serving.rollout_service import RolloutService, ServedEngine
 
 #: the distribution of the log-probs that a server reports; servers of earlier releases report none, or others
 _LOG_PROBS = "the full distribution at the request's temperature"
@@ -78,6 +77,26 @@ class ServerMetadata(TypedDict):
     images: list[int] | None
 
 
+def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutService:
+    """Build the service of a server.
+
+    Args:
+        settings: of the server.
+        engine: which other interfaces may share.
+    """
+    generate = settings.generate
+    rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
+    metadata = {
+        "num_workers": generate.infer_tensor_parallel_size,
+        "dtype": generate.dtype,
+        "quantization": generate.quantization,
+        "max_model_len": generate.max_model_len,
+        "log_probs": describe_log_probs(settings.exact_slices),
+        "images": rules and [rules.min_pixels, rules.max_pixels, generate.limit_mm_image_per_prompt],
+    }
+    return RolloutService(engine, metadata)
+
+
 class ServerProcess:
     """An asynchronous Ray actor; nothing heavy is imported before `start`."""
 
@@ -107,7 +126,7 @@ class ServerProcess:
             assigned = ray.get_runtime_context().get_accelerator_ids().get(device.ray_resource, [])
             os.environ[device.visible_devices_env] = ",".join(assigned if self._devices is None else self._devices)
         prepare_process(("rollout",), None)
-        self._service = import_module("mindspeed_rl.serving.async_engine").build_service(settings)
+        self._service = build_service(settings, import_module("mindspeed_rl.serving.async_engine").build_engine(settings))
         segments = import_module("mindspeed_rl.adaptors.vllm_async")
         # this process ends by being killed, with all processes of its engine
         segments.unlink_segments(segments.QUEUES)

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
@@ -33,7 +34,7 @@ from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
 from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings, describe_log_probs
-from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
+from mindspeed_rl.serving.weight_sync import WeightSync
 
 if TYPE_CHECKING:
     from ray import ObjectRef

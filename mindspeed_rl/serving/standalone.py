@@ -31,7 +31,7 @@ from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.runtime.process import prepare_process
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_clients import CALLS_PATH
-from mindspeed_rl.serving.server_process import ServerSettings
+from mindspeed_rl.serving.server_process import ServerSettings, build_service
 
 _LOG = logging.getLogger(__name__)
 #: imported when the process is prepared for vLLM
@@ -100,11 +100,10 @@ def serve(
     async def serve_until_interrupted() -> None:
         host, port = listening.getsockname()[:2]
         print(f"starting {names[0]} ...", file=sys.stderr, flush=True)
-        module = import_module(_ENGINE)
-        engine = module.build_engine(settings)
+        engine = import_module(_ENGINE).build_engine(settings)
         try:
             inner = await openai_app(engine.llm, settings.hf_folder, list(names))
-            app = _GuardedApp(module.build_service(settings, engine), inner, token, CALLS_PATH)
+            app = _GuardedApp(build_service(settings, engine), inner, token, CALLS_PATH)
             server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5))
             text = f"serving {names[0]} at http://{host}:{port}; every call needs the token. Ctrl-C ends it."
             print(text, file=sys.stderr, flush=True)
@@ -200,7 +199,7 @@ async def _read_body(receive: _Receive) -> bytes:
     while has_more and time.monotonic() < stop_s:
         try:
             message = await asyncio.wait_for(receive(), _MAX_SILENCE_S)
-        except TimeoutError:
+        except asyncio.TimeoutError:
             raise _BodyError(408, f"nothing arrived for {_MAX_SILENCE_S:.0f} s") from None
         if message["type"] == "http.disconnect":
             raise _BodyError(400, "the connection ended before the body did")

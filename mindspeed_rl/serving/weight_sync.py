@@ -6,24 +6,23 @@ The trainers are given as three functions.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import re
-import threading
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ray.exceptions import RayActorError, RayError
 
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.platform.rendezvous import GIVEN_UP, give_up
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import LOST_PEER, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, ServerPool
 
-_Result = TypeVar("_Result")
 _Sent = TypeVar("_Sent")
 #: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
 _JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
@@ -33,45 +32,6 @@ _Results = Mapping[str, list[str] | Exception]
 _LOG = logging.getLogger(__name__)
 #: texts of a member's error when another one is gone or silent
 _PEER_ERRORS = (*LOST_PEER, GIVEN_UP, "Timed out", "timed out", "Timeout", "timeout", "Connection refused", "recvValue failed")
-
-
-class LoopThread:
-    """An event loop in a thread of its own, for a process whose other code blocks."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    def start(self, work: Coroutine[object, object, _Result]) -> Future[_Result]:
-        """Start the coroutine in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
-
-    def run(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Return the result of the coroutine."""
-        future = self.start(work)
-        try:
-            return future.result()
-        except BaseException:
-            # also on Ctrl-C: the coroutine would continue in its own thread
-            future.cancel()
-            raise
-
-    def close(self) -> None:
-        """Cancel all work in the loop and end it."""
-
-        async def cancel_others() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-
-        with contextlib.suppress(TimeoutError, concurrent.futures.CancelledError):
-            self.start(cancel_others()).result(timeout=5)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=5)
-        if not self._thread.is_alive():
-            self._loop.close()
 
 
 class WeightSync:
@@ -140,7 +100,7 @@ class WeightSync:
             results: _Results
             try:
                 results = receiving.result(timeout=self._timeout_s)
-            except TimeoutError:
+            except futures.TimeoutError:
                 receiving.cancel()
                 results = {name: TimeoutError() for name in names}
             num_proven = self._check_results(results)

@@ -20,14 +20,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mindspeed_rl.config.keys.rl import AgentKeys
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.interface import JsonObject
-from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.tool import ToolError, ToolResult
-
-if TYPE_CHECKING:
-    from mindspeed_rl.config.keys.rl import AgentKeys
 
 _SUBJECT = "rl_config.agent"
 #: the process that waits for a command is killed this much later than the command
@@ -82,7 +82,7 @@ class AgentProgram:
     def __init__(self, keys: AgentKeys, folders: Sequence[str] = ()) -> None:
         self._keys, self._folders = keys, folders
         self._slots = asyncio.Semaphore(keys.max_parallel)
-        self.pool = ProcessPool([__name__], int(keys.memory_gib * 2**30))
+        self.pool = build_tool_pool([__name__], int(keys.memory_gib * 2**30))
 
     async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         """Play a sample and return what the program reports.
@@ -127,7 +127,7 @@ class AgentProgram:
             reply = await self.pool.call(
                 {"op": "call", "target": f"{__name__}:run_command", "arguments": arguments}, left_s + _GRACE_S
             )
-        except ToolError as error:
+        except WorkerError as error:
             if error.problem == "timeout":
                 raise ProgramError(f"it took longer than {self._keys.timeout_s:g} s") from None
             raise ProgramError(str(error)) from None
@@ -154,8 +154,6 @@ class AgentProgram:
         return own | dict(zip(given, _fill(list(given.values()), values, "env")))
 
     async def _call(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
-        import aiohttp  # a dependency of Ray; only such runs need it
-
         request = {
             "task": dict(row),
             "base_url": base_url,
@@ -163,23 +161,24 @@ class AgentProgram:
             "api_key": "none",
             "model": model,
         }
-        url, body = str(self._keys.url), json.dumps(request, default=str)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=self._keys.timeout_s)) as client,
-                client.post(url, data=body, headers={"content-type": "application/json"}) as reply,
-            ):
-                text = (await reply.content.read(_MAX_OUTPUT_BYTES)).decode("utf-8", "replace")
-                if reply.status != 200:
-                    raise ProgramError(f"{url} replied with status {reply.status}: {text[:_MAX_REASON]}")
-        except asyncio.TimeoutError:
-            raise ProgramError(f"{url} took longer than {self._keys.timeout_s:g} s") from None
-        except aiohttp.ClientError as error:
-            raise ProgramError(f"{url}: {type(error).__name__}: {error}") from None
-        try:
-            return _read_report(json.loads(text), f"the reply of {url}")
-        except json.JSONDecodeError:
-            raise ProgramError(f"the reply of {url} is no JSON: {text[:200]!r}") from None
+        url, body = str(self._keys.url), json.dumps(request, default=str).encode()
+
+        def read(reply: HttpReply) -> ProgramResult:
+            if reply.status != 200:
+                raise ProgramError(f"{url} replied with status {reply.status}: {reply.text[:_MAX_REASON]}")
+            try:
+                value = reply.read_json()
+            except ValueError:
+                raise ProgramError(f"the reply of {url} is no JSON: {reply.text[:200]!r}") from None
+            return _read_report(value, f"the reply of {url}")
+
+        headers, timeout_s = {"content-type": "application/json"}, self._keys.timeout_s
+        async with HttpClient(_MAX_OUTPUT_BYTES, headers=headers, follows_redirects=True) as client:
+            try:
+                return await client.request("POST", url, read, data=body, timeout_s=timeout_s)
+            except HttpError as error:
+                reason = f" took longer than {timeout_s:g} s" if error.late else f": {error}"
+                raise ProgramError(f"{url}{reason}") from None
 
 
 def check_program(keys: AgentKeys) -> None:

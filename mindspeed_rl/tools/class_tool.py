@@ -8,7 +8,6 @@ instantiated once for all trajectories, or, with run_in "process", once in a pro
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import inspect
 import uuid
 from collections.abc import Callable, Mapping
@@ -16,8 +15,8 @@ from functools import partial
 from typing import Any
 
 from mindspeed_rl import registry
+from mindspeed_rl.isolation.pool import Worker, WorkerError, WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
-from mindspeed_rl.tools.processes import ProcessPool, ToolProcess
 from mindspeed_rl.tools.python_tool import PythonTool, decode_result
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import validate_schema
@@ -175,9 +174,9 @@ class _SharedInstance:
 class _ProcessInstance:
     """An object of the tool's class in its own process, which starts with the first call."""
 
-    def __init__(self, processes: ProcessPool, make: JsonObject, kwargs: Mapping[str, JsonObject]) -> None:
+    def __init__(self, processes: WorkerPool, make: JsonObject, kwargs: Mapping[str, JsonObject]) -> None:
         self._processes, self._make, self._kwargs = processes, make, kwargs
-        self._process: ToolProcess | None = None
+        self._process: Worker | None = None
 
     async def call(self, call: ToolCall, timeout_s: float) -> ToolResult:
         """See `Session`."""
@@ -186,8 +185,8 @@ class _ProcessInstance:
             arguments = {**self._make, "create": self._kwargs.get("create_kwargs", {})}
             try:
                 await process.request({"op": "make", "target": f"{__name__}:_ToolInstance", "arguments": arguments}, timeout_s)
-            except ToolError:
-                process.kill("the tool could not be created")
+            except WorkerError:
+                process.kill("crashed", "the tool could not be created")
                 raise
             self._process = process
         elif not self._process.alive:
@@ -206,8 +205,7 @@ class _ProcessInstance:
             reply = await process.request({"op": "method", "name": "release", "arguments": arguments}, _RELEASE_LIMIT_S)
             return reply["reward"]
         finally:
-            with contextlib.suppress(ToolError):
-                process.kill("its conversation has ended")
+            process.kill("crashed", "its conversation has ended")
 
 
 def _find_accepted_options(user_class: _UserTool) -> AcceptedOptions:

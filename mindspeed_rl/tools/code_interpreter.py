@@ -14,10 +14,10 @@ import logging
 import re
 from collections.abc import Sequence
 
+from mindspeed_rl.isolation.pool import WorkerError, WorkerPool
 from mindspeed_rl.isolation.sandbox import SandboxLimits, available_isolation, run_python
 from mindspeed_rl.tools.interface import ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.sandboxes import SandboxFusion
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
@@ -107,16 +107,16 @@ class CodeInterpreter(Tool):
         properties = self.schemas[0]["function"]["parameters"].get("properties", {})
         if "code" not in properties:
             raise ValueError(f"{where}: the schema of a code interpreter has a parameter 'code', not {', '.join(properties)}")
-        self._processes: ProcessPool | None = None
+        self._processes: WorkerPool | None = None
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`; logs once which isolation is missing on this machine."""
         self._processes = processes
         if self._server is not None:
             return
         try:
             reply = await processes.call({"op": "call", "target": f"{__name__}:_list_missing_isolation", "arguments": {}}, 60.0)
-        except ToolError as error:
+        except WorkerError as error:
             raise ValueError(f"code_interpreter: the sandbox cannot be started: {error}") from None
         if reply["text"]:
             _LOG.warning("code_interpreter: the code of models runs without isolation of %s on this machine", reply["text"])

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.http_client import CONNECT_LIMIT_S
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -126,7 +127,7 @@ class McpServers(Tool):
         self._connections = [_Connection(server) for server in self._servers]
         self._sources: dict[str, tuple[int, str]] = {}  # name of a function -> index of its server, and its name there
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`; connects to every server and lists its tools."""
         try:
             listings = await asyncio.gather(*(connection.list_tools() for connection in self._connections))
@@ -311,7 +312,7 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
 
     assert server.url is not None  # one of the two is set
     # the deadline of a call is the limit; until then minutes may pass without data
-    timeout = httpx2.Timeout(30.0, read=None)
+    timeout = httpx2.Timeout(CONNECT_LIMIT_S, read=None)
     async with httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout) as http:
         async with Client(streamable_http_client(server.url, http_client=http)) as client:
             yield client

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mindspeed_rl.http_client import HttpClient, HttpError, WebSocket
 from mindspeed_rl.tools.interface import JsonObject
-
-if TYPE_CHECKING:
-    import aiohttp
 
 PREFIX = "openenv:"
 _MAX_BYTES = 64 << 20
@@ -48,8 +46,8 @@ class OpenEnvEnvironment:
         self._url = f"{url.rstrip('/').removesuffix('/ws')}/ws"
         self._action, self._constants, self._observation = action, dict(constants or {}), observation
         self._reset, self._system = tuple(reset), system
-        self._client: aiohttp.ClientSession | None = None
-        self._socket: aiohttp.ClientWebSocketResponse[bool] | None = None
+        self._client = HttpClient(_MAX_BYTES)
+        self._socket: WebSocket | None = None
 
     async def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
         """Open a session and start an episode.
@@ -57,13 +55,10 @@ class OpenEnvEnvironment:
         Raises:
             OpenEnvError: the server refuses it.
         """
-        import aiohttp  # a dependency of Ray; only such runs need it
-
-        self._client = aiohttp.ClientSession()
         try:
-            self._socket = await self._client.ws_connect(self._url, max_msg_size=_MAX_BYTES)
-        except aiohttp.ClientError as error:
-            raise OpenEnvError(f"{self._url}: {type(error).__name__}: {error}") from None
+            self._socket = await self._client.open_socket(self._url)
+        except HttpError as error:
+            raise OpenEnvError(f"{self._url}: {error}") from None
         missing = [name for name in self._reset if task.get(name) is None]
         if missing:
             raise OpenEnvError(f"the row has no column {', '.join(missing)}, with which an episode starts")
@@ -94,20 +89,17 @@ class OpenEnvEnvironment:
     async def close(self) -> None:
         """End the session; may be called without one."""
         if self._socket is not None and not self._socket.closed:
-            await self._socket.send_str(json.dumps({"type": "close"}))
+            await self._socket.send(json.dumps({"type": "close"}))
             await self._socket.close()
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
     async def _exchange(self, kind: str, data: Mapping[str, object]) -> dict[str, Any]:
-        import aiohttp
-
         assert self._socket is not None  # the loop calls reset first
-        await self._socket.send_str(json.dumps({"type": kind, "data": data}, default=str))
-        reply = await self._socket.receive()
-        if reply.type is not aiohttp.WSMsgType.TEXT:
-            raise OpenEnvError(f"{self._url} closed the session after {kind}")
-        message = json.loads(reply.data)
+        await self._socket.send(json.dumps({"type": kind, "data": data}, default=str))
+        try:
+            message = json.loads(await self._socket.receive())
+        except HttpError:
+            raise OpenEnvError(f"{self._url} closed the session after {kind}") from None
         if message.get("type") != "observation":
             raise OpenEnvError(f"{self._url} replied to {kind}: {str(message.get('data', message))[:500]}")
         return message["data"]

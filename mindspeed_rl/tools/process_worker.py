@@ -12,15 +12,28 @@ import inspect
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from mindspeed_rl import registry
 from mindspeed_rl.isolation.channel import Channel, Message
-from mindspeed_rl.rewards.worker import describe, limit_memory
+from mindspeed_rl.isolation.pool import WorkerPool
+from mindspeed_rl.isolation.process import describe, limit_memory
 from mindspeed_rl.tools.tool import ToolError, ToolResult, to_tool_result
 
 #: longer texts lose their middle here, before they are sent and their tokens are counted
 _MAX_CHARACTERS = 1 << 20
+_MEMORY_BYTES = 2 << 30
+
+
+def build_tool_pool(modules: Iterable[str], memory_bytes: int = _MEMORY_BYTES) -> WorkerPool:
+    """Return a pool of processes for tools; it is not started.
+
+    Args:
+        modules: imported before the first process is forked.
+        memory_bytes: limit of a process beyond its initial memory.
+    """
+    return WorkerPool(f"{__name__}:{run_worker.__name__}", modules, owner="the tool", memory_bytes=memory_bytes)
 
 
 def run_worker(channel: Channel, setup: Message) -> None:

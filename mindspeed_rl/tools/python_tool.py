@@ -8,8 +8,8 @@ from functools import partial
 
 from mindspeed_rl import registry
 from mindspeed_rl.isolation.channel import Message
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, RunIn
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import (
@@ -31,10 +31,10 @@ class PythonTool(Tool):
         super().__init__(settings, [schema])
         self.accepted_options = accepted_options
         self._name = schema["function"]["name"]
-        self._processes: ProcessPool | None = None
+        self._processes: WorkerPool | None = None
         self._threads = HungThreads(settings.max_parallel)
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`."""
         self._processes = processes
 

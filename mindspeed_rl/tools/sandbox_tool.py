@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.sandboxes import CommandResult, Sandbox, SandboxError, SandboxPool
 from mindspeed_rl.tools.tool import AcceptedOptions, CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -62,7 +62,7 @@ class SandboxTool(Tool):
         super().__init__(settings, schemas)
         self.modules = ("mindspeed_rl.tools.agent_program",)
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`."""
         self._pool.start(processes)
 

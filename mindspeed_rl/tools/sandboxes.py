@@ -19,19 +19,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.isolation.pool import WorkerError, WorkerPool
 from mindspeed_rl.tools.agent_program import run_command
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.tool import ToolError
-
-if TYPE_CHECKING:
-    import aiohttp
-
-    from mindspeed_rl.tools.processes import ProcessPool
 
 _LOG = logging.getLogger(__name__)
 #: a provider that failed is tried again after so long, or where no other works
@@ -124,7 +121,7 @@ class _Local(Provider):
     def __init__(self, options: OptionReader, where: str) -> None:
         super().__init__(options, where)
         self.network = bool(options.read("network", False))
-        self.processes: ProcessPool  # of the toolbox; set before the first start
+        self.processes: WorkerPool  # of the toolbox; set before the first start
         self._snapshots: list[str] = []
 
     async def start(self, snapshot: str = "") -> Sandbox:
@@ -163,7 +160,7 @@ class _LocalSandbox(Sandbox):
         try:
             request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
             reply = await provider.processes.call(request, timeout_s + _GRACE_S)
-        except ToolError as error:
+        except WorkerError as error:
             if error.problem == "timeout":
                 return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
             raise SandboxError(str(error), error.problem) from None
@@ -303,7 +300,7 @@ class _Service(Provider):
             raise ValueError(f"{where} needs url")
         self.url = url.rstrip("/")
         self.key = os.environ.get(options.read_text("key_env", self.default_key_env or None) or "", "")
-        self._client: aiohttp.ClientSession | None = None
+        self._client = HttpClient(_MAX_REPLY_BYTES, follows_redirects=True)
 
     async def request(
         self, method: str, url: str, timeout_s: float, *, accepted: Sequence[int] = (200, 201, 202, 204), **more: Any
@@ -313,26 +310,21 @@ class _Service(Provider):
         Raises:
             SandboxError: no reply in time, or another status.
         """
-        import aiohttp  # a dependency of Ray; only such runs need it
 
-        if self._client is None:
-            self._client = aiohttp.ClientSession()
+        def read(reply: HttpReply) -> bytes:
+            if reply.status not in accepted:
+                raise SandboxError(f"{url} replied with status {reply.status}: {reply.text[:300]}")
+            return reply.body
+
         try:
-            async with self._client.request(method, url, timeout=aiohttp.ClientTimeout(total=timeout_s), **more) as reply:
-                body = await reply.content.read(_MAX_REPLY_BYTES)
-                while not reply.content.at_eof() and len(body) < _MAX_REPLY_BYTES:
-                    body += await reply.content.read(_MAX_REPLY_BYTES)
-        except asyncio.TimeoutError:
-            raise SandboxError(f"{url} took longer than {timeout_s:g} s", "timeout") from None
-        except aiohttp.ClientError as error:
-            raise SandboxError(f"{url}: {type(error).__name__}: {error}", "crashed") from None
-        if reply.status not in accepted:
-            raise SandboxError(f"{url} replied with status {reply.status}: {body[:300].decode('utf-8', 'replace')}")
-        return body
+            return await self._client.request(method, url, read, timeout_s=timeout_s, **more)
+        except HttpError as error:
+            if error.late:
+                raise SandboxError(f"{url} took longer than {timeout_s:g} s", "timeout") from None
+            raise SandboxError(f"{url}: {error}", "crashed") from None
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.close()
+        await self._client.close()
 
 
 def _parse(body: bytes, url: str) -> JsonObject:
@@ -484,13 +476,9 @@ class _E2bSandbox(Sandbox):
         return await self._provider.request("GET", f"{self._url}/files", _START_LIMIT_S, params=params, headers=self._headers)
 
     async def write(self, path: str, data: bytes) -> None:
-        import aiohttp
-
-        form = aiohttp.FormData()
-        form.add_field("file", data, filename=PurePosixPath(path).name)
-        params = {"path": path, "username": "user"}
+        form, params = [("file", data, PurePosixPath(path).name)], {"path": path, "username": "user"}
         url = f"{self._url}/files"
-        await self._provider.request("POST", url, _START_LIMIT_S, params=params, data=form, headers=self._headers)
+        await self._provider.request("POST", url, _START_LIMIT_S, params=params, form=form, headers=self._headers)
 
     async def snapshot(self) -> str:
         url = f"{self._provider.url}/sandboxes/{self._name}/snapshots"
@@ -548,12 +536,8 @@ class _DaytonaSandbox(Sandbox):
         return await self._provider.request("GET", f"{self._url}/files/download", _START_LIMIT_S, **more)
 
     async def write(self, path: str, data: bytes) -> None:
-        import aiohttp
-
-        form = aiohttp.FormData()
-        form.add_field("files[0].path", path)
-        form.add_field("files[0].file", data, filename=path)
-        more = {"headers": self._headers, "data": form}
+        form = [("files[0].path", path, None), ("files[0].file", data, path)]
+        more = {"headers": self._headers, "form": form}
         await self._provider.request("POST", f"{self._url}/files/bulk-upload", _START_LIMIT_S, **more)
 
     async def stop(self) -> None:
@@ -620,7 +604,7 @@ class SandboxPool:
             options.reject_unknown()
         return cls(offers, warm)
 
-    def start(self, processes: ProcessPool) -> None:
+    def start(self, processes: WorkerPool) -> None:
         """Use the processes of the toolbox for local commands, and start sandboxes ahead."""
         for offer in self.offers:
             if isinstance(offer.provider, _Local):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from array import array
 from collections import Counter
 from collections.abc import Sequence
@@ -15,9 +13,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.running import HungThreads, run_in_thread
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
@@ -67,7 +66,7 @@ class Search(Tool):
         self._threads = HungThreads(settings.max_parallel)
         self._corpus: _Corpus | None = None
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """See `Tool`; reads the corpus."""
         if self._files:
             self._corpus = await run_in_thread(partial(_Corpus.read, self._files, *self._keys, where=self._where))
@@ -80,9 +79,8 @@ class Search(Tool):
             queries = query if isinstance(query, list) else [query]
             if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(text, str) and text.strip() for text in queries):
                 raise ToolError(f"search takes from 1 to {_MAX_QUERIES} queries, texts that are not empty", "bad_arguments")
-            self._threads.check()
-            function = partial(self._search, self._corpus, [text[:_MAX_QUERY] for text in queries], timeout_s)
-            return ToolResult("\n---\n".join(await self._threads.run(function)), metrics={"queries": float(len(queries))})
+            found = await self._search([text[:_MAX_QUERY] for text in queries], timeout_s)
+            return ToolResult("\n---\n".join(found), metrics={"queries": float(len(queries))})
 
         return Session(run)
 
@@ -90,11 +88,18 @@ class Search(Tool):
         """See `Tool`."""
         self._corpus = None
 
-    def _search(self, corpus: _Corpus | None, queries: Sequence[str], timeout_s: float) -> list[str]:
-        if corpus is not None:
-            return [corpus.find(query, self._topk) for query in queries]
+    async def _search(self, queries: Sequence[str], timeout_s: float) -> list[str]:
+        if (corpus := self._corpus) is not None:
+            self._threads.check()
+            return await self._threads.run(lambda: [corpus.find(query, self._topk) for query in queries])
         assert self._url is not None  # one of the two is set
-        return _query_server(self._url, queries, self._topk, timeout_s)
+        body = {"queries": list(queries), "topk": self._topk, "return_scores": True}
+        async with HttpClient(_MAX_REPLY_BYTES, follows_redirects=True) as client:
+            try:
+                texts = await client.request("POST", self._url, _read_results, json=body, timeout_s=timeout_s)
+            except HttpError as error:
+                raise ToolError(f"the search server does not answer: {error}", "crashed") from None
+        return [text or f"nothing was found for {query!r}" for query, text in zip(queries, texts)]
 
 
 class _Corpus:
@@ -156,19 +161,14 @@ def _write_documents(documents: Sequence[tuple[str, str]]) -> str:
     )
 
 
-def _query_server(url: str, queries: Sequence[str], count: int, timeout_s: float) -> list[str]:
-    """Send {"queries", "topk", "return_scores"}; the reply is {"result": [[{"document": {"contents"}}, ...], ...]}."""
-    body = json.dumps({"queries": list(queries), "topk": count, "return_scores": True}).encode()
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+def _read_results(reply: HttpReply) -> list[str]:
+    """Read the documents of each query: {"result": [[{"document": {"contents"}}, ...], ...]}."""
+    if not 200 <= reply.status < 300:
+        raise HttpError(f"HTTP Error {reply.status}: {reply.text[:200]}")
     try:
-        # directly to the server: proxies in the environment are meant for other hosts
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as reply:
-            results = json.loads(reply.read(_MAX_REPLY_BYTES))["result"]
-        texts = [_write_documents([_split_title(entry) for entry in entries]) for entries in results]
-        return [text or f"nothing was found for {query!r}" for query, text in zip(queries, texts)]
-    except (OSError, urllib.error.URLError) as error:
-        raise ToolError(f"the search server does not answer: {error}", "crashed") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        results = reply.read_json()["result"]
+        return [_write_documents([_split_title(entry) for entry in entries]) for entries in results]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ToolError(f"the search server's reply is not what it should be ({type(error).__name__})") from None
 
 

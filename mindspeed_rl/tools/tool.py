@@ -6,13 +6,11 @@ import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mindspeed_rl.data.images import ImageError, make_reference
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, Problem, ToolCall
-
-if TYPE_CHECKING:
-    from mindspeed_rl.tools.processes import ProcessPool
 
 Config = Mapping[str, Any]
 """Configuration of a tool as it is in the tool file."""
@@ -99,7 +97,7 @@ class Tool:
     def __init__(self, settings: CallSettings, schemas: Sequence[JsonObject] = ()) -> None:
         self.settings, self.schemas = settings, list(schemas)
 
-    async def start(self, processes: ProcessPool) -> None:
+    async def start(self, processes: WorkerPool) -> None:
         """Prepare the state that all sessions share.
 
         Raises:

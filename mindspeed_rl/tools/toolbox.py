@@ -15,8 +15,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from mindspeed_rl import registry
+from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
-from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
 
 _MAX_VALUE_LENGTH = 120
@@ -83,7 +84,7 @@ class Toolbox:
         self._limits, self._count = limits, count_tokens
         self._functions: dict[str, _Function] = {}
         self._open: set[Tools] = set()
-        self._processes = ProcessPool({module for tool in tools for module in tool.modules})
+        self._processes = build_tool_pool({module for tool in tools for module in tool.modules})
         self.parser: ToolParser
 
     async def start(self) -> None:
@@ -275,6 +276,8 @@ class Tools:
                 return await _await_within(session.call(call, timeout_s), timeout_s, session.grace_s)
             except ToolError:
                 raise
+            except WorkerError as error:
+                raise ToolError(str(error), error.problem) from None
             except Exception as error:
                 _LOG.debug("tool %s failed", call.name, exc_info=True)
                 raise ToolError(f"{type(error).__name__}: {str(error)[:1000]}") from error

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.rewards.samples import RewardResult
@@ -19,7 +20,6 @@ from mindspeed_rl.rollout.protocol import Generated, PartialResponse, RolloutEng
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.serving.weight_sync import LoopThread
 from mindspeed_rl.tools.tasks import start_task
 from mindspeed_rl.trainers.admission import Admission, InFlight
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
@@ -226,7 +226,7 @@ class StreamingSource:
             result = await poll()
             if result is not None or loop.time() >= end:
                 return result
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), end - loop.time())
 
     async def _continue(self, version: int) -> None:

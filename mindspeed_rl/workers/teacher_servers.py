@@ -1,20 +1,17 @@
 """Teachers on servers with vLLM's completions: log-probs of prompt tokens, which are a student's prompt and response.
 
-The driver sends one request for each sequence of a row, many at a time, directly (no proxies, no redirects).
+The driver sends one request for each sequence of a row, many at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import os
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import aiohttp
 import torch
 from torch import Tensor
 
@@ -23,6 +20,7 @@ from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
+from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.observability.timers import Timers
 from mindspeed_rl.run.objective import build_distillation
 from mindspeed_rl.run.phases import Phases
@@ -34,9 +32,7 @@ if TYPE_CHECKING:
 #: environment variable with the key that the servers require, if they do
 _API_KEY_VARIABLE = "TEACHER_API_KEY"
 _ATTEMPTS = 5
-_FIRST_PAUSE_S = 0.5
-#: temporary: overload, limits, gateways
-_RETRIED = {0, 408, 409, 425, 429, 500, 502, 503, 504}
+_MAX_REPLY_BYTES = 1 << 30
 _MAX_REQUESTS = 64
 _TIMEOUT_S = 600.0
 _REPLACED = "\ufffd"
@@ -173,16 +169,16 @@ class TeacherServers:
         key = os.environ.get(_API_KEY_VARIABLE, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limit = asyncio.Semaphore(_MAX_REQUESTS)
-        async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S)) as session:
+        async with HttpClient(_MAX_REPLY_BYTES, attempts=_ATTEMPTS, headers=headers) as client:
             for address in dict.fromkeys(address for address, _ in requests):
                 if address not in self._models:
-                    reply = await self._call(session, address, "models", None)
+                    reply = await self._call(client, address, "models", None)
                     self._models[address] = reply["data"][0]["id"] if reply.get("data") else "default"
 
             async def request(address: str, ids: list[int]) -> list[Any]:
                 body = {"model": self._models[address], "prompt": ids, "max_tokens": 1, "temperature": 1.0}
                 async with limit:
-                    reply = await self._call(session, address, "completions", body | {"prompt_logprobs": self._top_k})
+                    reply = await self._call(client, address, "completions", body | {"prompt_logprobs": self._top_k})
                 choices = reply.get("choices") or [{}]
                 found = choices[0].get("prompt_logprobs") or reply.get("prompt_logprobs")
                 if not isinstance(found, list) or len(found) != len(ids):
@@ -194,27 +190,25 @@ class TeacherServers:
 
             return await asyncio.gather(*(request(address, ids) for address, ids in requests))
 
-    async def _call(self, session: aiohttp.ClientSession, address: str, path: str, body: object) -> dict[str, Any]:
-        """Return the reply of a server as JSON; calls that fail for a passing reason are repeated.
+    async def _call(self, client: HttpClient, address: str, path: str, body: object) -> dict[str, Any]:
+        """Return the reply of a server as JSON.
 
         Raises:
             TeacherServerError: the server refuses the request, or does not reply.
         """
-        url, status, text = f"{address.rstrip('/')}/{path}", 0, ""
-        for attempt in range(_ATTEMPTS):
-            try:
-                method = "GET" if body is None else "POST"
-                async with session.request(method, url, json=body, allow_redirects=False) as response:
-                    status, text = response.status, await response.text()
-                if status == 200:
-                    reply = json.loads(text)
-                    return reply if isinstance(reply, dict) else {}
-            except (OSError, aiohttp.ClientError, TimeoutError, ValueError) as error:
-                status, text = 0, f"{type(error).__name__}: {error}"
-            if status not in _RETRIED:
-                break
-            # random, so that calls that failed together are not repeated together
-            await asyncio.sleep(_FIRST_PAUSE_S * 2**attempt * random.uniform(0.5, 1.0))
-        raise TeacherServerError(
-            f"rl_config.distillation.teacher_models: the teacher at {url} answers {status or 'nothing'}: {text[:300]}"
-        )
+        url = f"{address.rstrip('/')}/{path}"
+
+        def fail(status: object, text: str) -> TeacherServerError:
+            subject = f"rl_config.distillation.teacher_models: the teacher at {url}"
+            return TeacherServerError(f"{subject} answers {status}: {text[:300]}")
+
+        def read(reply: HttpReply) -> dict[str, Any]:
+            if reply.status != 200:
+                raise fail(reply.status, reply.text)
+            value = reply.read_json()
+            return value if isinstance(value, dict) else {}
+
+        try:
+            return await client.request("GET" if body is None else "POST", url, read, json=body, timeout_s=_TIMEOUT_S)
+        except HttpError as error:
+            raise fail("nothing", str(error)) from error

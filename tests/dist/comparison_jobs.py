@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -188,7 +189,8 @@ def compare(
     )
     run = plan_models(resolve(cfg, platform="cpu"))
     if engine_type is not None:  # run files may not say so: the two would disagree
-        cfg.generate_config.dtype = engine_type
+        generate = dataclasses.replace(run.generate, dtype=engine_type)
+        run = dataclasses.replace(run, config=dataclasses.replace(run.config, generate_config=generate))
     moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers
     found: dict[str, tuple[str, Evidence]] = {}
     worker = ComparisonWorker(run, f"comparison{dist.__name__}", rank=0)

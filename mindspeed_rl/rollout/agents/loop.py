@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mindspeed_rl.config.keys.rl import AgentKeys
 from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
 from mindspeed_rl.tools.endpoint import RecordingEndpoint
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
-from mindspeed_rl.tools.processes import ProcessPool
 from mindspeed_rl.tools.toolbox import Toolbox, Tools
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
 
@@ -91,7 +91,7 @@ class AgentLoop(ABC):
     """
 
     reads_rows: ClassVar[bool] = True
-    resources: Sequence[VerifiersProgram | RecordingEndpoint | ProcessPool] = ()
+    resources: Sequence[VerifiersProgram | RecordingEndpoint | WorkerPool] = ()
 
     def __init__(self, settings: LoopSettings) -> None:
         """Store the settings.

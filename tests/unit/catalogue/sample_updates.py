@@ -27,6 +27,7 @@ from mindspeed_rl.algorithms.masks import entropy_threshold
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.head_outputs import TeacherDivergence
 from mindspeed_rl.workers.model_worker import _critic_loss
 from mindspeed_rl.workers.stages import STAGES
 
@@ -126,9 +127,9 @@ def compute_supervised_update(name: str, config: MegatronConfig) -> float:
     uniform, mask = _random_rows(2, 4)
     columns = {"loss_mask": mask, "ref_log_probs": -9.0 * uniform(4), "desirable": uniform(4) > 0.5, "kl": uniform(4)}
     columns["judgements"] = torch.zeros_like(mask, dtype=torch.int64)
-    outputs = [-3.0 * uniform() for _ in stage.choices or (0, 1)]
-    if stage.divergence is not None:
+    outputs = [-3.0 * uniform() for _ in range(stage.outputs.count)]
+    if isinstance(stage.outputs, TeacherDivergence):
         student, teacher = (uniform(4 * WIDTH, TOP_K).log() - 2.0 for _ in range(2))
-        outputs += [values.view(4, WIDTH) for values in stage.divergence(student, teacher)]
+        outputs[2:] = [values.view(4, WIDTH) for values in stage.outputs.divergence(student, teacher)]
     output = stage.loss(LossInputs(tuple(outputs), mask, columns))
     return output.loss_sum.item() / output.count.item()

@@ -76,7 +76,7 @@ def test_only_the_catalogue_spells_the_names() -> None:
     }
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        if path.parent.name in ("catalogue", "compat"):  # importers: what other projects' names are called here
+        if path.parent.name in ("catalogue", "compat", "importers"):  # importers: what other projects' names are called here
             continue
         where = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

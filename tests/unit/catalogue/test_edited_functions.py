@@ -194,5 +194,6 @@ def test_workers_call_the_one_policy_loss_and_losses_are_made_where_they_are_doc
         "algorithms/preference_losses.py",
         # of a micro-batch that only fills up
         "engine/train_engine.py",
+        "workers/stages/instruction.py",
         "workers/stages/stage.py",
     }

@@ -13,6 +13,7 @@ from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new import _KINDS
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.explain.plan_page import explain
 
 SUPERVISED = ("preference", "sft")
@@ -38,8 +39,7 @@ def test_every_kind_is_a_folder_with_data_a_valid_run_file_and_a_readme(kind: st
         [json.loads(line) for line in (folder / f"{part}.jsonl").read_text().splitlines()] for part in ("train", "heldout")
     )
     assert len(train) >= 30 and len(held_out) == 24 and all(row not in train for row in held_out)
-    cfg = load_run_config(str(folder / "run.yaml"))
-    report = explain(cfg)
+    report = explain(load_run(str(folder / "run.yaml")))
     assert report["errors"] == [] and report["missing"] == [] and report["unavailable"] == []
     readme = (folder / "README.md").read_text()
     assert "$" not in readme + (folder / "run.yaml").read_text()

@@ -8,26 +8,29 @@ from pathlib import Path
 import pytest
 
 import mindspeed_rl
-from mindspeed_rl import config
-from mindspeed_rl.config import GenerateConfig, MegatronConfig, MsprobeConfig, ProfilerConfig, RLConfig, SamplingConfig
+from mindspeed_rl.config import (
+    GenerateConfig,
+    MegatronConfig,
+    MsprobeConfig,
+    ProfilerConfig,
+    RLConfig,
+    SamplingConfig,
+    build_run_config,
+)
 from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES
 from mindspeed_rl.config.keys.schema import list_keys
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.validation import unavailable
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
-#: modules of the configuration layer that turn keys into numbers of the plan or into other keys
-DERIVING = (
-    "loader.py",
-    "compat/aliases.py",
-    "objective.py",
-    "sizes.py",
-    "placement.py",
-    "keys/deadlines.py",
-    "resolve.py",
-    "keys/rl.py",
-    "run.py",
-)
+#: folders that declare, check and explain keys
+ABOUT_KEYS = tuple(PACKAGE / name for name in ("config", "run/rules", "run/explain"))
+#: modules among them that turn keys into others
+DERIVING = ("loader.py", "compat/aliases.py", "keys/deadlines.py", "keys/rl.py", "run.py")
+#: modules that put what a run does into words
+WORDS = tuple(PACKAGE / "run" / name for name in ("formula.py", "phases.py", "columns.py"))
 #: objects of other layers that have attributes of the same names
 OTHERS = {"args", "arguments", "options", "model_config", "scaling", "destination", "sample"}
 
@@ -52,15 +55,18 @@ def holder(node: ast.Attribute) -> str:
 
 @pytest.fixture(scope="module")
 def read() -> set[str]:
-    """Names that code outside the configuration layer reads, or that the layer turns into numbers of the plan."""
-    folder = PACKAGE / "config"
-    outside = [path for path in PACKAGE.rglob("*.py") if folder not in path.parents]
-    return names_read(outside) | names_read([folder / name for name in DERIVING])
+    """Names that code which acts reads, or that `config` turns into other keys."""
+    acting = [path for path in PACKAGE.rglob("*.py") if path not in WORDS and not is_about_keys(path)]
+    return names_read(acting) | names_read([PACKAGE / "config" / name for name in DERIVING])
+
+
+def is_about_keys(path: Path) -> bool:
+    return any(folder in path.parents for folder in ABOUT_KEYS)
 
 
 def refused() -> set[str]:
     """Keys that `unavailable` looks at: a trainer does not start with them."""
-    tree = ast.parse((PACKAGE / "config" / "rules" / "validation.py").read_text())
+    tree = ast.parse((PACKAGE / "run" / "rules" / "validation.py").read_text())
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "unavailable")
     return {node.attr for node in ast.walk(function) if isinstance(node, ast.Attribute)}
 
@@ -86,7 +92,7 @@ def test_no_key_that_is_declared_without_effect_is_read_as_an_attribute_of_its_g
     holders = {"config", "_config", "cfg", "actor", "actor_config", "rl", "rl_config", "generate_config", "role", "keys"}
     stale = set()
     for path in PACKAGE.rglob("*.py"):
-        if PACKAGE / "config" in path.parents:
+        if is_about_keys(path):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and node.attr in names and holder(node) in holders:
@@ -95,12 +101,12 @@ def test_no_key_that_is_declared_without_effect_is_read_as_an_attribute_of_its_g
 
 
 def test_a_refused_key_stops_a_run_with_a_sentence_that_names_it() -> None:
-    critic = config.build_run_config(
+    critic = build_run_config(
         {
             "megatron_training": {"stage": "ray_ppo"},
             "rl_config": {"actor_resource": {"num_npus": 8}, "critic_resource": {"num_npus": 4}},
         }
     )
-    assert [sentence.split(":")[0] for sentence in config.unavailable(critic)] == [
+    assert [sentence.split(":")[0] for sentence in unavailable(draft(critic))] == [
         "rl_config.critic_resource",
     ]

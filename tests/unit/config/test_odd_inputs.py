@@ -11,6 +11,7 @@ from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 from mindspeed_rl.config.keys import PATH_KEYS, collect_keys
 from mindspeed_rl.config.run_files import find_project_configs
+from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.rules.validation import validate
 
 NAMES = [
@@ -163,6 +164,6 @@ def test_a_blank_path_is_refused_by_its_key(value: str) -> None:
     ]:
         if value == "''" and option.rpartition(".")[2] in ("ref_model", "wandb_save_dir", "swanlab_save_dir"):
             continue  # empty by default
-        cfg = load_run_config("grpo_tiny_cpu", None, [f"{option}={value}"])
-        assert any(f"{option} is " in str(item) for item in validate(cfg)), option
+        run = load_run("grpo_tiny_cpu", None, [f"{option}={value}"])
+        assert any(f"{option} is " in str(item) for item in validate(run)), option
     assert blank in _path_options()

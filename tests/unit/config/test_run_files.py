@@ -8,10 +8,10 @@ import pytest
 import yaml
 from sample_runs import prompt_level
 
-from mindspeed_rl.config import build_run_config, load_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
+from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
-from mindspeed_rl.run.resolve import build_batch_plan
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 
@@ -60,15 +60,15 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", RUN_FILES)
 def test_every_run_file_is_sound(name: str) -> None:
-    cfg = load_run_config(name)
-    assert validate(cfg) == []
-    build_batch_plan(cfg)
+    run = load_run(name)
+    assert validate(run) == []
+    assert run.plan.num_samples > 0
 
 
 @pytest.mark.parametrize("name", UPSTREAM)
 def test_a_run_file_for_ascend_has_the_numbers_its_users_know(name: str) -> None:
-    cfg = load_run_config(name)
-    actor, rl, generate = cfg.actor_config, cfg.rl_config, cfg.generate_config
+    run = load_run(name)
+    actor, rl, generate = run.config.actor_config, run.rl, run.generate
     assert UPSTREAM[name] == (
         actor.global_batch_size,
         rl.n_samples_per_prompt,
@@ -95,11 +95,12 @@ def test_every_model_of_the_tables_has_a_block() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_model_block_has_the_shape_of_its_model(name: str) -> None:
     block = yaml.safe_load((CONFIGS / "model" / f"{name}.yaml").read_text(encoding="utf-8"))
-    cfg = build_run_config({"model": block, "megatron_training": {"stage": "sft", "model": name, "global_batch_size": 1}})
-    model = cfg.actor_config
+    tree = {"model": block, "megatron_training": {"stage": "sft", "model": name, "global_batch_size": 1}}
+    run = draft(build_run_config(tree))
+    model = run.config.actor_config
     shape = (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.num_attention_heads, model.num_query_groups)
     assert (*shape, model.padded_vocab_size, model.num_experts) == SHAPES[name]
-    assert validate(cfg) == []
+    assert validate(run) == []
 
 
 def test_run_files_for_ascend_set_no_key_without_effect_but_names_that_users_expect() -> None:
@@ -115,12 +116,12 @@ def test_run_files_for_ascend_set_no_key_without_effect_but_names_that_users_exp
     kept |= {"clip_ratio", "clip_higher_enable", "clip_ratio_low", "clip_ratio_high"}  # most of them make one step a rollout
     kept |= {"use_flash_attn", "use_fused_rmsnorm", "use_fused_swiglu", "use_fused_rotary_pos_emb", "attention_mask_type"}
     for name in UPSTREAM:
-        idle = {key.rpartition(".")[2] for key in find_keys_without_effect(load_run_config(name))}
+        idle = {key.rpartition(".")[2] for key in find_keys_without_effect(load_run(name))}
         assert idle <= kept, (name, idle - kept)
 
 
 def test_no_run_file_asks_for_something_this_version_lacks() -> None:
-    assert [name for name in RUN_FILES if unavailable(load_run_config(name))] == []
+    assert [name for name in RUN_FILES if unavailable(load_run(name))] == []
 
 
 def test_a_run_file_of_mindspeed_rl_loads_unchanged(tmp_path: Path) -> None:
@@ -143,12 +144,13 @@ def test_a_run_file_of_mindspeed_rl_loads_unchanged(tmp_path: Path) -> None:
         "profiler_config:\n  integrated:\n    profile: true\n    stage: actor_update\n    profile_ranks: [0]\n"
         "msprobe_config:\n  msprobe: false\n  dump_path: './msprobe_dump'\n"
     )
-    cfg = load_run_config("old_style", tmp_path)
+    run = load_run("old_style", tmp_path)
+    cfg = run.config
     assert (cfg.actor_config.lr, cfg.actor_config.min_lr, cfg.actor_config.recompute_granularity) == (5e-7, 5e-8, "full")
     assert cfg.actor_config.num_layer_list == "2"
     assert cfg.profiler_config.integrated.profile_ranks == [0]
     assert cfg.generate_config.sampling_config.temperature == 0.8
-    assert validate(cfg) == []
+    assert validate(run) == []
 
 
 def test_changes_reach_nested_keys_whatever_their_spelling_and_leave_the_run_file_alone() -> None:
@@ -162,9 +164,9 @@ def test_changes_reach_nested_keys_whatever_their_spelling_and_leave_the_run_fil
 def test_the_first_run_file_of_the_guide_of_agents_works_when_copied(guide: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CONFIGS.parent)
     block = Path("docs", guide).read_text().split("```yaml\n")[1].split("```")[0]
-    cfg = prompt_level(rl_config=yaml.safe_load(block)["rl_config"])
-    assert validate(cfg) == [] and cfg.response_limit == 4096 - 2048
-    assert cfg.rl_config is not None and cfg.rl_config.tool_config_path is not None
-    tools = build_tools(read_tools(cfg.rl_config.tool_config_path))
+    run = prompt_level(rl_config=yaml.safe_load(block)["rl_config"])
+    assert validate(run) == [] and run.config.response_limit == 4096 - 2048
+    assert run.rl.tool_config_path is not None
+    tools = build_tools(read_tools(run.rl.tool_config_path))
     names = [schema["function"]["name"] for tool in tools for schema in tool.schemas]
     assert names == ["calculator", "code_interpreter", "finish"]

@@ -11,6 +11,8 @@ import pytest
 from published import ALL, DATA, name_of
 
 from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.explain.effects import find_keys_without_effect, find_warnings
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
@@ -23,10 +25,10 @@ NOT_THERE: dict[str, str] = {}
 def refusals(path: Path) -> list[str]:
     """The sentences with which `train` refuses a run file; none for one that it accepts."""
     try:
-        cfg = load_run_config(path.stem, path.parent)
+        run = load_run(path.stem, path.parent)
     except ConfigError as error:
         return [sentence.removeprefix("not available in this version: ") for sentence in error.errors]
-    return [str(violation) for violation in validate(cfg)] + unavailable(cfg)
+    return [str(violation) for violation in validate(run)] + unavailable(run)
 
 
 @pytest.mark.parametrize("path", ALL, ids=name_of)
@@ -42,16 +44,16 @@ def test_each_refusal_of_this_list_has_a_run_file_of_ours() -> None:
     assert found == set(NOT_THERE)
 
 
-def load(name: str):
-    return load_run_config(name, RUN_FILES)
+def load(name: str) -> Run:
+    return load_run(name, RUN_FILES)
 
 
 def test_names_of_earlier_releases_mean_the_present_keys() -> None:
-    latent = load("names_of_2_2_latent").actor_config
+    latent = load("names_of_2_2_latent").config.actor_config
     assert (latent.qk_head_dim, latent.qk_pos_emb_head_dim, latent.moe_router_num_groups) == (128, 64, 8)
     assert (latent.moe_router_topk_scaling_factor, latent.beta_fast, latent.multi_latent_attention) == (2.5, 32, True)
     assert latent.moe_ffn_hidden_size == 2048 and latent.moe_router_group_topk == 4
-    masks = load("names_of_2_2_moe")
+    masks = load("names_of_2_2_moe").config
     assert (masks.ignored["megatron_training.attention_mask_type"], masks.actor_config.npu_deterministic) == ("causal", False)
     assert "npu_deterministic" in masks.set_keys["megatron_training"]
     assert masks.deprecated["megatron_training.use_deter_comp"] == "read as npu_deterministic, its name since MindSpeed-RL 2.3"

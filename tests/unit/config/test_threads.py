@@ -62,5 +62,6 @@ def test_the_key_precedes_the_environment_and_that_the_cores():
 def test_a_run_divides_the_cores_among_the_workers_of_a_machine(monkeypatch, platform, nodes, threads):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("mindspeed_rl.config.threads.count_cores", lambda: 24)
-    cfg = prompt_level(16, megatron_training={"train_iters": 3})
-    assert resolve(cfg, nodes, platform=platform).threads == threads
+    run = prompt_level(16, megatron_training={"train_iters": 3})
+    found = resolve(run.config, nodes, platform=platform).threads
+    assert (found and found.count) == threads

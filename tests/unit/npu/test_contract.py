@@ -16,7 +16,8 @@ import contract
 
 from mindspeed_rl.adaptors import mindspeed, vllm_ascend
 from mindspeed_rl.cli.doctor import variables as doctor_variables
-from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.run.rules.validation import validate
 
@@ -136,10 +137,10 @@ def test_expert_maps_and_latent_attention_are_what_the_hooks_expect() -> None:
 def test_every_rank_of_a_shipped_moe_run_gets_a_place_of_its_own_in_its_group(
     name: str, tensor: int, sharing: int, groups: int
 ) -> None:
-    config = load_run_config(name)
-    assert config.generate_config is not None and validate(config) == []
+    run = load_run(name)
+    assert validate(run) == []
     world = tensor * sharing * groups
-    layout = RolloutLayout.from_config(config.generate_config, world)
+    layout = RolloutLayout.from_config(run.generate, world)
     # vLLM's documented order of ranks: independent groups x replicas of a group x tensor ranks
     order = np.arange(world).reshape(groups, sharing, tensor)
     assert layout.expert_groups() == order.reshape(groups, -1).tolist()
@@ -147,7 +148,7 @@ def test_every_rank_of_a_shipped_moe_run_gets_a_place_of_its_own_in_its_group(
     for (_, place, _), rank in np.ndenumerate(order):
         environment = layout.engine_environment(int(rank), ("10.0.0.1", "29500"))
         assert (environment["VLLM_DP_SIZE"], environment["VLLM_DP_RANK"]) == (str(sharing), str(place))
-    without_map = dataclasses.replace(config.generate_config, expert_map_path=None)  # the user makes that file
+    without_map = dataclasses.replace(run.generate, expert_map_path=None)  # the user makes that file
     arguments = layout.engine_arguments() | vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(without_map)
     assert arguments["enable_expert_parallel"] and arguments["tensor_parallel_size"] == tensor
     # with the argument instead of the variables, RANK // tensor would be the place, which leaves the second group

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.adaptors import mindspeed
-from mindspeed_rl.config import MegatronConfig, load_run_config
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import _PROCESS_GROUPS, LEFT_OFF_FEATURES, parse_group_buffers
+from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.explain.effects import find_warnings
 
 
@@ -93,11 +94,11 @@ def test_a_feature_that_is_left_off_is_warned_of_and_explained(key: str) -> None
     with pytest.warns(UserWarning, match=f"^{key}: left off: "):
         keys = mindspeed.settings(MegatronConfig(**{key: True}))
     assert key not in keys and not any(name.startswith("coc_") for name in keys)
-    plain = load_run_config("grpo_qwen25_7b_A3")
-    asked = load_run_config("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true"])
+    plain = load_run("grpo_qwen25_7b_A3")
+    asked = load_run("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true"])
     (added,) = set(find_warnings(asked)) - set(find_warnings(plain))
     assert added.startswith(f"actor_config.{key}: left off where MindSpeed trains")
-    on_cpu = load_run_config("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true", "platform=cpu"])
+    on_cpu = load_run("grpo_qwen25_7b_A3", overrides=[f"actor_config.{key}=true", "platform=cpu"])
     assert not any("left off" in text for text in find_warnings(on_cpu))
 
 

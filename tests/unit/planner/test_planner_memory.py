@@ -27,6 +27,7 @@ from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, plan_memory
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import is_valid, validate
 
 #: parameters that the publishers and transformers give; embeddings that are tied count once
@@ -58,8 +59,8 @@ NPU = sorted(path.stem for path in find_project_configs().glob("*.yaml") if "tin
 
 def planned(name: str, **overrides: object) -> MemoryPlan:
     tree = compose(*locate(name, None), [])
-    cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    return plan_memory(cfg, find_device(cfg))
+    run = draft(build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()})))
+    return plan_memory(run, find_device(run.config))
 
 
 def saved_config(folder: Path, **sizes: int) -> transformers.Qwen2Config:
@@ -272,13 +273,13 @@ def test_recomputation_and_context_parallelism_lower_activations_and_more_stages
 def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
     changed = {"actor_config.pipeline_model_parallel_size": 1, "rl_config.actor_resource.num_npus": 8}
     tree = apply_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
-    cfg = build_run_config(tree)
+    run = draft(build_run_config(tree))
     device = DEVICES["A3"]
-    found = find_changes_to_fit(tree, cfg, plan_memory(cfg, device), device)
+    found = find_changes_to_fit(tree, run, plan_memory(run, device), device)
     assert found and all(change.plan.verdict == "fits" for change in found)
-    assert plan_memory(build_run_config(apply_values(tree, found[0].values)), device).verdict == "fits"
+    assert plan_memory(draft(build_run_config(apply_values(tree, found[0].values))), device).verdict == "fits"
     roomy = replace(device, memory=400 * GIB)
-    assert find_changes_to_fit(tree, cfg, plan_memory(cfg, roomy), roomy) == []
+    assert find_changes_to_fit(tree, run, plan_memory(run, roomy), roomy) == []
 
 
 def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> None:
@@ -290,9 +291,9 @@ def test_the_shape_comes_from_config_json_where_it_is_here(tmp_path: Path) -> No
     tree = compose(*locate("sft_tiny_cpu", None), [])
     tree = apply_values(tree, {"megatron_training.tokenizer_name_or_path": str(folder), "megatron_training.load": str(folder)})
     tree = apply_values(tree, {"model": {"tiny_qwen25": {}}, "megatron_training.tensor_model_parallel_size": 1})
-    cfg = build_run_config(tree)
-    counted = owners(plan_memory(cfg, DEVICES["cpu"]), "weights")
-    assert counted == sum(parameter.numel() for parameter in built.parameters()) * (2 if cfg.actor_config.bf16 else 4)
+    run = draft(build_run_config(tree))
+    counted = owners(plan_memory(run, DEVICES["cpu"]), "weights")
+    assert counted == sum(parameter.numel() for parameter in built.parameters()) * (2 if run.config.actor_config.bf16 else 4)
 
 
 def test_a_model_that_nothing_describes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -371,8 +372,8 @@ def test_a_run_that_is_over_as_computed_returns_1_and_says_what_that_means(capsy
 
 @pytest.mark.parametrize("device", ["A2", "A3", "cpu"])
 def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(device: str) -> None:
-    cfg = build_run_config(compose(*locate("dapo_qwen3_30b_a3b_A3", None), []))
-    found = {one.name: one for one in list_memory_assumptions(cfg, DEVICES[device])}
+    run = draft(build_run_config(compose(*locate("dapo_qwen3_30b_a3b_A3", None), [])))
+    found = {one.name: one for one in list_memory_assumptions(run.config, DEVICES[device])}
     assert all(one.value and one.source for one in found.values())
     assert any(one.is_unverified for one in found.values()) == (device != "cpu")
     if device != "cpu":
@@ -458,8 +459,8 @@ def test_a_backbone_that_is_shared_makes_the_pass_of_the_reference() -> None:
 )
 def test_a_candidate_is_valid_where_validate_finds_nothing(overrides: dict) -> None:
     tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
-    cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    assert is_valid(cfg) == (not validate(cfg)) == (not overrides)
+    run = draft(build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()})))
+    assert is_valid(run) == (not validate(run)) == (not overrides)
 
 
 def test_teachers_are_counted_as_their_folders_say_on_either_devices(tmp_path: Path) -> None:

@@ -23,13 +23,14 @@ from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 
 
 def planned(name: str, mean_response: float | None = None, **overrides: object) -> TimePlan:
     tree = compose(*locate(name, None), [])
     cfg = build_run_config(apply_values(tree, {key.replace("__", "."): value for key, value in overrides.items()}))
-    return plan_time(cfg, DEVICES["A3"], samples=SampleMeans(mean_response, 200.0))
+    return plan_time(draft(cfg), DEVICES["A3"], samples=SampleMeans(mean_response, 200.0))
 
 
 def test_lengths_are_those_of_a_cut_lognormal() -> None:
@@ -126,7 +127,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     cfg = build_run_config(compose(*locate("grpo_tiny_cpu", None), []), config_name="grpo_tiny_cpu")
     run = replace(resolve(cfg, platform="cpu"), folder=tmp_path)
     prediction = predict(run)
-    plain = plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(4.0, 6.0))
+    plain = plan_time(draft(cfg), DEVICES["cpu"], samples=SampleMeans(4.0, 6.0))
     records = [
         {
             "iteration": number,
@@ -149,7 +150,7 @@ def test_a_run_folder_corrects_the_plan_and_its_report_has_both(tmp_path: Path, 
     rollout = by_name["rollout"]
     assert rollout["measured"] == pytest.approx(3 * rollout["with_lengths"])
     # nobody knew the lengths before the run: 8 tokens at most, half of them
-    before = plan_time(cfg, DEVICES["cpu"]).phases["rollout"]
+    before = plan_time(draft(cfg), DEVICES["cpu"]).phases["rollout"]
     assert rollout["predicted"] == prediction.seconds["rollout"].predicted == before
     assert by_name["update: weights"]["measured"] == 0.001
     cache = by_name["generate: KV cache"]
@@ -232,7 +233,7 @@ def test_a_supervised_stage_takes_the_time_of_the_sequences_that_its_data_has(tm
         keys = {"data_path": str(tmp_path / "data"), "micro_batch_size": 5, "global_batch_size": 10, **dict(values)}
         changes = {f"megatron_training.{name}": value for name, value in keys.items()}
         cfg = build_run_config(apply_values(compose(*locate("sft_tiny_cpu", None), []), changes))
-        return plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(mean))
+        return plan_time(draft(cfg), DEVICES["cpu"], samples=SampleMeans(mean))
 
     # each costs as much as the longest of its micro-batch: 30 in the first five, 16 in the others
     assert (plan().lengths.mean, plan().tokens) == (23, 230)
@@ -264,7 +265,7 @@ def test_further_turns_are_prefilled_anew_without_a_cache_of_prefixes() -> None:
     parts = []
     for caching in (True, False):
         tree = compose(*locate("grpo_tiny_agent_cpu", None), [f"generate_config.enable_prefix_caching={caching}"])
-        plan = plan_time(build_run_config(tree), DEVICES["cpu"], samples=SampleMeans(20.0, 10.0, turns=3.0))
+        plan = plan_time(draft(build_run_config(tree)), DEVICES["cpu"], samples=SampleMeans(20.0, 10.0, turns=3.0))
         parts.append(plan.parts["rollout"]["prefill"])
     # a sample has 10 tokens of prompt, and for each further turn 10 and half of 20; with the cache 8 samples share their prompt
     assert parts[1] / parts[0] == pytest.approx((10 + 2 * 20) / (10 / 8))
@@ -304,7 +305,7 @@ def test_a_served_judge_reads_prompt_and_response_and_writes_its_reply(tmp_path:
     def plan(**rl: object) -> dict[str, float]:
         changes = {f"rl_config.{name}": value for name, value in {"judge_model": str(tmp_path), **rl}.items()}
         cfg = build_run_config(apply_values(tree, changes | {"generate_config.dtype": "float32"}))
-        return plan_time(cfg, DEVICES["cpu"], samples=SampleMeans(4.0, 6.0)).parts["judge"]
+        return plan_time(draft(cfg), DEVICES["cpu"], samples=SampleMeans(4.0, 6.0)).parts["judge"]
 
     # 64 prompts of 8 samples on two engines, a product and a sum for each of 250,000 weights and 10 tokens
     cpu, efficiency = DEVICES["cpu"], EFFICIENCIES["cpu"]

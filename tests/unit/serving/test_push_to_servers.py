@@ -13,11 +13,12 @@ import torch.distributed as dist
 from ports import find_free_port
 from scripted_server import ScriptedServer
 
+from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.platform.rendezvous import meet, open_store
 from mindspeed_rl.resharding.rendezvous import DeliveryReport, Rendezvous
 from mindspeed_rl.runtime.futures import WorkerError
 from mindspeed_rl.serving.engine_pool import ServerPool
-from mindspeed_rl.serving.weight_sync import LoopThread, WeightSync
+from mindspeed_rl.serving.weight_sync import WeightSync
 
 RIGHT = [DeliveryReport(1, [], 100, 120).to_json()]
 WRONG = [DeliveryReport(1, [], 100, 120).to_json(), DeliveryReport(1, ["w"], 100, 120).to_json()]

@@ -23,7 +23,7 @@ from toolboxes import call, open_toolbox
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.processes import ProcessPool
+from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.sandboxes import PROVIDERS, Provider, SandboxError, SandboxPool
 
 SERVICES: dict[str, dict[str, Any]] = {
@@ -47,7 +47,7 @@ def with_provider(name: str, use: Callable[[Provider, Services], Awaitable[Any]]
     """What `use` returns for a provider, next to the services."""
 
     async def run() -> Any:
-        services, processes = Services(), ProcessPool(["mindspeed_rl.tools.agent_program"])
+        services, processes = Services(), build_tool_pool(["mindspeed_rl.tools.agent_program"])
         async with serve(services) as url:
             if name in SERVICES:
                 options.update({"url": url} | {key: str(value).replace("URL", url) for key, value in SERVICES[name].items()})
@@ -225,7 +225,7 @@ def test_a_local_command_has_limits_of_memory_and_no_network_and_leaves_no_proce
 
 def test_a_provider_that_fails_is_named_and_the_next_one_is_used(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> list[Any]:
-        services, processes = Services(has_v2=False), ProcessPool(["mindspeed_rl.tools.agent_program"])
+        services, processes = Services(has_v2=False), build_tool_pool(["mindspeed_rl.tools.agent_program"])
         await processes.start()
         async with serve(services) as url:
             dead = {"provider": "daytona", "url": "http://127.0.0.1:9", "key_env": "TEST_SANDBOX_KEY"}

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5 on disk, hand-made datasets, and supervised stages in a training world of this process alone."""
+"""Supervised stages in a training world of this process alone."""
 
 from __future__ import annotations
 
@@ -7,29 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from supervised_samples import EOS, NETWORK, PAD, text
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.config import build_run_config
 from mindspeed_rl.run.models import plan_models
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
-
-
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Hugging Face folder: random weights, and a tokenizer of single characters (`supervised_samples.text`)."""
-    folder = tmp_path_factory.mktemp("tiny_qwen25")
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(**NETWORK)).save_pretrained(folder)
-    characters = {text(number): number for number in range(3, 97)}
-    tokenizer = Tokenizer(models.BPE({"<pad>": PAD, "<eos>": EOS, "<unk>": 2, **characters}, [], unk_token="<unk>"))
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    ).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

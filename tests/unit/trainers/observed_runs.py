@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.adaptors import mindspeed
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.keys.schema import list_keys
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
 from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import plan_model, read_model
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import describe_learning_rate
-from mindspeed_rl.run.resolve import build_batch_plan
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.runtime.cluster import build_worker_environment
 from mindspeed_rl.trainers.prompt_loader import _prompt_settings
@@ -34,23 +35,25 @@ def observed(tree: Tree, folder: Path) -> dict[str, str] | None:
         folder: has the config.json of the model.
     """
     try:
-        cfg = build_run_config(copy.deepcopy(tree), config_name="observed")
-        if validate(cfg) or unavailable(cfg):
+        run = draft(build_run_config(copy.deepcopy(tree), config_name="observed"))
+        if validate(run) or unavailable(run):
             return None
         _, model_config, _ = read_model(folder)
+        cfg = run.config
         written = cfg.set_keys["megatron_training"] | cfg.set_keys.get("actor_config", frozenset())
         try:
-            cfg.actor_config = fill_model_keys(cfg.actor_config, model_config, folder / "config.json", written)
+            actor = fill_model_keys(cfg.actor_config, model_config, folder / "config.json", written)
         except ValueError as error:
             return {"contradiction": str(error)}
-        return {name: repr(value) for name, value in _parts(cfg, folder)}
+        filled = dataclasses.replace(run, config=dataclasses.replace(cfg, actor_config=actor))
+        return {name: repr(value) for name, value in _parts(filled, folder)}
     except (ValueError, AssertionError):  # Megatron asserts
         return None
 
 
-def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
-    actor = cfg.actor_config
-    yield "plan", build_batch_plan(cfg)
+def _parts(run: Run, folder: Path) -> Iterator[tuple[str, Any]]:
+    cfg, actor = run.config, run.config.actor_config
+    yield "plan", run.plan
     yield "learning rate", describe_learning_rate(cfg)
     yield "derived keys", cfg.derived
     plan = plan_model(actor, folder)
@@ -65,7 +68,7 @@ def _parts(cfg: RunConfig, folder: Path) -> Iterator[tuple[str, Any]]:
     if cfg.rl_config is None or cfg.is_supervised:
         return
     rl = cfg.rl_config
-    yield "objective", cfg.objective
+    yield "objective", run.objective
     yield (
         "limits",
         [

@@ -19,6 +19,7 @@ from published import MODELS
 
 import mindspeed_rl
 from mindspeed_rl.config import GenerateConfig, MegatronConfig, RLConfig, SamplingConfig, build_run_config
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
@@ -104,12 +105,16 @@ ELSEWHERE: dict[str, str] = {
     "use_mlflow",
     "config/run.py": "max_total_response_length judge_max_tokens judge_max_model_len",
     "run/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
-    # tests/unit/config/test_distillation_keys.py has the keys of distillation
+    # tests/unit/run/test_distillation_keys.py has the keys of distillation
     "rollout_importance_sampling_threshold_min distillation",
-    "config/loader.py": "model stage dropout_in_update",
+    "config/loader.py": "model dropout_in_update",
     "config/keys/generate.py": "speculative_config",
-    "config/keys/deadlines.py": "deadlines wait_timeout_s vllm_server_timeout",
-    "run/resolve.py": "fault_tolerance threads_per_worker",
+    "config/keys/deadlines.py": "wait_timeout_s vllm_server_timeout",
+    "run/deadlines.py": "deadlines",
+    "run/draft.py": "stage threads_per_worker",
+    "run/record.py": "fault_tolerance",
+    "run/length.py": "train_epochs",
+    "run/references.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
@@ -142,7 +147,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "run/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
-    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys train_epochs max_prompt_length "
+    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
     "image_folder limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
@@ -165,8 +170,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path exact_log_probs",
     "workers/remote_group.py": "num_cpus_for_placement_group",
-    "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path ref_model "
-    "integrated_mode_config",
+    "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
     "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
@@ -272,4 +276,4 @@ def test_what_is_refused_is_refused() -> None:
     groups = {"ai_framework": "actor_config", "ckpt_format": "actor_config"}
     for name in REFUSED.split():
         tree = with_key(base(save="somewhere"), (groups.get(name, "rl_config"),), name, values.get(name, True))
-        assert any(name in sentence for sentence in unavailable(build_run_config(tree))), name
+        assert any(name in sentence for sentence in unavailable(draft(build_run_config(tree)))), name

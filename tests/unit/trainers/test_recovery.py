@@ -10,8 +10,9 @@ import pytest
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.resolve import resolve
-from mindspeed_rl.run.resume import Recovery, _resume_from_save
+from mindspeed_rl.run.resume import resume_from_save
 from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.trainers.recovery import Recovery
 
 
 def run_with(folder: Path, *changes: str) -> Run:
@@ -88,6 +89,6 @@ def test_a_mistake_of_the_user_is_no_fault(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_of_its_own_it_begins_anew(tmp_path: Path) -> None:
     run = run_with(tmp_path, *TOLERANT)
-    assert _resume_from_save(run, 0.0) is run
+    assert resume_from_save(run, 0.0) is run
     save(tmp_path, 7)
-    assert _resume_from_save(run, 1e12) is run  # another run's, older than this one
+    assert resume_from_save(run, 1e12) is run  # another run's, older than this one

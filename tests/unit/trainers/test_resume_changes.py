@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import resumed_runs as points
 import test_group_rollout as groups
-import test_resume as points
 from supervised_samples import answers, instruction_row, write_columns
 
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.run.resume import ResumePoint, find_resume_point
-from mindspeed_rl.run.rules.resume_rules import KeyChange
+from mindspeed_rl.run.rules.resume_rules import KeyChange, list_keys_on_resume
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.rollout import FilteredRollout, GroupFilter, SynchronousRollout
@@ -162,7 +162,7 @@ def test_a_fixed_kl_coefficient_is_that_of_the_run_file(tmp_path: Path) -> None:
 
 def point(tmp_path: Path, saved: dict[str, Any], now: dict[str, Any], stage: str = "ray_grpo") -> ResumePoint:
     """Resume a run that was saved with some keys of the actor with others."""
-    state = {"kl": {}, "rollout": {}, "consumed_samples": 8, "keys": points.run(stage, **saved).config.keys_on_resume}
+    state = {"kl": {}, "rollout": {}, "consumed_samples": 8, "keys": list_keys_on_resume(points.run(stage, **saved).config)}
     source = points.checkpoint(tmp_path, 4, json.loads(json.dumps(state)), stage)
     return find_resume_point(points.run(stage, **now), source)
 

@@ -16,9 +16,8 @@ from safetensors.torch import save_file
 from supervised_samples import text
 
 from mindspeed_rl.cli.explain import main as explain
-from mindspeed_rl.cli.train import resolve_run
 from mindspeed_rl.config import ConfigError, load_run_config
-from mindspeed_rl.run.models import plan_models
+from mindspeed_rl.run.models import plan_models, resolve_run
 from mindspeed_rl.trainers.rl_setup import check_rl
 
 _PROMPT = "".join(text(number) for number in (5, 6, 7))

@@ -36,7 +36,7 @@ from mindspeed_rl.run.formula import formula
     ],
 )
 def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], expected: tuple[str, str, str]) -> None:
-    objective = draft(prompt_level(megatron_training={"stage": stage}, rl_config=rl)).objective
+    objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     form = objective.loss.target.partition(":")[2]
     means = {"token": "token_mean", "sequence": "sequence_mean", "constant": "constant_length"}
     assert (form, objective.level, means[objective.normalizer]) == expected
@@ -54,14 +54,13 @@ def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], exp
     ],
 )
 def test_stage_decides_where_the_kl_goes(stage: str, rl: dict[str, Any], in_loss: float, in_reward: float) -> None:
-    objective = draft(prompt_level(megatron_training={"stage": stage}, rl_config=rl)).objective
+    objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     assert (objective.kl_in_loss, objective.kl_in_reward) == (in_loss, in_reward)
     assert objective.needs_reference == bool(in_loss or in_reward)
 
 
 def test_clip_higher_replaces_the_symmetric_clip() -> None:
-    keys = {"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
-    objective = draft(prompt_level(rl_config=keys)).objective
+    objective = prompt_level(rl_config={"clip_higher_enable": True, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28}).objective
     assert (objective.clip_ratio_low, objective.clip_ratio_high) == (0.2, 0.28)
 
 
@@ -84,7 +83,7 @@ def test_clip_higher_replaces_the_symmetric_clip() -> None:
     ],
 )
 def test_the_formula_carries_the_runs_numbers(rl: dict[str, Any], parts: list[str]) -> None:
-    text = formula(draft(prompt_level(rl_config=rl)))
+    text = formula(prompt_level(rl_config=rl))
     for part in parts:
         assert part in text
 
@@ -110,7 +109,7 @@ _BALANCED = {"num_experts": 8, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0
     ],
 )
 def test_losses_of_routers_and_prediction_layers_are_terms_of_the_loss(keys: dict[str, Any], terms: str, mean: str) -> None:
-    lines = formula(draft(prompt_level(megatron_training=keys))).splitlines()
+    lines = formula(prompt_level(megatron_training=keys)).splitlines()
     assert any(line.endswith(terms) for line in lines) and any(mean in line for line in lines)
 
 
@@ -127,7 +126,7 @@ def test_losses_of_routers_and_prediction_layers_are_terms_of_the_loss(keys: dic
     ],
 )
 def test_the_first_line_says_of_which_distribution_log_probs_are(sampling: dict[str, Any], line: str) -> None:
-    text = formula(draft(prompt_level(generate_config={"sampling_config": {"max_tokens": 8, **sampling}})))
+    text = formula(prompt_level(generate_config={"sampling_config": {"max_tokens": 8, **sampling}}))
     assert text.splitlines()[0].split(maxsplit=1) == ["pi", line]
 
 

@@ -10,7 +10,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from sample_runs import prompt_level
 
 from mindspeed_rl.importers.source_plan import Schedule, SourcePlan, find_differences, plan_run, render_plans
-from mindspeed_rl.run.resolve import build_batch_plan
 
 PLAN = SourcePlan(
     stage="sft",
@@ -58,7 +57,7 @@ def test_rates_are_compared_at_the_first_step_of_rollouts() -> None:
 
 
 def test_the_plan_of_a_run_file_has_the_numbers_of_its_batch() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         megatron_training={
             "global_batch_size": 32,
             "train_epochs": 2,
@@ -68,7 +67,7 @@ def test_the_plan_of_a_run_file_has_the_numbers_of_its_batch() -> None:
         },
         rl_config={"mini_batch_size": 16, "n_samples_per_prompt": 8, "epochs": 2},
     )
-    plan = plan_run(cfg, build_batch_plan(cfg), rows=100)
+    plan = plan_run(run, rows=100)
     # 200 prompts are 7 rollouts, the last of them with 8; each has 32 / 16 x 2 steps
     assert (plan.rollout_prompts, plan.rollout_completions, plan.step_samples) == (32, 256, 128)
     assert (plan.steps_per_rollout, plan.total_steps) == (4, 28)

@@ -24,6 +24,6 @@ from mindspeed_rl.run.rules.validation import validate
 )
 def test_second_spellings_are_the_mode(keys: dict[str, Any], mode: str) -> None:
     experts = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
-    cfg = prompt_level(megatron_training=experts, rl_config={"mini_batch_size": 8, **keys})
-    assert cfg.rl_config is not None and cfg.rl_config.router_replay.mode == mode
-    assert validate(cfg) == []
+    run = prompt_level(megatron_training=experts, rl_config={"mini_batch_size": 8, **keys})
+    assert run.rl.router_replay.mode == mode
+    assert validate(run) == []

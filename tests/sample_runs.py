@@ -1,16 +1,19 @@
-"""Small runs as plain trees, for the tests of this folder."""
+"""Small runs as drafts, from plain trees."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 
 
-def prompt_level(world: int = 16, **changes: Any) -> RunConfig:
+def prompt_level(world: int = 16, *, num_nodes: int = 1, **changes: Any) -> Run:
     """Return a sound run that counts prompts: 16 devices, TP2 PP2, 32 prompts of 8 responses, one step a rollout."""
-    return _run(
+    return _draft(
         changes,
+        num_nodes,
         megatron_training={
             "stage": "ray_grpo",
             "global_batch_size": 32,
@@ -41,12 +44,12 @@ def prompt_level(world: int = 16, **changes: Any) -> RunConfig:
 
 def completion_level(
     *, world: int, tp: int = 2, micro: int = 1, batch: int, generations: int, steps: int | None = None, **changes: Any
-) -> RunConfig:
+) -> Run:
     """Return a run that counts completions, in the words of the GSPO guide's examples."""
     rl = {"actor_resource": {"num_npus": world}, "num_generations": generations}
     if steps is not None:
         rl["steps_per_generation"] = steps
-    return _run(
+    return _draft(
         changes,
         megatron_training={
             "stage": "ray_grpo",
@@ -59,11 +62,11 @@ def completion_level(
     )
 
 
-def _run(changes: dict[str, dict[str, Any]], **groups: dict[str, Any]) -> RunConfig:
-    """Return the groups with some keys changed; None takes a key away."""
+def _draft(changes: dict[str, dict[str, Any]], num_nodes: int = 1, **groups: dict[str, Any]) -> Run:
+    """Return the draft of the groups with some keys changed; None takes a key away."""
     for group, keys in changes.items():
         merged = {**groups.get(group, {}), **keys} if isinstance(keys, dict) else keys
         groups[group] = (
             {name: value for name, value in merged.items() if value is not None} if isinstance(merged, dict) else merged
         )
-    return build_run_config(groups, config_name="test")
+    return draft(build_run_config(groups, config_name="test"), num_nodes)

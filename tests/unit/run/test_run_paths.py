@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_rl.config import load_run_config
-from mindspeed_rl.trainers.run_folder import make_paths_absolute
+from mindspeed_rl.run.draft import load_run
+from mindspeed_rl.run.paths import with_absolute_paths
 
 GIVEN = {
     "actor_config.load": "weights",
@@ -28,9 +28,9 @@ def test_paths_that_workers_read_are_absolute(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "weights").mkdir()
     (tmp_path / "templates.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    cfg = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, [f"{name}={value}" for name, value in GIVEN.items()]))
+    run = with_absolute_paths(load_run("grpo_tiny_cpu", None, [f"{name}={value}" for name, value in GIVEN.items()]))
     for name, value in GIVEN.items():
-        found = cfg
+        found = run.config
         for part in name.split("."):
             found = getattr(found, part)
         if isinstance(found, list):
@@ -40,7 +40,7 @@ def test_paths_that_workers_read_are_absolute(tmp_path: Path, monkeypatch: pytes
 
 def test_names_that_are_no_path_here_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    cfg = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, ["actor_config.load=Qwen/Qwen2.5-7B"]))
+    cfg = with_absolute_paths(load_run("grpo_tiny_cpu", None, ["actor_config.load=Qwen/Qwen2.5-7B"])).config
     assert cfg.actor_config.load == "Qwen/Qwen2.5-7B"
     assert not Path(cfg.actor_config.prompt_type_path).is_absolute()  # the default, which is not there
     assert cfg.profiler_config.integrated.profile_save_path == ""
@@ -50,6 +50,6 @@ def test_the_folder_of_a_draft_model_is_absolute(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     drafts = {"method": "draft_model", "spec_model": "draft", "spec_tokens": 3}
     keys = [f"generate_config.speculative_config.{name}={value}" for name, value in drafts.items()]
-    generate = make_paths_absolute(load_run_config("grpo_tiny_cpu", None, keys)).generate_config
-    assert generate is not None and generate.drafts is not None
+    generate = with_absolute_paths(load_run("grpo_tiny_cpu", None, keys)).generate
+    assert generate.drafts is not None
     assert generate.drafts["model"] == str(tmp_path / "draft") and generate.drafts["num_speculative_tokens"] == 3

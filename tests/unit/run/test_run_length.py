@@ -10,8 +10,8 @@ import pytest
 from mindspeed_rl.cli import preprocess
 from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.config import ConfigError, load_run_config
+from mindspeed_rl.run.length import resolve_length
 from mindspeed_rl.run.resolve import resolve
-from mindspeed_rl.trainers.prompt_loader import resolve_length
 
 
 def test_epochs_become_iterations_once_the_prompts_are_counted() -> None:

@@ -12,8 +12,9 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.cli.explain import main
-from mindspeed_rl.config import build_run_config, load_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.run.batch_sizes import Layout
+from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.explain.effects import find_changed_keys, find_keys_without_effect
 from mindspeed_rl.run.explain.plan_page import _list_parallel_groups, explain, render
 
@@ -190,14 +191,14 @@ def test_parallel_groups_follow_megatrons_rank_order() -> None:
 def test_a_memory_snapshot_without_a_trace_reads_its_own_keys() -> None:
     integrated = {"profile_memory_snapshot": True, "stage": "actor_update", "profile_level": "level1"}
     tree = {"platform": "npu", "megatron_training": {"stage": "sft"}, "profiler_config": {"integrated": integrated}}
-    idle = find_keys_without_effect(build_run_config(tree))
+    idle = find_keys_without_effect(draft(build_run_config(tree)))
     assert idle["profiler_config.integrated.profile_level"] == "profile is false"
     read = "profile_memory_snapshot stage profile_save_path profile_step_start profile_step_end profile_ranks".split()
     assert idle.keys().isdisjoint(f"profiler_config.integrated.{name}" for name in read)
 
 
 def test_keys_without_effect_are_named_with_the_reason() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         megatron_training={
             "use_mcore_models": True,
             "dpo_beta": 0.2,
@@ -217,7 +218,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         },
         generate_config={"infer_expert_parallel_size": 1},
     )
-    assert find_keys_without_effect(cfg) == {
+    assert find_keys_without_effect(run) == {
         "megatron_training.use_mcore_models": "Megatron-core is the only engine",
         "megatron_training.dpo_beta": "stage is ray_grpo; the key belongs to dpo",
         "megatron_training.moe_router_topk": "the model has no experts",
@@ -254,8 +255,8 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
 )
 def test_keys_that_other_keys_make_idle_are_named(rl: dict, idle: dict) -> None:
     changes = {name: value for name, value in rl.items() if name != "mini_batch_size"}
-    cfg = prompt_level(rl_config={**changes, "mini_batch_size": rl.get("mini_batch_size", 32)})
-    assert find_keys_without_effect(cfg) == {f"rl_config.{name}": reason for name, reason in idle.items()}
+    run = prompt_level(rl_config={**changes, "mini_batch_size": rl.get("mini_batch_size", 32)})
+    assert find_keys_without_effect(run) == {f"rl_config.{name}": reason for name, reason in idle.items()}
 
 
 def test_every_phase_of_a_run_says_who_holds_the_devices() -> None:
@@ -281,15 +282,16 @@ def test_every_phase_of_a_run_says_who_holds_the_devices() -> None:
 
 def test_keys_of_another_platform_are_without_effect_only_there() -> None:
     keys = {"swap_attention": True, "npu_deterministic": True}
-    cfg = prompt_level(megatron_training=keys, platform="npu")
-    assert find_keys_without_effect(cfg) == {}
-    cfg.platform = "cpu"
-    assert set(find_keys_without_effect(cfg)) == {"megatron_training.swap_attention", "megatron_training.npu_deterministic"}
+    run = prompt_level(megatron_training=keys, platform="npu")
+    assert find_keys_without_effect(run) == {}
+    elsewhere = prompt_level(megatron_training=keys, platform="cpu")
+    idle = {"megatron_training.swap_attention", "megatron_training.npu_deterministic"}
+    assert set(find_keys_without_effect(elsewhere)) == idle
 
 
 def test_changed_keys_leave_out_defaults() -> None:
-    cfg = prompt_level(rl_config={"clip_ratio": 0.2, "epochs": 2})
-    changed = find_changed_keys(cfg)
+    run = prompt_level(rl_config={"clip_ratio": 0.2, "epochs": 2})
+    changed = find_changed_keys(run.config)
     assert changed["rl_config.epochs"] == 2 and "rl_config.clip_ratio" not in changed
     assert changed["rl_config.actor_resource.num_npus"] == 16
 
@@ -331,7 +333,7 @@ def test_nonsense_numbers_are_explained_and_never_crash() -> None:
         }
         rollout = {"infer_tensor_parallel_size": rng.randint(0, 9), "infer_pipeline_parallel_size": rng.randint(0, 2)}
         cfg = build_run_config({"megatron_training": training, "rl_config": rl, "generate_config": rollout})
-        report = explain(cfg, rng.randint(1, 3))
+        report = explain(draft(cfg, rng.randint(1, 3)))
         assert report["valid"] == (not report["errors"])
         assert render(report) and json.dumps(report)
 
@@ -346,7 +348,7 @@ def test_nonsense_numbers_are_explained_and_never_crash() -> None:
     ],
 )
 def test_engines_that_share_experts_are_shown_with_their_groups(name: str, replicas: int, sharing: int, devices: int) -> None:
-    found = explain(load_run_config(name))["resources"]
+    found = explain(load_run(name))["resources"]
     rollout = found["roles"]["rollout"]
     assert (rollout["replicas"], rollout["replicas_sharing_experts"], rollout["ep"]) == (replicas, sharing, devices)
     groups = found["parallel_groups"]["rollout_ep"]
@@ -357,12 +359,12 @@ def test_engines_that_share_experts_are_shown_with_their_groups(name: str, repli
 
 def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> None:
     keys = ["platform=cpu", "generate_config.quantization=int8"]
-    cfg = load_run_config("grpo_tiny_cpu", None, keys)
-    report = explain(cfg)
-    assert report["errors"] == [] and cfg.rl_config is not None and cfg.objective is not None
-    assert cfg.rl_config.rollout_importance_sampling_mode == "token_truncate" and cfg.objective.correction is not None
+    run = load_run("grpo_tiny_cpu", None, keys)
+    report = explain(run)
+    assert report["errors"] == [] and run.objective is not None
+    assert run.rl.rollout_importance_sampling_mode == "token_truncate" and run.objective.correction is not None
     assert "the engine's matrices are in int8, corrected by token_truncate" in render(report)
-    off = load_run_config("grpo_tiny_cpu", None, [*keys, "rl_config.rollout_importance_sampling_mode=null"])
+    off = load_run("grpo_tiny_cpu", None, [*keys, "rl_config.rollout_importance_sampling_mode=null"])
     assert off.objective is not None and off.objective.correction is None
     assert "corrected by none" in render(explain(off))
     for change, reason in (
@@ -370,14 +372,14 @@ def test_an_engine_in_int8_is_corrected_unless_the_run_file_says_otherwise() -> 
         ("platform=npu", "not available in float32 on npu"),
         ("generate_config.speculative_config={method: mtp}", "not available with a draft model"),
     ):
-        assert any(reason in error for error in explain(load_run_config("grpo_tiny_cpu", None, [*keys, change]))["errors"])
+        assert any(reason in error for error in explain(load_run("grpo_tiny_cpu", None, [*keys, change]))["errors"])
 
 
 def test_spare_samples_are_told_with_what_becomes_of_them() -> None:
     keys = ["guarantee_order=false", "partial_rollout_max_split=2", "spare_samples_per_prompt=2"]
     words = [f"rl_config.{key}" for key in keys]
     for further, fate in (([], "are aborted"), (["rl_config.keep_spare_samples=true"], "continue in its second group")):
-        report = explain(load_run_config("grpo_tiny_cpu", None, [*words, *further]))
+        report = explain(load_run("grpo_tiny_cpu", None, [*words, *further]))
         assert report["errors"] == []
         assert f"2 spare samples of each prompt: the unfinished ones {fate}" in render(report)
 
@@ -393,5 +395,4 @@ def test_drafts_are_explained_on_one_line_with_reasons_why_they_will_not_pay() -
     assert "24 tokens a step at most" in report["samples"]
     found = "\n".join(text for text in report["warnings"] if "speculative_config" in text)
     assert [words for words in ("temperature 1.2", "32 tokens", "64 responses") if words not in found] == []
-    without = prompt_level().generate_config
-    assert without is not None and without.drafts is None
+    assert prompt_level().generate.drafts is None

@@ -19,16 +19,16 @@ def own(count: int) -> dict[str, int]:
 
 
 def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_actors() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         rl_config={**SEPARATE, "rollout_resource": own(8), "reference_resource": own(4)},
         ref_config={"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
         generate_config={"infer_tensor_parallel_size": 2},
     )
-    assert validate(cfg) == [] and unavailable(cfg) == []
-    assert cfg.placement.num_devices == 16 + 8 + 4 and cfg.placement.disaggregated
-    sizes = cfg.sizes
+    assert validate(run) == [] and unavailable(run) == []
+    assert run.placement.num_devices == 16 + 8 + 4 and run.placement.disaggregated
+    sizes = run.sizes
     assert (sizes.rollout.dp_size, sizes.ref.dp_size if sizes.ref else None, sizes.actor.dp_size) == (4, 1, 4)
-    report = explain(cfg)["resources"]
+    report = explain(run)["resources"]
     assert report["num_devices"] == 28
     devices = {phase["phase"]: phase["devices"] for phase in report["phases"]}
     assert devices["generate"] == "8 dedicated" and devices["ref_log_probs"] == "4 dedicated"
@@ -39,10 +39,10 @@ def test_devices_of_all_roles_add_up_and_a_role_without_a_resource_shares_the_ac
 
 def test_a_judge_that_the_run_serves_has_a_phase_on_its_own_devices_or_on_the_actors() -> None:
     def judge(**rl: object) -> tuple[int, dict[str, str]]:
-        cfg = prompt_level(rl_config={"judge_model": "/models/judge", **rl})
-        assert validate(cfg) == []
-        phase = next(one for one in explain(cfg)["resources"]["phases"] if one["phase"] == "judge")
-        return cfg.placement.num_devices, phase
+        run = prompt_level(rl_config={"judge_model": "/models/judge", **rl})
+        assert validate(run) == []
+        phase = next(one for one in explain(run)["resources"]["phases"] if one["phase"] == "judge")
+        return run.placement.num_devices, phase
 
     count, phase = judge(judge_tensor_parallel_size=4)
     assert count == 16 and phase["devices"] == "0-15"
@@ -57,8 +57,8 @@ def test_a_judge_that_the_run_serves_has_a_phase_on_its_own_devices_or_on_the_ac
 
 
 def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
-    cfg = prompt_level(rl_config=SEPARATE, ref_config={"tensor_model_parallel_size": 4})
-    assert unavailable(cfg) == ["ref_config.tensor_model_parallel_size: is 4; roles share the actor's layout, 2"]
+    run = prompt_level(rl_config=SEPARATE, ref_config={"tensor_model_parallel_size": 4})
+    assert unavailable(run) == ["ref_config.tensor_model_parallel_size: is 4; roles share the actor's layout, 2"]
 
 
 @pytest.mark.parametrize(
@@ -115,9 +115,9 @@ def test_contradictions_are_named(changes: dict[str, dict[str, Any]], rule: str,
     ],
 )
 def test_servers_are_hosts_with_their_ports(hosts: Any, ports: Any, servers: list[tuple[str, int]]) -> None:
-    cfg = prompt_level(generate_config={"vllm_server_host": hosts, "vllm_server_port": ports})
-    assert list(cfg.placement.servers) == servers and cfg.placement.disaggregated and cfg.placement.num_devices == 16
-    assert cfg.sizes.rollout.dp_size == len(servers)
+    run = prompt_level(generate_config={"vllm_server_host": hosts, "vllm_server_port": ports})
+    assert list(run.placement.servers) == servers and run.placement.disaggregated and run.placement.num_devices == 16
+    assert run.sizes.rollout.dp_size == len(servers)
 
 
 def test_without_blocking_a_share_is_cut_into_dispatches_of_whole_micro_batches() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from resumed_runs import checkpoint, run
 from safetensors.torch import save_file
 
 from mindspeed_rl.checkpoint import checksums
@@ -19,49 +20,13 @@ from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
     check_reward_start,
     find_model,
-    rl_reference,
 )
 from mindspeed_rl.checkpoint.newest import list_old
-from mindspeed_rl.config import MegatronConfig, build_run_config
-from mindspeed_rl.run import Run
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
-from mindspeed_rl.run.resolve import derive, resolve
+from mindspeed_rl.run.references import rl_reference
 from mindspeed_rl.run.resume import describe_resume, find_resume_point, select_sound_checkpoint
-
-
-def run(
-    stage: str,
-    *,
-    iters: int = 10,
-    rl_config: dict[str, Any] | None = None,
-    critic_config: Any = None,
-    megatron_training: dict[str, Any] | None = None,
-    **actor: Any,
-) -> Run:
-    """A run of one device with these keys of the actor."""
-    training: dict[str, Any] = {"stage": stage, "global_batch_size": 8, "micro_batch_size": 8}
-    training |= {"train_iters": iters, "seq_length": 64}
-    training |= megatron_training or {}
-    tree: dict[str, Any] = {"platform": "cpu", "megatron_training": training, "actor_config": {}}
-    tree["actor_config" if stage.startswith("ray") else "megatron_training"] |= actor
-    if stage.startswith("ray"):
-        tree["rl_config"] = {"actor_resource": {"num_npus": 1}, "mini_batch_size": 8, "n_samples_per_prompt": 4}
-        tree["rl_config"]["max_prompt_length"] = 32
-        tree["generate_config"] = {"infer_tensor_parallel_size": 1, "sampling_config": {"max_tokens": 8}}
-        tree["rl_config"] |= rl_config or {}
-    if critic_config is not None:
-        tree["critic_config"] = critic_config
-    return resolve(build_run_config(tree, config_name="test"), platform="cpu")
-
-
-def checkpoint(folder: Path, iteration: int, state: dict[str, Any], stage: str | None) -> ModelSource:
-    """A training checkpoint as far as the driver reads it."""
-    (folder / f"iter_{iteration:07d}").mkdir(parents=True)
-    record = {"iteration": iteration, "run_state": state} | ({} if stage is None else {"stage": stage})
-    (folder / f"iter_{iteration:07d}" / "run_state.json").write_text(json.dumps(record))
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(iteration))
-    return ModelSource(folder, folder, "training")
-
 
 RL, SUPERVISED = {"kl": {}, "rollout": {}}, {"consumed_samples": 8}
 
@@ -265,15 +230,15 @@ def test_a_reward_model_without_a_score_needs_words_to_judge_in(tmp_path: Path) 
 def test_actor_and_critic_do_not_save_into_one_folder(critic: str | None, shared: str | None) -> None:
     keys = {"finetune": True, "load": "/model", "micro_batch_size": 8} | ({} if critic is None else {"save": critic})
     actor = {"save": "x/save", "load": "/model", "finetune": True, "rl_config": {"adv_estimator": "gae"}}
-    planned = run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor).config
+    planned = run("ray_ppo", critic_config=keys, megatron_training={"save": shared} if shared else None, **actor)
     written = critic or shared
-    assert (planned.actor_config.save, planned.critic_config.save) == ("x/save", f"{written.rstrip('/')}/critic")
+    assert (planned.config.actor_config.save, planned.config.critic_config.save) == ("x/save", f"{written.rstrip('/')}/critic")
     folder = f"{written} is the actor's folder; the checkpoints of the critic are in {written.rstrip('/')}/critic"
     assert f"critic_config.save: {folder}" in find_warnings(planned)
-    again = derive(planned)
-    assert again.critic_config == planned.critic_config and find_warnings(again) == find_warnings(planned)
-    own = run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor).config
-    assert own.critic_config.save == "x/save/critic" and not any("critic" in text for text in find_warnings(own))
+    again = draft(planned.config)
+    assert again.config.critic_config == planned.config.critic_config and find_warnings(again) == find_warnings(planned)
+    own = run("ray_ppo", critic_config=keys | {"save": "x/save/critic"}, **actor)
+    assert own.config.critic_config.save == "x/save/critic" and not any("critic" in text for text in find_warnings(own))
     grpo = run("ray_grpo", critic_config=keys | {"save": "x/save"}, **{**actor, "rl_config": {}}).config
     assert grpo.critic_config.save == "x/save"  # no critic is trained
 

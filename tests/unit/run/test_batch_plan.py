@@ -6,8 +6,10 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import ConfigError, build_run_config
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import batch_table
-from mindspeed_rl.run.resolve import build_batch_plan
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.validation import validate
 
 # (world, tp, micro, batch, steps, generations) -> dp, generation batch, rollout prompts, train prompts, both for each dp group
@@ -20,17 +22,17 @@ GUIDE = [
 ]
 
 
-def guide_run(world: int, tp: int, micro: int, batch: int, steps: int, generations: int):
+def guide_run(world: int, tp: int, micro: int, batch: int, steps: int, generations: int) -> Run:
     return completion_level(world=world, tp=tp, micro=micro, batch=batch, steps=steps, generations=generations)
 
 
 @pytest.mark.parametrize(("given", "expected"), GUIDE)
 def test_the_guides_sound_examples_give_its_numbers(given: tuple, expected: tuple) -> None:
-    cfg = guide_run(*given)
-    plan = build_batch_plan(cfg)
+    run = guide_run(*given)
+    plan = run.plan
     dp, generated, rollout, train, rollout_each, train_each = expected
     assert (plan.dp_size, plan.num_samples, plan.num_prompts) == (dp, generated, rollout)
-    table = batch_table(cfg.sizes, None)
+    table = batch_table(run.sizes, None)
     assert table["generation_batch_size"] == generated
     assert (table["num_rollout_prompts"], table["num_train_prompts"]) == (rollout, train)
     assert (table["num_rollout_prompts_per_dp_group"], table["num_prompts_per_dp_group"]) == (rollout_each, train_each)
@@ -107,7 +109,7 @@ def test_fewer_completions_than_devices_are_refused() -> None:
 
 def test_the_rollout_size_may_be_given_directly_but_not_twice() -> None:
     direct = completion_level(world=8, batch=16, generations=4, rl_config={"generation_batch_size": 32})
-    plan = build_batch_plan(direct)
+    plan = direct.plan
     assert (plan.num_samples, plan.num_optimizer_steps) == (32, 2)
     twice = completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"generation_batch_size": 32})
     (violation,) = validate(twice)
@@ -116,19 +118,19 @@ def test_the_rollout_size_may_be_given_directly_but_not_twice() -> None:
 
 
 def test_a_rollout_is_a_whole_number_of_steps() -> None:
-    cfg = completion_level(world=8, batch=16, generations=4, rl_config={"generation_batch_size": 40})
-    rules = {violation.rule for violation in validate(cfg)}
+    run = completion_level(world=8, batch=16, generations=4, rl_config={"generation_batch_size": 40})
+    rules = {violation.rule for violation in validate(run)}
     assert "whole_steps" in rules
 
 
 def test_prompt_level_numbers_of_a_16_device_run() -> None:
     # 16 / (2 x 2) = 4 replicas; 32 prompts x 8 = 256 responses; micro-batch 4: 256 / (4 x 4) = 16 accumulation steps.
-    cfg = prompt_level(megatron_training={"train_iters": 10})
-    plan = build_batch_plan(cfg)
+    run = prompt_level(megatron_training={"train_iters": 10})
+    plan = run.plan
     assert (plan.world_size, plan.dp_size, plan.num_prompts, plan.num_samples) == (16, 4, 32, 256)
     assert (plan.mini_batch_size, plan.micro_batch_size) == (256, 4)
     assert (plan.num_minibatches, plan.epochs, plan.num_optimizer_steps, plan.on_policy) == (1, 1, 1, True)
-    table = batch_table(cfg.sizes, 10)
+    table = batch_table(run.sizes, 10)
     assert (table["num_train_prompts"], table["gradient_accumulation_steps"], table["num_rollout_replicas"]) == (32, 16, 16)
     assert (table["total_optimizer_steps"], table["total_samples"], table["total_prompts"]) == (10, 2560, 320)
     assert plan.dispatch_sizes == {
@@ -141,27 +143,27 @@ def test_prompt_level_numbers_of_a_16_device_run() -> None:
         "dynamic_sampling_dispatch_size": 256,
         "kl_dispatch_size": 256,
     }
-    assert cfg.rl_config.mini_batch_size == 32  # the run file's value stays in prompts
+    assert run.rl.mini_batch_size == 32  # the run file's value stays in prompts
 
 
 def test_rules_score_on_every_node() -> None:
-    plan = build_batch_plan(prompt_level(), num_nodes=2)
+    plan = prompt_level(num_nodes=2).plan
     assert plan.dispatch_sizes["reward_dispatch_size"] == 128
     assert plan.dispatch_sizes["dynamic_sampling_dispatch_size"] == 128
 
 
 def test_several_steps_and_passes_over_one_rollout() -> None:
-    cfg = prompt_level(rl_config={"mini_batch_size": 8, "epochs": 3})
-    plan = build_batch_plan(cfg)
+    run = prompt_level(rl_config={"mini_batch_size": 8, "epochs": 3})
+    plan = run.plan
     assert (plan.num_minibatches, plan.num_optimizer_steps, plan.mini_batch_size) == (4, 12, 64)
-    assert batch_table(cfg.sizes, None)["gradient_accumulation_steps"] == 4
+    assert batch_table(run.sizes, None)["gradient_accumulation_steps"] == 4
     assert not plan.on_policy
 
 
 def test_filtered_groups_are_what_is_trained_on() -> None:
     # 32 prompts a rollout, 16 kept: 128 of 256 responses train; log-probs and update see 128 / 4 rows a replica.
     filtered = {"filter_groups_enable": True, "filter_groups_metric": "base_acc", "filter_groups_train_batch_size": 16}
-    plan = build_batch_plan(prompt_level(rl_config={**filtered, "mini_batch_size": 8}))
+    plan = prompt_level(rl_config={**filtered, "mini_batch_size": 8}).plan
     assert (plan.num_samples, plan.num_train_samples, plan.num_train_prompts, plan.num_minibatches) == (256, 128, 16, 2)
     assert plan.dispatch_sizes["actor_update_dispatch_size"] == 32
     assert plan.dispatch_sizes["actor_logprob_dispatch_size"] == 32
@@ -170,23 +172,23 @@ def test_filtered_groups_are_what_is_trained_on() -> None:
 
 
 def test_a_critic_has_dispatch_sizes_of_its_own_layout() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         megatron_training={"stage": "ray_ppo"},
         rl_config={"adv_estimator": "gae", "critic_resource": {"num_npus": 8}},
         critic_config={"tensor_model_parallel_size": 4, "pipeline_model_parallel_size": 1},
     )
-    assert build_batch_plan(cfg).dispatch_sizes["critic_update_dispatch_size"] == 128  # 256 / (8 / 4)
+    assert run.plan.dispatch_sizes["critic_update_dispatch_size"] == 128  # 256 / (8 / 4)
 
 
 def test_dispatch_sizes_of_the_run_file_win() -> None:
-    plan = build_batch_plan(prompt_level(rl_config={"reward_dispatch_size": 64, "actor_update_dispatch_size": 64}))
+    plan = prompt_level(rl_config={"reward_dispatch_size": 64, "actor_update_dispatch_size": 64}).plan
     assert plan.dispatch_sizes["reward_dispatch_size"] == 64
 
 
 def test_a_supervised_run_counts_samples() -> None:
     keys = {"stage": "sft", "global_batch_size": 64, "micro_batch_size": 4, "num_npus": 8, "tensor_model_parallel_size": 2}
-    cfg = build_run_config({"megatron_training": {**keys, "train_iters": 5}})
-    plan, table = build_batch_plan(cfg), batch_table(cfg.sizes, 5)
+    run = draft(build_run_config({"megatron_training": {**keys, "train_iters": 5}}))
+    plan, table = run.plan, batch_table(run.sizes, 5)
     assert (table["counting"], plan.world_size, plan.dp_size, table["gradient_accumulation_steps"]) == ("samples", 8, 4, 4)
     assert (plan.num_samples, plan.num_optimizer_steps, table["total_samples"]) == (64, 1, 320)
     assert plan.dispatch_sizes == {}
@@ -194,12 +196,12 @@ def test_a_supervised_run_counts_samples() -> None:
 
 def test_a_supervised_run_without_devices_is_one_replica() -> None:
     keys = {"stage": "sft", "global_batch_size": 64, "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    assert build_batch_plan(build_run_config({"megatron_training": keys})).world_size == 4
+    assert draft(build_run_config({"megatron_training": keys})).plan.world_size == 4
 
 
 def test_a_plan_of_a_broken_run_is_refused_with_every_rule() -> None:
     with pytest.raises(ConfigError) as caught:
-        build_batch_plan(guide_run(16, 2, 1, 16, 1, 4))
+        resolve(guide_run(16, 2, 1, 16, 1, 4).config, platform="cpu")
     assert len(caught.value.errors) == 3
 
 
@@ -210,7 +212,7 @@ def test_both_ways_of_counting_give_the_same_plan() -> None:
         megatron_training={"global_batch_size": 64, "micro_batch_size": 2},
         rl_config={"n_samples_per_prompt": None, "mini_batch_size": None, "num_generations": 8, "steps_per_generation": 4},
     )
-    first, second = build_batch_plan(prompts), build_batch_plan(completions)
+    first, second = prompts.plan, completions.plan
     for name in (
         "num_prompts",
         "num_samples",
@@ -219,5 +221,5 @@ def test_both_ways_of_counting_give_the_same_plan() -> None:
         "dispatch_sizes",
     ):
         assert getattr(first, name) == getattr(second, name), name
-    tables = [batch_table(cfg.sizes, None) for cfg in (prompts, completions)]
+    tables = [batch_table(run.sizes, None) for run in (prompts, completions)]
     assert tables[0]["num_train_prompts"] == tables[1]["num_train_prompts"] == 8

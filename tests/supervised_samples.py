@@ -1,4 +1,4 @@
-"""Hand-made datasets of random tokens, and what transformers and torch make of them."""
+"""A tiny Qwen2.5 on disk, hand-made datasets of random tokens, and what transformers and torch make of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.data.indexed import IndexedWriter, column_prefix
 
@@ -29,6 +31,18 @@ NETWORK = {
 def text(number: int) -> str:
     """What token `number`, 3 to 96, is to the tokenizer."""
     return chr(number + 30)
+
+
+def save_tiny_model(folder: Path) -> Path:
+    """A Hugging Face folder: random weights, and a tokenizer of single characters (`text`)."""
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(Qwen2Config(**NETWORK)).save_pretrained(folder)
+    characters = {text(number): number for number in range(3, 97)}
+    tokenizer = Tokenizer(models.BPE({"<pad>": PAD, "<eos>": EOS, "<unk>": 2, **characters}, [], unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    return folder
 
 
 def write_columns(prefix: Path, rows: Sequence[Mapping[str, Sequence[int]]]) -> Path:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from sample_runs import completion_level, prompt_level
 
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.run.rules import violation as violation_module
@@ -19,12 +20,12 @@ from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import _KEY, Violation, find_key
 
 
-def rules_of(cfg: RunConfig, num_nodes: int = 1) -> dict[str, Violation]:
-    return {violation.rule: violation for violation in validate(draft(cfg, num_nodes))}
+def rules_of(run: Run) -> dict[str, Violation]:
+    return {violation.rule: violation for violation in validate(run)}
 
 
 def test_the_base_run_is_sound() -> None:
-    assert validate(draft(prompt_level())) == []
+    assert validate(prompt_level()) == []
 
 
 M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_config"
@@ -434,10 +435,10 @@ def test_a_broken_rule_names_keys_and_values(changes: dict[str, dict[str, Any]],
 def test_every_proposed_value_mends_the_run(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
     (violation,) = rules_of(prompt_level(**changes)).values()
     for option in violation.suggestions:
-        assert validate(draft(apply_values(changes, option))) == [], option
+        assert validate(apply_values(changes, option)) == [], option
 
 
-def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> RunConfig:
+def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> Run:
     """Return the base run with `changes` and then the proposed values, by dotted key."""
     merged = {group: dict(keys) for group, keys in changes.items()}
     for key, value in option.items():
@@ -475,8 +476,9 @@ def test_batch_rules_of_mindspeed_rl(changes: dict[str, Any], rule: str) -> None
 def test_every_key_that_a_sentence_names_in_brackets_is_a_key_of_a_run_file() -> None:
     folder = Path(violation_module.__file__).parent
     for path in (folder / f"{name}_rules.py" for name in ("batch", "layout", "objective", "rollout", "run")):
-        texts = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
-        for name in (match["key"] for text in texts if isinstance(text, str) and " " in text for match in _KEY.finditer(text)):
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        sentences = [text for text in constants if isinstance(text, str) and " " in text]
+        for name in (match["key"] for text in sentences for match in _KEY.finditer(text)):
             key = find_key(name).replace("actor_config.", "megatron_training.")
             assert key in collect_keys() or key in (*ROLE_GROUPS, *SIZE_NAMES), f"{path.name}: {name}"
 
@@ -488,29 +490,29 @@ def test_batch_proposals_mend_the_run() -> None:
         {M: {"micro_batch_size": 3}},
         {R: {"mini_batch_size": 5}},
     ):
-        violations = validate(draft(prompt_level(**changes)))
+        violations = validate(prompt_level(**changes))
         assert violations
         for violation in violations:
             assert violation.suggestions
             for option in violation.suggestions:
-                assert validate(draft(apply_values(changes, option))) == [], (violation, option)
+                assert validate(apply_values(changes, option)) == [], (violation, option)
 
 
 def test_the_nearest_batch_below_and_above_are_proposed() -> None:
     # 16 rollout engines, 8 responses a prompt, mini-batch of 8 prompts: sound batches are multiples of 8.
-    cfg = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
-    proposals = [option for violation in validate(draft(cfg)) for option in violation.suggestions]
+    run = prompt_level(megatron_training={"global_batch_size": 42}, rl_config={"mini_batch_size": 8})
+    proposals = [option for violation in validate(run) for option in violation.suggestions]
     assert {"megatron_training.global_batch_size": 48} in proposals
     assert {"megatron_training.global_batch_size": 40} in proposals
 
 
 def test_every_broken_rule_is_reported_at_once() -> None:
-    cfg = prompt_level(
+    run = prompt_level(
         megatron_training={"bf16": False, "global_batch_size": 31, "num_layers": 27},
         rl_config={"n_samples_per_prompt": 6, "max_prompt_length": 5000, "verifier_weight": [1.0, 1.0], "clip_ratio_c": 0.5},
         generate_config={"infer_tensor_parallel_size": 8},
     )
-    assert set(rules_of(cfg)) >= {
+    assert set(rules_of(run)) >= {
         "samples_per_dp",
         "actor_config.layers",
         "rollout.heads",
@@ -527,13 +529,13 @@ def test_ulysses_and_ring_have_their_own_rules() -> None:
     )
     assert "actor_config.ulysses_heads" in rules_of(ulysses)
     ring = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo", "no_pad_to_seq_lengths": True}
-    assert validate(draft(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True}))) == []
+    assert validate(prompt_level(megatron_training=ring, rl_config={"use_remove_padding": True})) == []
 
 
 def test_whole_experts_spread_over_tensor_parallel_ranks_too() -> None:
     keys = {"num_experts": 12, "expert_model_parallel_size": 4, "sequence_parallel": True, "moe_tp_extend_ep": True}
     assert set(rules_of(prompt_level(megatron_training=keys))) == {"actor_config.experts"}  # 12 experts on 4 x 2 ranks
-    assert validate(draft(prompt_level(megatron_training={**keys, "num_experts": 16}))) == []
+    assert validate(prompt_level(megatron_training={**keys, "num_experts": 16})) == []
     split = rules_of(prompt_level(megatron_training={**keys, "num_experts": 16, "expert_tensor_parallel_size": 2}))
     assert set(split) == {"actor_config.whole_experts"}
 
@@ -573,23 +575,23 @@ def test_experts_are_counted_in_the_models_own_files_where_the_run_file_says_no_
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "num_attention_heads": 8, key: 6}))
     keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 4, "infer_tensor_parallel_size": 1}
-    cfg = prompt_level(megatron_training={"load": str(tmp_path), "num_layers": None}, generate_config=keys)
-    assert f"the experts of {tmp_path} (6) must be divisible by" in rules_of(cfg)["rollout.whole_experts"].message
+    run = prompt_level(megatron_training={"load": str(tmp_path), "num_layers": None}, generate_config=keys)
+    assert f"the experts of {tmp_path} (6) must be divisible by" in rules_of(run)["rollout.whole_experts"].message
 
 
 def test_rules_are_scored_on_every_node() -> None:
-    assert set(rules_of(prompt_level(), num_nodes=3)) == {"devices_per_node", "samples_per_node"}
+    assert set(rules_of(prompt_level(num_nodes=3))) == {"devices_per_node", "samples_per_node"}
     with pytest.raises(ValueError, match="at least 1"):
-        validate(draft(prompt_level(), num_nodes=0))
+        prompt_level(num_nodes=0)
 
 
 def test_fp32_everywhere_is_sound() -> None:
-    assert validate(draft(prompt_level(megatron_training={"bf16": False}, generate_config={"dtype": "float32"}))) == []
+    assert validate(prompt_level(megatron_training={"bf16": False}, generate_config={"dtype": "float32"})) == []
 
 
 def test_the_two_spellings_of_a_group_must_agree() -> None:
     same = completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 4})
-    assert validate(draft(same)) == []
+    assert validate(same) == []
     other = rules_of(completion_level(world=8, batch=16, generations=4, steps=2, rl_config={"n_samples_per_prompt": 8}))
     assert "rl_config.num_generations (4) and rl_config.n_samples_per_prompt (8)" in other["same_meaning"].message
     beta = completion_level(world=8, batch=16, generations=4, rl_config={"beta": 0.04, "init_kl_coef": 0.1})
@@ -597,7 +599,7 @@ def test_the_two_spellings_of_a_group_must_agree() -> None:
 
 
 def test_mini_batch_size_beside_num_generations_must_be_the_same_step() -> None:
-    assert validate(draft(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 4}))) == []
+    assert validate(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 4})) == []
     violation = rules_of(completion_level(world=8, batch=16, generations=4, rl_config={"mini_batch_size": 8}))["same_meaning"]
     assert violation.suggestions == ({"rl_config.mini_batch_size": 4},)
 
@@ -618,24 +620,24 @@ def test_a_supervised_batch_must_fill_whole_micro_batches() -> None:
 
 
 def test_what_this_version_lacks_is_named() -> None:
-    (sentence,) = unavailable(draft(prompt_level(megatron_training={"ai_framework": "mindspore"})))
+    (sentence,) = unavailable(prompt_level(megatron_training={"ai_framework": "mindspore"}))
     assert sentence.startswith("megatron_training.ai_framework")
-    assert unavailable(draft(prompt_level())) == []
+    assert unavailable(prompt_level()) == []
 
 
 def test_generating_beside_training_needs_servers() -> None:
-    (sentence,) = unavailable(draft(prompt_level(rl_config={"trainer_mode": "async"})))
+    (sentence,) = unavailable(prompt_level(rl_config={"trainer_mode": "async"}))
     assert sentence.startswith("rl_config.trainer_mode: async generates while it trains")
     assert "rl_config.rollout_resource" in sentence and "generate_config.vllm_server_host" in sentence
     served = {"generate_config": {"vllm_server_host": "127.0.0.1", "infer_tensor_parallel_size": 1}}
-    assert unavailable(draft(prompt_level(rl_config={"trainer_mode": "async"}, **served))) == []
+    assert unavailable(prompt_level(rl_config={"trainer_mode": "async"}, **served)) == []
     split = prompt_level(rl_config={"partial_rollout_max_split": 2}, **served)
     assert "partial_rollout_apart" in rules_of(split)
 
 
 def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     def said(**rl: object) -> list[str]:
-        return [text for text in find_warnings(draft(prompt_level(rl_config=rl))) if "older weights" in text]
+        return [text for text in find_warnings(prompt_level(rl_config=rl)) if "older weights" in text]
 
     assert said() == said(trainer_mode="async", max_off_policy_threshold=0.0) == []
     assert said(trainer_mode="one_step_off", rollout_importance_sampling_mode="token_truncate") == []

@@ -18,7 +18,8 @@ from sample_runs import prompt_level
 from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
-from mindspeed_rl.config import ConfigError, RunConfig
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.explain.plan_page import explain
 from mindspeed_rl.run.formula import formula
@@ -49,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def run_of(**rl: Any) -> RunConfig:
+def run_of(**rl: Any) -> Run:
     stage = {"stage": "ray_ppo", "train_iters": 1}
     return prompt_level(megatron_training=stage, rl_config=rl, critic_config={"load": "somewhere"})
 
@@ -65,14 +66,14 @@ def test_explain_prints_the_formulas_of_plugins_with_the_runs_numbers(folder: Pa
 
 
 def test_what_a_plugin_needs_is_switched_on(folder: Path) -> None:
-    cfg = run_of(**LOSS, **ADVANTAGE)
-    assert validate(cfg) == []
-    objective = cfg.objective
+    run = run_of(**LOSS, **ADVANTAGE)
+    assert validate(run) == []
+    objective = run.objective
     assert objective.needs == {"reference", "values"}
     assert (objective.needs_reference, objective.has_critic, objective.kl_place) == (True, True, None)
-    phases = [phase["phase"] for phase in explain(cfg)["resources"]["phases"]]
+    phases = [phase["phase"] for phase in explain(run)["resources"]["phases"]]
     assert {"ref_log_probs", "values", "update_critic"} <= set(phases) and "old_log_probs" not in phases
-    schedule = Schedule(resolve(cfg, platform="cpu"))
+    schedule = Schedule(resolve(run.config, platform="cpu"))
     assert schedule.needs_reference and schedule.has_critic
     assert "ref_log_probs" in schedule.update_plan(0, None).columns
     assert not schedule.needs_old_log_probs
@@ -85,7 +86,7 @@ def test_a_loss_that_needs_old_log_probs_and_entropies_gets_them_with_one_step_a
             f"from my_algorithms import ANCHORED\nimport dataclasses\nL = dataclasses.replace(ANCHORED, needs={{{need!r}}})\n"
         )
         (folder / f"loss_{need}.py").write_text(source)
-        run = resolve(run_of(loss_type=f"loss_{need}:L"), platform="cpu")
+        run = resolve(run_of(loss_type=f"loss_{need}:L").config, platform="cpu")
         assert run.plan.on_policy and Schedule(run).needs_old_log_probs
 
 
@@ -132,12 +133,12 @@ def test_a_bare_function_runs_and_explain_says_that_it_brings_no_formula(folder:
         "def reinforce(inputs, objective):\n    return -inputs.advantages * inputs.log_probs, inputs.mask & False\n\n"
         "def twice(x):\n    return 2 * x\n"
     )
-    cfg = prompt_level(rl_config={"loss_type": "bare:reinforce", "kl_penalty": "bare:twice"})
-    text = formula(cfg)
+    run = prompt_level(rl_config={"loss_type": "bare:reinforce", "kl_penalty": "bare:twice"})
+    text = formula(run)
     assert "L = bare:reinforce (brings no formula)" in text and "clip" not in text
     assert "KL          bare:twice (brings no formula)" in text
     log_probs, ones = torch.tensor([[-3.0]]), torch.ones(1, 1)
-    output = policy_loss(PolicyBatch(log_probs, ones, ones.bool(), ref_log_probs=ones * -4), cfg.objective)
+    output = policy_loss(PolicyBatch(log_probs, ones, ones.bool(), ref_log_probs=ones * -4), run.objective)
     assert output.loss_sum.item() == pytest.approx(3.0 + 0.01 * 2.0)
 
 
@@ -145,8 +146,8 @@ def test_a_plugin_is_found_beside_a_file_of_external_plugins(folder: Path, monke
     beside = folder / "elsewhere"
     beside.mkdir()
     (folder / "my_algorithms.py").rename(beside / "my_algorithms.py")
-    cfg = run_of(**LOSS, external_plugins=[str(beside / "my_algorithms.py")])
-    assert cfg.objective.loss.formula is not None
+    run = run_of(**LOSS, external_plugins=[str(beside / "my_algorithms.py")])
+    assert run.objective.loss.formula is not None
     with pytest.raises(ConfigError, match="cannot import the module 'no_such_module'"):
         run_of(loss_type="no_such_module:X", external_plugins=[str(beside / "my_algorithms.py")])
 

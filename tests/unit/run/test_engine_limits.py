@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.model_metadata import EngineShape, read_model_metadata
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles
 from mindspeed_rl.run.rules.validation import validate
 
 
-def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu") -> RunConfig:
-    """A run file that names the folder of a model with this config.json."""
+def run(
+    folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int = 1, platform: str = "cpu", **changes: Any
+) -> Run:
+    """The draft of a run file that names the folder of a model with this config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     tree = {
@@ -30,6 +33,7 @@ def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int =
             "bf16": False,
             "load": str(folder),
             "train_iters": 1,
+            **changes.get("megatron_training", {}),
         },
         "rl_config": {
             "actor_resource": {"num_npus": devices},
@@ -41,9 +45,10 @@ def run(folder: Path, config: dict[str, Any], *, devices: int = 1, tensor: int =
             "infer_tensor_parallel_size": tensor,
             "dtype": "float32",
             "sampling_config": {"max_tokens": 16},
+            **changes.get("generate_config", {}),
         },
     }
-    return build_run_config(tree, config_name="test")
+    return draft(build_run_config(tree, config_name="test"))
 
 
 PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256, "intermediate_size": 512}
@@ -64,11 +69,11 @@ PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
 def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
     tmp_path: Path, changes: dict[str, Any], words: list[str] | None
 ) -> None:
-    found = [str(violation) for violation in validate(draft(run(tmp_path / "m", {**PLAIN, **changes})))]
+    found = [str(violation) for violation in validate(run(tmp_path / "m", {**PLAIN, **changes}))]
     assert len(found) == (words is not None)
     if words is not None:
         assert all(word in found[0] for word in (*words, str(tmp_path / "m")))
-    assert validate(draft(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu"))) == []
+    assert validate(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu")) == []
 
 
 HYBRID = {
@@ -78,29 +83,28 @@ HYBRID = {
 
 
 def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Path) -> None:
-    found = validate(draft(run(tmp_path / "m", HYBRID)))
+    found = validate(run(tmp_path / "m", HYBRID))
     assert [item.rule for item in found] == ["rollout.linear_dtype"]
     assert "generate_config.dtype (float32) must be bfloat16" in str(found[0])
     small = {**HYBRID, "linear_key_head_dim": 32}
-    rules = {item.rule for item in validate(draft(run(tmp_path / "m", small)))}
-    assert rules == {"rollout.linear_dtype", "rollout.linear_size"}
-    split = validate(draft(run(tmp_path / "m", HYBRID, devices=4, tensor=4)))
+    assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
+    split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
     assert "linear_num_key_heads (2) must be divisible by" in str(next(i for i in split if i.rule == "rollout.linear_heads"))
-    assert validate(draft(run(tmp_path / "m", HYBRID, platform="npu"))) == []
+    assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
 
 
 def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "m", HYBRID, platform="npu")
-    assert cfg.generate_config is not None
-    generate = replace(cfg.generate_config, lora_push="adapter")
-    for keys, reason in (({}, "no adapters of gated delta nets"), ({"freeze_vit": False}, "no adapters of a vision tower")):
-        actor = replace(cfg.actor_config, lora_target_modules=["linear_qkv"], **keys)
-        violations = validate(draft(replace(cfg, actor_config=actor, generate_config=generate)))
-        assert reason in str(next(item for item in violations if item.rule == "lora_push_adapter"))
+    def said(**actor: Any) -> str:
+        changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
+        pushed = run(tmp_path / "m", HYBRID, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
+        return str(next(item for item in validate(pushed) if item.rule == "lora_push_adapter"))
+
+    assert "no adapters of gated delta nets" in said()
+    assert "no adapters of a vision tower" in said(freeze_vit=False)
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
-    violations = validate(draft(run(tmp_path / "m", PLAIN, devices=3, tensor=3)))
+    violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
     found = [str(item) for item in violations if item.rule.startswith("rollout.")]
     assert [text.split(";")[0].split(" must")[0] for text in found] == [
         "num_attention_heads (4)",
@@ -110,19 +114,19 @@ def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> Non
 
 
 def test_the_model_of_a_training_checkpoint_is_known_too(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48})
-    facts = read_model_metadata(replace(cfg.actor_config, load=str(tmp_path / "checkpoints")))
+    actor = run(tmp_path / "checkpoints" / "huggingface", {**PLAIN, "head_dim": 48}).config.actor_config
+    facts = read_model_metadata(dataclasses.replace(actor, load=str(tmp_path / "checkpoints")))
     assert facts is not None and facts.shape.head_size == 48
 
 
 def test_a_run_file_that_leaves_the_device_open_is_held_against_the_device_that_is_found(tmp_path: Path) -> None:
-    cfg = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
-    assert validate(draft(cfg)) == []
+    wide = run(tmp_path / "m", {**PLAIN, "head_dim": 48}, platform="auto")
+    assert validate(wide) == []
     with pytest.raises(ValueError, match=r"head_dim in config.json.* is 48"):
-        resolve(cfg, platform="cpu")
+        resolve(wide.config, platform="cpu")
     sound = run(tmp_path / "m", PLAIN, platform="auto")
-    assert draft(sound).generate.max_num_seqs == 192
-    assert resolve(sound, platform="cpu").generate.max_num_seqs == 32
+    assert sound.generate.max_num_seqs == 192
+    assert resolve(sound.config, platform="cpu").generate.max_num_seqs == 32
 
 
 def test_commands_are_answered_in_their_own_words() -> None:
@@ -155,5 +159,5 @@ def test_widths_that_config_json_leaves_out_are_those_of_transformers(tmp_path: 
 
     config = AutoConfig.for_model(kind, num_attention_heads=4, num_key_value_heads=2, hidden_size=256)
     width = getattr(config, "head_dim", None) or 64
-    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).actor_config)
+    facts = read_model_metadata(run(tmp_path / "m", {**PLAIN, "model_type": kind}).config.actor_config)
     assert facts is not None and facts.shape.head_size == width

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import json
 import re
 import sys
@@ -15,6 +15,7 @@ from mindspeed_rl.config import ConfigError, RunConfig, load_run_config
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
+from mindspeed_rl.run.draft import draft, load_run
 from mindspeed_rl.run.models import list_source_checks, plan_models, with_model_configs
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.validation import unavailable
@@ -32,21 +33,20 @@ def load(path: Path, overrides: list[str] | None = None) -> RunConfig | None:
         cfg = load_run_config(path.stem, path.parent, overrides or [])
     except ConfigError:
         return None
-    return None if unavailable(cfg) else cfg
+    return None if unavailable(draft(cfg)) else cfg
 
 
 def with_model(cfg: RunConfig, folder: Path, model: dict) -> RunConfig:
     """The run with all roles on a model whose config.json is in `folder`."""
     (folder / "config.json").write_text(json.dumps(model))
     (folder / "model.safetensors").touch()
-    cfg = copy.copy(cfg)
-    for name in ("actor_config", "ref_config", "critic_config", "reward_config"):
-        role = copy.copy(getattr(cfg, name))
-        if role is not None:
-            role.load = role.tokenizer_name_or_path = str(folder)
-            role.pretrained_checkpoint, role.ref_model, role.train_iters = None, "", role.train_iters or 1
-            setattr(cfg, name, role)
-    return cfg
+    keys = {"load": str(folder), "tokenizer_name_or_path": str(folder), "pretrained_checkpoint": None, "ref_model": ""}
+    roles = {
+        name: dataclasses.replace(role, **keys, train_iters=role.train_iters or 1)
+        for name in ("actor_config", "ref_config", "critic_config", "reward_config")
+        if (role := getattr(cfg, name)) is not None
+    }
+    return dataclasses.replace(cfg, **roles)
 
 
 PAIRS = [
@@ -127,7 +127,7 @@ def test_a_block_gives_way_to_the_model_where_nothing_is_written(tmp_path: Path)
 def test_a_role_whose_weights_are_not_there_keeps_its_block(tmp_path: Path) -> None:
     cfg = load(BY_NAME["grpo_qwen25_7b_A3"])
     assert cfg is not None
-    cfg.actor_config.load = str(tmp_path / "none")
+    cfg = dataclasses.replace(cfg, actor_config=dataclasses.replace(cfg.actor_config, load=str(tmp_path / "none")))
     assert with_model_configs(cfg).actor_config.num_layers == 28
 
 
@@ -141,7 +141,7 @@ def test_the_driver_names_the_role_whose_model_is_not_supported(tmp_path: Path) 
 
 def derived(cfg: RunConfig, folder: Path, model: dict, platform: str = "npu") -> dict[str, tuple[object, str]]:
     """Values and sources that the models of a run give to keys of its losses."""
-    run = plan_models(resolve(with_model_configs(with_model(cfg, folder, model)), platform=platform))[0]
+    run = plan_models(resolve(with_model_configs(with_model(cfg, folder, model)), platform=platform))
     return {name.removeprefix("actor_config."): (item.value, item.source) for name, item in run.config.derived.items()}
 
 
@@ -181,19 +181,19 @@ def test_missing_files_of_an_included_run_file_are_told_with_the_command_that_ma
     examples = {"sft_tiny": "quickstart", "grpo_tiny": "quickstart", "dpo_tiny": "quickstart", "grpo_tiny_agent": "agent"}
     examples |= {"grpo_tiny_swe": "swe_tiny", "grpo_tiny_vision": "vision", "distill_tiny": "distill"}
     for name, command in examples.items():
-        cfg = load_run_config(f"{name}_cpu")
+        run = load_run(f"{name}_cpu")
         with pytest.raises(ValueError, match=f"is made by `bash examples/{command}.sh`"):
-            next(iter(list_source_checks(cfg)))()
+            next(iter(list_source_checks(run)))()
     (tmp_path / "runs/quickstart/sft").mkdir(parents=True)
     (tmp_path / "runs/quickstart/model").mkdir()
-    check = next(iter(list_source_checks(load_run_config("dpo_tiny_cpu"))))
+    check = next(iter(list_source_checks(load_run("dpo_tiny_cpu"))))
     with pytest.raises(ValueError, match="runs/quickstart/data/pairs is made by `bash examples/supervised_stages.sh`"):
         check()
     (tmp_path / "runs/quickstart/data").mkdir()
     (tmp_path / "runs/quickstart/data/pairs_packed_x_document.idx").touch()
     check()
     # the documents of pretraining have their whole name in the run file
-    check = next(iter(list_source_checks(load_run_config("pretrain_tiny_cpu"))))
+    check = next(iter(list_source_checks(load_run("pretrain_tiny_cpu"))))
     with pytest.raises(ValueError, match="runs/quickstart/data/documents is made by"):
         check()
     (tmp_path / "runs/quickstart/data/documents_text_document.idx").touch()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sample_runs import prompt_level
 
-from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.formula import formula
 from mindspeed_rl.run.rules.validation import validate
@@ -15,7 +15,7 @@ from mindspeed_rl.run.rules.validation import validate
 ON: dict[str, Any] = {"enabled": True, "teacher_models": ["./teacher"]}
 
 
-def run_of(*, rl: dict[str, Any] | None = None, keep: tuple[str, ...] = (), **keys: Any) -> RunConfig:
+def run_of(*, rl: dict[str, Any] | None = None, keep: tuple[str, ...] = (), **keys: Any) -> Run:
     shared = {"dataset_additional_keys": ["labels", *keep]}
     return prompt_level(megatron_training=shared, rl_config={"distillation": {**ON, **keys}, **(rl or {})})
 

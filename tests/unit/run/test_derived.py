@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from mindspeed_rl.cli.explain import main
-from mindspeed_rl.config import RunConfig, build_run_config
+from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.model_metadata import read_model_metadata
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import describe_learning_rate, find_warnings
 from mindspeed_rl.run.explain.plan_page import explain, render
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
 
-def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> RunConfig:
+def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> Run:
     """16 prompts of 8 responses, prompts of at most 32 tokens and responses of at most 16; nothing else is written."""
     training = {"stage": "ray_grpo", "global_batch_size": 16, "micro_batch_size": 16, "bf16": False, **actor}
     rl = {
@@ -27,7 +29,7 @@ def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: s
     }
     keys = {"dtype": "float32", "sampling_config": {"max_tokens": 16}, **(generate or {})}
     tree = {"platform": platform, "megatron_training": training, "rl_config": rl, "generate_config": keys}
-    return build_run_config(tree, config_name="test")
+    return draft(build_run_config(tree, config_name="test"))
 
 
 def model(folder: Path, **config: Any) -> str:
@@ -36,9 +38,8 @@ def model(folder: Path, **config: Any) -> str:
     return str(folder)
 
 
-def rollout(cfg: RunConfig) -> tuple[int, int, int]:
-    generate = cfg.generate_config
-    assert generate is not None
+def rollout(run: Run) -> tuple[int, int, int]:
+    generate = run.generate
     return generate.infer_tensor_parallel_size, generate.max_model_len, generate.max_num_seqs
 
 
@@ -51,14 +52,14 @@ def test_a_short_run_file_gets_a_rollout_engine_that_fits() -> None:
 
 
 def test_what_is_written_stays() -> None:
-    cfg = run(generate={"infer_tensor_parallel_size": 2, "max_model_len": 2048, "max_num_seqs": 1})
-    assert rollout(cfg) == (2, 2048, 1) and cfg.derived == {}
+    written = run(generate={"infer_tensor_parallel_size": 2, "max_model_len": 2048, "max_num_seqs": 1})
+    assert rollout(written) == (2, 2048, 1) and written.config.derived == {}
 
 
 def test_heads_bound_the_split_of_a_replica(tmp_path: Path) -> None:
     folder = model(tmp_path / "m", num_attention_heads=14, num_key_value_heads=2)
-    cfg = run(devices=4, tensor_model_parallel_size=4, tokenizer_name_or_path=folder)
-    assert rollout(cfg)[0] == 2
+    split = run(devices=4, tensor_model_parallel_size=4, tokenizer_name_or_path=folder)
+    assert rollout(split)[0] == 2
     written = run(devices=4, generate={"infer_tensor_parallel_size": 4}, tokenizer_name_or_path=folder)
     assert "num_attention_heads (14) must be divisible by generate_config.infer_tensor_parallel_size (4)" in str(
         [str(violation) for violation in validate(written)]
@@ -82,7 +83,7 @@ def test_the_model_s_longest_sequence_is_read_from_its_files(
     folder = model(tmp_path / "m", num_attention_heads=8, **config)
     if tokenizer is not None:
         (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    facts = read_model_metadata(run(load=folder).actor_config)
+    facts = read_model_metadata(run(load=folder).config.actor_config)
     assert facts is not None and facts.folder == facts.shape.source == folder
     assert (facts.shape.num_heads, facts.shape.num_kv_heads, facts.shape.max_length) == (8, 8, longest)
 
@@ -108,10 +109,10 @@ def test_a_learning_rate_that_falls_to_0_by_default_is_warned_of() -> None:
     assert any("falls linearly from 0.001 to 0" in line for line in find_warnings(run(lr=1e-3, save="x")))
     for keys in ({"lr_decay_style": "linear"}, {"lr_decay_style": "constant"}, {"min_lr": 0.0}):
         assert find_warnings(run(lr=1e-3, save="x", **keys)) == []
-    assert describe_learning_rate(run(lr=1e-3, lr_decay_style="constant")) == "constant 0.001"
+    assert describe_learning_rate(run(lr=1e-3, lr_decay_style="constant").config) == "constant 0.001"
     warm = run(lr=1e-3, lr_decay_style="cosine", min_lr=1e-4, train_iters=50, lr_warmup_iters=5)
     expected = "cosine from 0.001 to 0.0001 at iteration 50, after a warm-up from 0 over 5 iteration(s)"
-    assert describe_learning_rate(warm) == expected
+    assert describe_learning_rate(warm.config) == expected
 
 
 def test_a_rollout_that_takes_many_rounds_is_warned_of() -> None:
@@ -140,7 +141,7 @@ def test_a_file_that_would_be_refused_is_not_called_valid(tmp_path: Path, capsys
     assert capsys.readouterr().out.strip().endswith("valid")
 
 
-def algorithm(stage: str = "ray_grpo", **rl: Any) -> RunConfig:
+def algorithm(stage: str = "ray_grpo", **rl: Any) -> Run:
     """The same run with other keys of its algorithm; PPO has a critic."""
     tree: dict[str, Any] = {
         "platform": "cpu",
@@ -149,7 +150,7 @@ def algorithm(stage: str = "ray_grpo", **rl: Any) -> RunConfig:
         "rl_config": {"actor_resource": {"num_npus": 1}, "mini_batch_size": 4, "n_samples_per_prompt": 8, **rl},
         "generate_config": {"dtype": "float32", "sampling_config": {"max_tokens": 16}},
     }
-    return build_run_config(tree, config_name="test")
+    return draft(build_run_config(tree, config_name="test"))
 
 
 def test_ppo_trains_a_critic_unless_that_is_contradicted() -> None:
@@ -179,9 +180,9 @@ def test_a_clip_ratio_of_one_side_acts_where_it_is_set() -> None:
 
 def test_a_filter_of_groups_works_with_the_rewards_and_sizes_of_the_run() -> None:
     def filter_keys(**rl: Any) -> tuple[object, ...]:
-        cfg = algorithm(filter_groups_enable=True, **rl)
-        assert validate(cfg) == [] and cfg.rl_config is not None
-        keys = cfg.rl_config
+        filtering = algorithm(filter_groups_enable=True, **rl)
+        assert validate(filtering) == []
+        keys = filtering.rl
         return keys.filter_groups_metric, keys.filter_groups_train_batch_size, keys.filter_groups_max_batches
 
     several = {"verifier_function": ["format", "acc"], "verifier_weight": [1.0, 1.0]}
