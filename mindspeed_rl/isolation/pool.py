@@ -64,9 +64,9 @@ class Worker:
         self._id, self._channel, self._pool = worker_id, channel, pool
         self._loop = asyncio.get_running_loop()
         self._unread: deque[Message] = deque()
-        self._news = self._loop.create_future()  # replaced after each message
+        self._news = self._loop.create_future()  # replaced whenever messages arrive
         self._killed: WorkerEndedError | None = None
-        self._hung_up = False
+        self._hung_up = False  # there are no further messages, or none that would be believed
         self.ended: asyncio.Future[WorkerEndedError] = self._loop.create_future()
         self._watch()
 
@@ -159,8 +159,7 @@ class Worker:
         """Release the connection of a process that has ended, after its last messages; called by the pool."""
         if self.ended.done():
             return
-        if not self._hung_up:
-            self._read()
+        self._read()
         for remove in (self._loop.remove_reader, self._loop.remove_writer):
             remove(self._channel.fileno())
         self._channel.close()
@@ -184,6 +183,8 @@ class Worker:
     def _read(self) -> None:
         """Read what has arrived, and nothing more until it was received: an idle process that writes fills no memory."""
         self._loop.remove_reader(self._channel.fileno())
+        if self._hung_up:
+            return
         try:
             messages, alive = self._channel.receive_ready()
         except ChannelError as error:

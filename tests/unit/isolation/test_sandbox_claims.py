@@ -133,7 +133,7 @@ CLAIMS = [
     Claim("network", "cannot make a socket of any kind", refused("socket.socketpair()"), prints("refused"), "sockets"),
     Claim("network", "cannot ask for a name", refused("socket.getaddrinfo('localhost', 80)"), prints("refused"), "files"),
     Claim("processes", "can start processes", CHILD, prints("7"), limits=LONG),
-    Claim("processes", "cannot see or end those of others", refused("os.kill(@PID@, 9)"), prints("refused"), "processes"),
+    Claim("processes", "cannot see or end processes of others", refused("os.kill(@PID@, 9)"), prints("refused"), "processes"),
     Claim("processes", "cannot have more than 32 of them", "import os\nwhile True: os.fork()", lambda r: r.status != 0, "user"),
     Claim("processes", "cannot leave one behind, in a session of its own either", STAYING_CHILD, is_gone, "processes"),
     Claim("processes", "cannot become another user", refused("os.setuid(0)"), prints("refused"), "user"),
