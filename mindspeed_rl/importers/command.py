@@ -13,10 +13,11 @@ from pathlib import Path
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import write_file
-from mindspeed_rl.importers.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
 from mindspeed_rl.importers.options import SourceProject
+from mindspeed_rl.importers.result import ASSUMED_ROWS, ImportSettings
 from mindspeed_rl.importers.slime import PROJECT as SLIME
 from mindspeed_rl.importers.swift import PROJECT as SWIFT
 from mindspeed_rl.importers.trl import PROJECT as TRL

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.importer import Import
-from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, refused, same, to, with_others
-from mindspeed_rl.importers.source_plan import Rates, Schedule
+from dataclasses import replace
 
-_ACTOR, _PROFILER = "megatron_training", "profiler_config.integrated"
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.recipe import ACTOR, PREDICTION, Recipe
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.translators import set_tensorboard
+
+_PROFILER = "profiler_config.integrated"
 #: value of a learning rate's style there -> here
 _STYLES: dict[object, str] = {name: name for name in ("constant", "linear", "cosine", "inverse-square-root", "WSD")}
 
@@ -130,11 +134,7 @@ _REFUSED: dict[str, str] = {
 
 
 def _recompute(run: Import, option: str, value: object) -> None:
-    run.translate(option, {f"{_ACTOR}.recompute_granularity": "selective"} if value else {}, "" if value else "off")
-
-
-def _tensorboard(run: Import, option: str, value: object) -> None:
-    run.translate(option, {"rl_config.use_tensorboard": bool(value)}, "files go into the run folder")
+    run.translate(option, {f"{ACTOR}.recompute_granularity": "selective"} if value else {}, "" if value else "off")
 
 
 def _profiled_ranks(run: Import, option: str, value: object) -> None:
@@ -157,8 +157,8 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
     """
     described = no_effect("config.json of the model has it")
     table: dict[str, Option] = {
-        **{name: to(f"{_ACTOR}.{name}") for name in _KEYS.split()},
-        **{name: to(f"{_ACTOR}.{name}") if shapes else described for name in SHAPES.split()},
+        **{name: to(f"{ACTOR}.{name}") for name in _KEYS.split()},
+        **{name: to(f"{ACTOR}.{name}") if shapes else described for name in SHAPES.split()},
         **dict.fromkeys(_FASTER.split(), no_effect("it changes speed or memory, not numbers")),
         **dict.fromkeys(_LOGGED.split(), no_effect("metrics of every iteration are kept; see docs/observability.md")),
         **dict.fromkeys(_CHECKPOINTS.split(), no_effect("checkpoints are complete and load under any layout")),
@@ -168,39 +168,40 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         **dict.fromkeys(
             "no_mmap_bin_files num_dataset_builder_threads s3_cache_path".split(), no_effect("rows are memory-mapped")
         ),
-        **dict.fromkeys("mtp_num_layers mtp_loss_scaling_factor".split(), with_others("prediction layers that train")),
+        **dict.fromkeys("mtp_num_layers mtp_loss_scaling_factor".split(), part(PREDICTION)),
         "data_cache_path": no_effect("the order of rows is computed, without index files"),
-        "data_path": to(f"{_ACTOR}.data_path"),
-        "train_data_path": to(f"{_ACTOR}.data_path"),
-        "valid_data_path": to(f"{_ACTOR}.eval_data_path"),
+        "data_path": to(f"{ACTOR}.data_path"),
+        "train_data_path": to(f"{ACTOR}.data_path"),
+        "valid_data_path": to(f"{ACTOR}.eval_data_path"),
         "test_data_path": no_effect("a run tests nothing at its end"),
-        "lr": to(f"{_ACTOR}.lr"),
-        "min_lr": to(f"{_ACTOR}.min_lr"),
-        "lr_decay_style": to(f"{_ACTOR}.lr_decay_style", values=_STYLES, default="linear"),
-        **dict.fromkeys(
-            "lr_decay_iters lr_warmup_iters lr_warmup_fraction".split(), with_others("warm-up and decay in optimizer steps")
-        ),
+        "lr": to(f"{ACTOR}.lr"),
+        "min_lr": to(f"{ACTOR}.min_lr"),
+        "lr_decay_style": to(f"{ACTOR}.lr_decay_style", values=_STYLES, default="linear"),
+        **{name: part(name) for name in ("lr_decay_iters", "lr_warmup_iters")},
+        "lr_warmup_fraction": to(f"{ACTOR}.lr_warmup_fraction", formula="of the decay"),
         "lr_wsd_decay_iters": refused("another length of the last part of WSD"),
         "lr_wsd_decay_style": same("the last part of WSD is exponential there", "exponential"),
         "weight_decay_incr_style": refused("a weight decay that changes", unless=("constant",)),
         "moe_token_dispatcher_type": to(
-            f"{_ACTOR}.moe_token_dispatcher_type",
+            f"{ACTOR}.moe_token_dispatcher_type",
             values={"alltoall": "alltoall", "alltoall_seq": "alltoall_seq", "allgather": "allgather", "flex": "alltoall"},
         ),
-        "optimizer": to(f"{_ACTOR}.optimizer", values={"adam": "adam"}),
-        "optimizer_cpu_offload": to(f"{_ACTOR}.swap_optimizer"),
+        "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam"}),
+        "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
         **dict.fromkeys(
             "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split(),
             same("optimizer state is fp32", "fp32", "float32"),
         ),
-        "attention_dropout": to(f"{_ACTOR}.attention_dropout", default=0.1),
-        "hidden_dropout": to(f"{_ACTOR}.hidden_dropout", default=0.1),
-        "bf16": to(f"{_ACTOR}.bf16", default=False),
-        "calculate_per_token_loss": with_others("the mean over the tokens of the batch"),
-        "ckpt_format": to(f"{_ACTOR}.ckpt_format", values={"torch": "torch", "torch_dist": "torch_dist"}),
-        "ckpt_step": to(f"{_ACTOR}.load_iteration"),
+        "attention_dropout": to(f"{ACTOR}.attention_dropout", default=0.1),
+        "hidden_dropout": to(f"{ACTOR}.hidden_dropout", default=0.1),
+        "bf16": to(f"{ACTOR}.bf16", default=False),
+        "calculate_per_token_loss": with_others(
+            "the mean over the tokens of the batch", off="the mean is over all tokens of the batch", by_nature=True
+        ),
+        "ckpt_format": to(f"{ACTOR}.ckpt_format", values={"torch": "torch", "torch_dist": "torch_dist"}),
+        "ckpt_step": to(f"{ACTOR}.load_iteration"),
         "recompute_activations": by(_recompute, "recompute_granularity: selective"),
-        "tensorboard_dir": by(_tensorboard, "use_tensorboard"),
+        "tensorboard_dir": by(set_tensorboard, "use_tensorboard"),
         **{name: to(f"rl_config.{name}") for name in ("wandb_project", "wandb_exp_name", "wandb_save_dir")},
         "profile": to(f"{_PROFILER}.profile"),
         "profile_step_start": to(f"{_PROFILER}.profile_step_start"),
@@ -209,11 +210,11 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "tokenizer_type": same(
             "tokenizers are Hugging Face folders", "PretrainedFromHF", "HuggingFaceTokenizer", "Llama2Tokenizer"
         ),
-        "tokenizer_model": with_others("tokenizer_name_or_path, the folder of the file"),
+        "tokenizer_model": part("tokenizer_name_or_path", off="tokenizer_name_or_path is read"),
         "vocab_size": no_effect("the tokenizer and padded_vocab_size decide"),
         "no_position_embedding": no_effect("rotary positions have no embedding"),
         "rotary_percent": by(_rotary_percent, "1.0: whole heads") if shapes else described,
-        "moe_permute_fusion": to(f"{_ACTOR}.use_fused_moe_token_permute_and_unpermute"),
+        "moe_permute_fusion": to(f"{ACTOR}.use_fused_moe_token_permute_and_unpermute"),
         "moe_router_dtype": no_effect("config.json of the model decides the router's precision"),
         "moe_router_bias_update_rate": same("the bias moves by 0.001 an optimizer step", 0.001, 1e-3),
         "moe_router_pre_softmax": refused("scores before the choice of experts; norm_topk_prob") if shapes else described,
@@ -224,73 +225,79 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
             refused("Megatron's names of YaRN; rope_scaling_type: yarn") if shapes else described,
         ),
         **dict.fromkeys(
-            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split(), with_others("num_layer_list")
+            "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers".split(),
+            part("num_layer_list"),
         ),
     }
     return table
 
 
-def set_first_and_last_stage(run: Import, command: SourceCommand, prefix: str) -> None:
-    """Set the layers of each pipeline stage where the first or the last one has a number of its own."""
-    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
-    given = {name: command.count(name, 1) for name in names if command.get(name) is not None}
-    stages = command.count("pipeline_model_parallel_size", 1)
-    if not given:
-        return
-    has_layers = command.get("num_layers") is not None
-    rest = command.count("num_layers", 1) - sum(given.values()) if has_layers else None
-    middle = stages - len(given)
-    for name in given:
-        if rest is None or middle < 0 or (middle and rest % middle) or (not middle and rest):
-            run.refuse(f"{prefix}{name}", "it does not follow how many layers the other stages have; write num_layer_list")
-            continue
-        sizes = [rest // middle] * middle if middle else []
-        sizes = [*([given[names[0]]] if names[0] in given else []), *sizes, *([given[names[1]]] if names[1] in given else [])]
-        run.translate(f"{prefix}{name}", {f"{_ACTOR}.num_layer_list": ",".join(str(size) for size in sizes)})
+def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, learning_rate: float | None = None) -> Recipe:
+    """Return a run with what Megatron's arguments say: layout, stages, learning rates and the optimizer.
 
-
-def set_rate(run: Import, command: SourceCommand, prefix: str, steps: int) -> None:
-    """Set warm-up and decay, which Megatron counts in optimizer steps, of which an iteration here has `steps`."""
-    for name in ("lr_decay_iters", "lr_warmup_iters"):
-        if command.get(name) is None:
-            continue
-        count = command.number(name, 0)
-        if count % steps:
-            run.refuse(f"{prefix}{name}", f"a length that is no whole number of rollouts of {steps} optimizer steps")
-        else:
-            run.translate(f"{prefix}{name}", {f"{_ACTOR}.{name}": int(count) // steps})
-    if command.get("lr_warmup_fraction") is not None:
-        values = {f"{_ACTOR}.lr_warmup_fraction": command.number("lr_warmup_fraction", 0.0)}
-        run.translate(f"{prefix}lr_warmup_fraction", values, "of the decay")
-
-
-def plan_rate(options: SourceCommand, total: int, steps_per_rollout: int, *, default: float | None = None) -> Rates:
-    """Return the learning rates of a run by Megatron's formulas.
+    Args:
+        learning_rate: without --lr.
 
     Raises:
         ConfigError: there is no learning rate.
     """
-    if options.get("lr") is None and default is None:
+    if command.get("lr") is None and learning_rate is None:
         raise ConfigError(["the command names no learning rate: --lr is missing"])
-    decay = int(options.number("lr_decay_iters", total))
-    fraction = options.get("lr_warmup_fraction")
-    warmup = (
-        int(options.number("lr_warmup_iters", 0))
-        if fraction is None
-        else int(options.number("lr_warmup_fraction", 0.0) * decay)
-    )
-    return Schedule(
-        options.number("lr", default or 0.0),
-        options.text("lr_decay_style", "linear"),
+    decay = int(command.number("lr_decay_iters", recipe.total_steps))
+    share = command.maybe("lr_warmup_fraction")
+    schedule = Schedule(
+        command.number("lr", learning_rate or 0.0),
+        command.text("lr_decay_style", "linear"),
         decay,
-        warmup,
-        options.number("lr_warmup_init", 0.0),
-        options.number("min_lr", 0.0),
-    ).over(total, steps_per_rollout)
+        int(command.number("lr_warmup_iters", 0)) if share is None else int(share * decay),
+        command.number("lr_warmup_init", 0.0),
+        command.number("min_lr", 0.0),
+    )
+    tensor, pipeline, context, experts, replicas = read_layout(command)
+    counts = {f"{ACTOR}.{name}": count for name, count in _count_iterations(run, command, recipe.steps_per_rollout).items()}
+    return replace(
+        recipe,
+        tp=tensor,
+        pp=pipeline,
+        cp=context,
+        ep=experts,
+        dp=replicas,
+        weight_decay=command.number("weight_decay", 0.01),
+        clip_grad=command.number("clip_grad", 1.0),
+        keys={**counts, f"{ACTOR}.num_layer_list": _list_layers(run, command), **recipe.keys},
+    ).follow(schedule)
 
 
-def plan_layout(options: SourceCommand, devices: int) -> tuple[int, int, int, int, int]:
+def _count_iterations(run: Import, command: SourceCommand, steps: int) -> dict[str, int]:
+    """Return warm-up and decay, which Megatron counts in optimizer steps, of which an iteration here has `steps`."""
+    counts: dict[str, int] = {}
+    for name in ("lr_decay_iters", "lr_warmup_iters"):
+        count = command.maybe(name)
+        if count is not None and count % steps:
+            feature = f"a length that is no whole number of rollouts of {steps} optimizer steps"
+            run.refuse(f"{run.prefix}{name}", feature)
+        elif count is not None:
+            counts[name] = int(count) // steps
+    return counts
+
+
+def _list_layers(run: Import, command: SourceCommand) -> str | None:
+    """Return the layers of each pipeline stage where the first or the last one has a number of its own."""
+    names = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+    first, last = ([] if command.get(name) is None else [command.count(name, 1)] for name in names)
+    if not first and not last:
+        return None
+    middle = command.count("pipeline_model_parallel_size", 1) - len(first) - len(last)
+    rest = -1 if command.get("num_layers") is None else command.count("num_layers", 1) - sum(first) - sum(last)
+    if rest < 0 or middle < 0 or (rest % middle if middle else rest):
+        for option in run.list_given(" ".join(names)):
+            run.refuse(option, "it does not follow how many layers the other stages have; write num_layer_list")
+        return None
+    return ",".join(str(size) for size in [*first, *([rest // middle] * middle if middle else []), *last])
+
+
+def read_layout(command: SourceCommand) -> tuple[int, int, int, int, int]:
     """Return tensor, pipeline, context, expert and data-parallel sizes."""
-    tensor, pipeline = options.count("tensor_model_parallel_size", 1), options.count("pipeline_model_parallel_size", 1)
-    context, experts = options.count("context_parallel_size", 1), options.count("expert_model_parallel_size", 1)
-    return tensor, pipeline, context, experts, devices // (tensor * pipeline * context)
+    tensor, pipeline = command.count("tensor_model_parallel_size", 1), command.count("pipeline_model_parallel_size", 1)
+    context, experts = command.count("context_parallel_size", 1), command.count("expert_model_parallel_size", 1)
+    return tensor, pipeline, context, experts, command.devices // (tensor * pipeline * context)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -11,36 +11,44 @@ import yaml
 from mindspeed_rl.config.compat.aliases import ENGINE_NAMES
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
-from mindspeed_rl.importers.importer import (
-    Import,
-    build_rollout_batch,
-    read_count,
-    read_scalar,
-    train_prediction_layers,
-)
-from mindspeed_rl.importers.megatron_options import (
-    build_megatron_table,
-    plan_layout,
-    plan_rate,
-    set_first_and_last_stage,
-    set_rate,
-)
+from mindspeed_rl.importers.megatron_options import build_megatron_table, describe_megatron, read_layout
 from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
     by,
     no_effect,
+    part,
+    read_count,
+    read_scalar,
     refused,
     same,
     to,
     with_others,
 )
+from mindspeed_rl.importers.recipe import (
+    ACTOR,
+    BATCH,
+    ENGINE,
+    LORA,
+    PREDICTION,
+    RL,
+    SAMPLING,
+    Adapters,
+    Batch,
+    Objective,
+    Placement,
+    Prediction,
+    Recipe,
+    Rewards,
+)
+from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
-from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
+from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.translators import choose_training, read_options
+from mindspeed_rl.importers.writer import note_prediction
 
-_ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
-_SAMPLING, _PROFILER = f"{_ENGINE}.sampling_config", "profiler_config.integrated"
+_PROFILER = "profiler_config.integrated"
 _SCRIPTS = {"pretrain_gpt.py": "pretrain", "posttrain_gpt.py": "posttrain", "ray_gpt.py": "rlxf"}
 _STAGES = ("sft", "dpo", "simpo", "orm", "prm")
 #: temperature of its sampler without --temperature
@@ -62,12 +70,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             found.append((command, place))
         elif len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml"):
             return _read_run_file(Path(words[0]), {}, devices)
-    if not found:
-        raise ConfigError([f"there is no call of {', '.join(_SCRIPTS)} in the script"])
-    if len(found) > 1 or found[0][0].uncertain:
-        lines = ", ".join(str(command.line) for command, _ in found)
-        raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
-    command, place = found[0]
+    command, place = choose_training(found, f"there is no call of {', '.join(_SCRIPTS)} in the script")
     program, words = _SCRIPTS[Path(command.words[place]).name], command.words
     if program == "rlxf":
         flags, overrides = read_flags(words[place + 1 :])
@@ -77,21 +80,12 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         values = {key.lstrip("+"): read_scalar(value) for key, _, value in (word.partition("=") for word in overrides)}
         return _read_run_file(folder / f"{name.removesuffix('.yaml')}.yaml", values, devices)
     launcher, _ = read_flags(words[:place])
-    options = _read_options(words[place + 1 :])
+    options = read_options(words[place + 1 :])
     world = devices
     if world is None and "nproc_per_node" in launcher:
         per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
         world = read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
     return SourceCommand(program, options, command.environment, world or 1, _TABLES[program])
-
-
-def _read_options(words: tuple[str, ...]) -> dict[str, object]:
-    flags, _ = read_flags(words)
-    options: dict[str, object] = {}
-    for name, items in flags.items():
-        values = [read_scalar(item) for item in items]
-        options[name] = True if not values else values[0] if len(values) == 1 else values
-    return options
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:
@@ -162,7 +156,7 @@ def _role_record(role: str, name: str, value: object, own: Mapping[str, object])
         return to(f"{role}_config.{name}")
     if base is not None and base.kind == "mapped" and not base.keys and base.translate is None:
         return no_effect("decided with that of the actor")
-    if base is None or base.kind != "mapped" or not base.keys or not base.keys[0].startswith(f"{_ACTOR}."):
+    if base is None or base.kind != "mapped" or not base.keys or not base.keys[0].startswith(f"{ACTOR}."):
         return base or refused(f"an option that the group {role} does not have")
     return to(f"{role}_config.{base.keys[0].rpartition('.')[2]}")
 
@@ -263,18 +257,18 @@ _OF_RAY = refused("an option of ray_gpt.py in another script")
 
 def _isolated(run: Import, option: str, value: object) -> None:
     """Set both effects that release 2.0 gives the option."""
-    values = {f"{_ACTOR}.reset_position_ids": value, f"{_ACTOR}.reset_attention_mask": value}
+    values = {f"{ACTOR}.reset_position_ids": value, f"{ACTOR}.reset_attention_mask": value}
     run.translate(option, values, "samples of a pack also see only themselves, as in release 2.0")
 
 
 def _columns(run: Import, option: str, value: object) -> None:
     names = [name for item in (value if isinstance(value, list) else [value]) for name in str(item).split()]
-    run.translate(option, {f"{_ACTOR}.dataset_additional_keys": names})
+    run.translate(option, {f"{ACTOR}.dataset_additional_keys": names})
 
 
 def _neat_pack(run: Import, option: str, value: object) -> None:
     names = ("pack", "neat_pack", "reset_attention_mask")
-    run.translate(option, {f"{_ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
+    run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
 
 
 def _mask_type(run: Import, option: str, value: object) -> None:
@@ -282,13 +276,13 @@ def _mask_type(run: Import, option: str, value: object) -> None:
 
 
 _LLM: dict[str, Option] = {
-    **{name: to(f"{_ACTOR}.{name}") for name in _KEYS.split()},
+    **{name: to(f"{ACTOR}.{name}") for name in _KEYS.split()},
     **{
-        name: to(f"{_ACTOR}.{present}")
+        name: to(f"{ACTOR}.{present}")
         for name, present in ENGINE_NAMES.items()
         if name not in ("cp_attention_mask_type", "rope_scaling_beta_fast", "rope_scaling_beta_slow")
     },
-    **{f"rope_scaling_beta_{kind}": to(f"{_ACTOR}.beta_{kind}") for kind in ("fast", "slow")},
+    **{f"rope_scaling_beta_{kind}": to(f"{ACTOR}.beta_{kind}") for kind in ("fast", "slow")},
     "cp_attention_mask_type": by(_mask_type, "causal"),
     **dict.fromkeys(_FASTER.split(), no_effect("it changes speed, memory or recovery, not numbers")),
     **dict.fromkeys(_ELSEWHERE.split(), no_effect("only preprocessing, generation and evaluation read it")),
@@ -296,30 +290,31 @@ _LLM: dict[str, Option] = {
     **dict.fromkeys(
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
-    "mtp_after_norm": with_others("prediction layers that train"),
-    "stage": with_others("stage"),
+    "mtp_after_norm": part(PREDICTION),
+    "stage": part("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
     "context_parallel_algo": to(
-        f"{_ACTOR}.context_parallel_algo",
+        f"{ACTOR}.context_parallel_algo",
         values={"ulysses_cp_algo": "ulysses_cp_algo", "megatron_cp_algo": "megatron_cp_algo"},
     ),
     "reset_position_ids": by(_isolated, "reset_position_ids and reset_attention_mask"),
     **dict.fromkeys(
-        "lora_target_modules lora_r lora_alpha".split(), with_others("LoRA where lora_target_modules names layers")
+        "lora_target_modules lora_r lora_alpha".split(),
+        part(LORA, off="all weights train without lora_target_modules"),
     ),
     "shared_expert_gate": _SHARED_EXPERT,
     "shared_expert_gate_output_dimension": no_effect("only shared_expert_gate reads it"),
-    "use_wandb": to(f"{_RL}.use_wandb"),
+    "use_wandb": to(f"{RL}.use_wandb"),
     "input_jitter": no_effect("only moe_input_jitter_eps reads it"),
     "skip_bias_add": no_effect("a flag that turns the default off; layers have no bias"),
     "moe_train_capacity_factor": no_effect("experts have no capacity"),
     "router_gating_in_fp32": no_effect("config.json of the model decides the router's precision"),
     "topk_softmax_in_fp32": no_effect("config.json of the model decides the router's precision"),
     "rmsnorm_weight_in_fp32": no_effect("norms compute in fp32"),
-    "rope_scaling_factor": to(f"{_ACTOR}.rope_scaling_factor"),
+    "rope_scaling_factor": to(f"{ACTOR}.rope_scaling_factor"),
     "dynamic_factor": same("NTK scaling is off", 1, 1.0),
-    "yarn_scaling_factor": to(f"{_ACTOR}.rope_scaling_factor"),
+    "yarn_scaling_factor": to(f"{ACTOR}.rope_scaling_factor"),
     "embedding_multiplier_scale": same("embeddings are not scaled", 1, 1.0),
     **{
         f"profile_{name}": to(f"{_PROFILER}.profile_{name}")
@@ -337,51 +332,60 @@ _LLM: dict[str, Option] = {
     "do_sample": no_effect("only ray_gpt.py and stage trl_ppo read it"),
 }
 
-_BATCH = with_others("sizes of the batch, see the plan")
-_DEVICES = with_others("devices of the roles")
+_ROLE_DEVICES = "it has no devices of its own"
 _RLXF: dict[str, Option] = {
     "mtp_num_layers": refused("prediction layers in ray_gpt.py; set megatron_training.mtp_num_layers"),
     **dict.fromkeys("mtp_loss_scaling_factor mtp_after_norm".split(), no_effect("only mtp_num_layers reads it")),
-    **dict.fromkeys("global_batch_size ppo_mini_batch_size n_samples_per_prompt ppo_epochs rollout_batch_size".split(), _BATCH),
-    **dict.fromkeys("num_gpus_for_train num_gpus_for_infer".split(), _DEVICES),
-    "inference_tensor_model_parallel_size": to(f"{_ENGINE}.infer_tensor_parallel_size", default=1),
-    "seq_length": with_others("max_tokens = seq_length - max_prompt_length"),
-    "max_prompt_length": to(f"{_RL}.max_prompt_length", default=512),
-    "do_sample": with_others("temperature, or 0 without it"),
-    "temperature": with_others("temperature, or 0 without do_sample"),
-    "clip_ratio": to(f"{_RL}.clip_ratio", default=0.2),
+    **dict.fromkeys(
+        "global_batch_size ppo_mini_batch_size n_samples_per_prompt ppo_epochs rollout_batch_size".split(),
+        part(BATCH),
+    ),
+    "inference_tensor_model_parallel_size": to(f"{ENGINE}.infer_tensor_parallel_size", default=1),
+    "seq_length": part("sampling_config.max_tokens"),
+    "max_prompt_length": to(f"{RL}.max_prompt_length", default=512),
+    **dict.fromkeys(("do_sample", "temperature"), part("sampling_config.temperature")),
+    "clip_ratio": to(f"{RL}.clip_ratio", default=0.2),
     "entropy_coeff": no_effect("its losses read it in no place"),
-    "shuffle_minibatch": to(f"{_RL}.shuffle_mini_batch"),
+    "shuffle_minibatch": to(f"{RL}.shuffle_mini_batch"),
     "dataset_category": refused("rewards that depend on the source of a row"),
     "extract_content_for_reward": refused("a reward model that reads a part of the response"),
     "reset_position_ids": no_effect("rows of a rollout are not packed there"),
-    "algorithm.gamma": with_others("gamma of GAE"),
-    "algorithm.lam": with_others("lam of GAE"),
-    "algorithm.adv_estimator": with_others("adv_estimator"),
-    "algorithm.kl_penalty": with_others("the KL in the loss is k3, that in the reward this one"),
-    "algorithm.kl_ctrl.type": with_others("kl_ctrl_type, where the KL is in the reward"),
-    "algorithm.kl_ctrl.kl_coef": with_others("init_kl_coef"),
-    "algorithm.kl_ctrl.target_kl": with_others("kl_target, where the KL is in the reward"),
-    "algorithm.kl_ctrl.horizon": with_others("kl_horizon, where the KL is in the reward"),
-    "algorithm.missing_eos_penalty": with_others("missing_eos_penalty of PPO; its GRPO reads it in no place"),
-    "algorithm.advantage_whiten": with_others("advantages whitened over the batch, the default"),
-    "algorithm.verifier_function": with_others("reward functions"),
-    "algorithm.verifier_weight": with_others("their weights"),
+    "algorithm.gamma": part("gamma"),
+    "algorithm.lam": part("lam"),
+    "algorithm.adv_estimator": part("adv_estimator"),
+    "algorithm.kl_penalty": part("kl_penalty", off="there is no KL"),
+    "algorithm.kl_ctrl.kl_coef": part("init_kl_coef use_kl_in_reward kl_penalty kl_clamp"),
+    "algorithm.kl_ctrl.type": part("kl_ctrl_type"),
+    "algorithm.kl_ctrl.target_kl": part("kl_target"),
+    "algorithm.kl_ctrl.horizon": part("kl_horizon"),
+    "algorithm.missing_eos_penalty": part("missing_eos_penalty"),
+    "algorithm.advantage_whiten": part("advantage_whiten", off="see the plan", by_nature=True),
     **dict.fromkeys(
-        "resource_pool.actor_rollout resource_pool.ref resource_pool.reward resource_pool.critic".split(), _DEVICES
+        "algorithm.verifier_function algorithm.verifier_weight".split(),
+        part("verifier_function verifier_weight", off="a reward model scores all rows"),
     ),
+    **dict.fromkeys(
+        "resource_pool.actor_rollout num_gpus_for_train num_gpus_for_infer".split(),
+        part("use_integrated_worker actor_resource.num_npus rollout_resource.num_npus"),
+    ),
+    **{
+        f"resource_pool.{role}": part(f"{key}_resource.num_npus", off=_ROLE_DEVICES)
+        for role, key in {"ref": "reference", "reward": "reward", "critic": "critic"}.items()
+    },
 }
 _ROLE_OPTIONS: dict[str, dict[str, Option]] = {
-    "ref": {"load": with_others("weights of the reference")},
+    "ref": {"load": part("ref_config.load", off="the actor's weights at the start", by_nature=True)},
     "reward": {
-        "load": with_others("reward_model"),
-        "verifier": with_others("reward functions"),
+        "load": part("reward_model rule_reward", off="read with reward.verifier"),
+        "verifier": _RLXF["algorithm.verifier_function"],
         "save": no_effect("it is not saved"),
     },
     "critic": {
-        "cliprange_value": to(f"{_RL}.cliprange_value", default=0.2),
-        "critic_mini_batch_size": with_others("as the actor's"),
-        "critic_update_epochs": with_others("as the actor's"),
+        "cliprange_value": to(f"{RL}.cliprange_value", default=0.2),
+        **dict.fromkeys(
+            ("critic_mini_batch_size", "critic_update_epochs"),
+            with_others("as the actor's", off="as that of the actor", by_nature=True),
+        ),
     },
 }
 _TABLES: dict[str, dict[str, Option]] = {
@@ -404,84 +408,56 @@ def _find_stage(command: SourceCommand) -> str:
     return stage
 
 
-def _build(run: Import, command: SourceCommand) -> None:
+def _describe(run: Import, command: SourceCommand) -> Recipe:
+    """Return the run by Megatron's and MindSpeed-LLM's formulas."""
     if command.program == "rlxf":
-        _build_rlxf(run, command)
-        return
+        return _describe_rlxf(run, command)
     stage = _find_stage(command)
-    run.translate("stage", {f"{_ACTOR}.stage": stage}, "" if command.has("stage") else f"of {command.program}_gpt.py")
-    run.set(f"{_ACTOR}.num_npus", command.devices)
-    set_rate(run, command, "", 1)
-    set_first_and_last_stage(run, command, "")
-    if command.has("tokenizer_model"):
-        folder = Path(command.text("tokenizer_model"))
-        values = {f"{_ACTOR}.tokenizer_name_or_path": str(folder.parent if folder.suffix in (".model", ".json") else folder)}
-        run.translate("tokenizer_model", values, "the folder of the file")
-    if command.has("calculate_per_token_loss"):
-        run.note("calculate_per_token_loss", "the mean is over all tokens of the batch", changes_nothing=False)
-    _set_adapters(run, command)
-    _set_prediction(run, command)
-
-
-def _set_prediction(run: Import, command: SourceCommand) -> None:
-    """Set the prediction layers that train; as published models have them, they read the states behind the last norm."""
-    given = [name for name in ("mtp_num_layers", "mtp_loss_scaling_factor", "mtp_after_norm") if command.has(name)]
-    if not command.get("mtp_num_layers"):
-        for name in given:
-            run.note(name, "without mtp_num_layers there are no prediction layers")
-        return
-    if not command.flag("mtp_after_norm"):
-        run.refuse("mtp_num_layers", "prediction layers that read states before the last norm; --mtp-after-norm is available")
-    factor = command.number("mtp_loss_scaling_factor", 0.1)
-    train_prediction_layers(run, given, command.count("mtp_num_layers", 1), factor, detaches=False)
-
-
-def _set_adapters(run: Import, command: SourceCommand) -> None:
-    targets = command.list_texts("lora_target_modules")
-    names = [name for name in ("lora_target_modules", "lora_r", "lora_alpha") if command.has(name)]
-    if not targets:
-        for name in names:
-            run.note(name, "all weights train without lora_target_modules")
-        return
-    run.translate("lora_target_modules", {f"{_ACTOR}.lora_target_modules": targets})
-    for name, default in (("lora_r", 16), ("lora_alpha", 32)):
-        run.translate(name, {f"{_ACTOR}.{name}": command.count(name, default)})
-
-
-def _plan(command: SourceCommand, rows: int) -> SourcePlan:
-    """Return the numbers of the run by Megatron's and MindSpeed-LLM's formulas."""
-    if command.program == "rlxf":
-        return _plan_rlxf(command)
-    stage = _find_stage(command)
-    total = command.count("train_iters", 1)
-    rates = plan_rate(command, total, 1)
-    tensor, pipeline, context, experts, replicas = plan_layout(command, command.devices)
     losses = {"dpo": command.text("dpo_loss_type", "sigmoid"), "simpo": f"simpo_{command.text('simpo_loss_type', 'sigmoid')}"}
     # each micro-batch divides by its own tokens, and their means are averaged
     by_micro_batch = stage in ("sft", "prm") and not command.flag("calculate_per_token_loss")
-    return SourcePlan(
+    adapters = _read_adapters(command)
+    recipe = Recipe(
         stage=stage,
-        step_samples=command.count("global_batch_size", command.count("micro_batch_size", 1) * replicas),
-        total_steps=total,
-        lr_first=rates.rates[0],
-        lr_10=rates.rates[1],
-        lr_last=rates.rates[2],
-        lr_warmup_steps=rates.warmup,
+        step_samples=command.count("global_batch_size", command.count("micro_batch_size", 1) * read_layout(command)[-1]),
+        total_steps=command.count("train_iters", 1),
         loss=losses.get(stage, "ranking" if stage == "orm" else "cross_entropy"),
         beta={"dpo": command.number("dpo_beta", 0.1), "simpo": command.number("simpo_beta", 2.5)}.get(stage),
         aggregation="token of a micro-batch" if by_micro_batch else None,
         sequence_length=command.count("seq_length", 1),
-        tp=tensor,
-        pp=pipeline,
-        cp=context,
-        ep=experts,
-        dp=replicas,
-        lora_rank=command.count("lora_r", 16) if command.list_texts("lora_target_modules") else 0,
-        weight_decay=command.number("weight_decay", 0.01),
-        clip_grad=command.number("clip_grad", 1.0),
+        lora_rank=command.count("lora_r", 16) if adapters else 0,
         data=tuple(command.list_texts("data_path")),
         model=command.text("load") or None,
+        placement=Placement(actor=command.devices),
+        adapters=adapters,
+        prediction=_read_prediction(run, command),
+        notes={
+            "stage": "" if command.has("stage") else f"of {command.program}_gpt.py",
+            "tokenizer_name_or_path": "the folder of the file",
+            "mtp_num_layers": note_prediction(adapts=adapters is not None),
+        },
     )
+    if command.has("tokenizer_model"):
+        folder = Path(command.text("tokenizer_model"))
+        folder = folder.parent if folder.suffix in (".model", ".json") else folder
+        recipe = replace(recipe, keys={f"{ACTOR}.tokenizer_name_or_path": str(folder)})
+    return describe_megatron(run, command, recipe)
+
+
+def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
+    """Return the prediction layers that train; as published models have them, they read the states behind the last norm."""
+    if not command.get("mtp_num_layers"):
+        names = "mtp_num_layers mtp_loss_scaling_factor mtp_after_norm"
+        run.note_given(names, "without mtp_num_layers there are no prediction layers")
+        return None
+    if not command.flag("mtp_after_norm"):
+        run.refuse("mtp_num_layers", "prediction layers that read states before the last norm; --mtp-after-norm is available")
+    return Prediction(command.count("mtp_num_layers", 1), command.number("mtp_loss_scaling_factor", 0.1), detaches=False)
+
+
+def _read_adapters(command: SourceCommand) -> Adapters | None:
+    targets = command.list_texts("lora_target_modules")
+    return Adapters(targets, command.count("lora_r", 16), command.count("lora_alpha", 32)) if targets else None
 
 
 # --- run files of ray_gpt.py ------------------------------------------------------------------------------------------
@@ -500,7 +476,7 @@ class _RayBatch:
     def __init__(self, command: SourceCommand) -> None:
         self.prompts = command.count("global_batch_size", 1)
         self.group = command.count("n_samples_per_prompt", 1)
-        self.step = command.count("ppo_mini_batch_size", 1) * plan_layout(command, command.devices)[-1]
+        self.step = command.count("ppo_mini_batch_size", 1) * read_layout(command)[-1]
         self.epochs = command.count("ppo_epochs", 1)
         samples = self.prompts * self.group
         if samples % self.step:
@@ -521,139 +497,114 @@ def _read_pool(command: SourceCommand, role: str) -> int:
     return sum(int(str(item)) for item in (value if isinstance(value, list) else [value or 0]))
 
 
-def _build_rlxf(run: Import, command: SourceCommand) -> None:
+#: options that its GRPO does not read
+_OF_PPO = "gamma lam missing_eos_penalty kl_penalty kl_ctrl.type kl_ctrl.target_kl kl_ctrl.horizon"
+
+
+def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
+    """Return a run by the formulas of ray_gpt.py's workers."""
     batch, ppo = _RayBatch(command), _is_ppo(command)
-    run.translate("stage", {f"{_ACTOR}.stage": command.text("stage")})
-    values = build_rollout_batch(batch.group, batch.step, batch.prompts * batch.group) | {f"{_RL}.epochs": batch.epochs}
-    run.translate("global_batch_size", values, f"{batch.steps} optimizer steps of a rollout")
-    for name in ("ppo_mini_batch_size", "n_samples_per_prompt", "ppo_epochs", "rollout_batch_size"):
-        if command.has(name):
-            run.translated[name] = "see global_batch_size"
-    _set_ray_devices(run, command, ppo)
-    set_rate(run, command, "", 1)
     length, prompt = command.count("seq_length", 1), command.count("max_prompt_length", 512)
-    run.translate("seq_length", {f"{_SAMPLING}.max_tokens": length - prompt}, "without the prompt")
-    run.add_default(f"{_SAMPLING}.top_k", -1, "its sampler cuts nothing")
-    run.add_default(f"{_SAMPLING}.top_p", 1.0, "its sampler cuts nothing")
+    micro, coefficient = command.count("micro_batch_size", 1), command.number("algorithm.kl_ctrl.kl_coef", 0.0)
     sampled = command.flag("do_sample")
-    heat = command.number("temperature", _TEMPERATURE) if sampled else 0.0
-    run.translate("do_sample", {f"{_SAMPLING}.temperature": heat}, "" if sampled else "the most likely token")
-    if command.has("temperature"):
-        run.translated["temperature"] = "see do_sample"
-    _set_ray_objective(run, command, ppo)
-    _set_ray_rewards(run, command)
-    if command.has("tokenizer_model"):
-        run.note("tokenizer_model", "tokenizer_name_or_path is read")
-    _set_adapters(run, command)
-
-
-def _set_ray_devices(run: Import, command: SourceCommand, ppo: bool) -> None:
-    infer = command.count("num_gpus_for_infer", 1)
-    values: dict[str, object] = {
-        f"{_RL}.use_integrated_worker": False,
-        f"{_RL}.actor_resource.num_npus": command.devices,
-        f"{_RL}.rollout_resource.num_npus": infer,
-    }
-    run.translate("resource_pool.actor_rollout", values, "training and rollout take turns")
-    for name in ("num_gpus_for_train", "num_gpus_for_infer"):
-        if command.has(name):
-            run.translated[name] = "see resource_pool.actor_rollout"
-    for role, key in (("ref", "reference"), ("reward", "reward"), *((("critic", "critic"),) if ppo else ())):
-        if devices := _read_pool(command, role):
-            run.translate(f"resource_pool.{role}", {f"{_RL}.{key}_resource.num_npus": devices})
-        elif command.has(f"resource_pool.{role}"):
-            run.note(f"resource_pool.{role}", "none")
-    if command.has("resource_pool.critic") and not ppo:
-        run.note("resource_pool.critic", "GRPO has no critic")
-    if command.has("ref.load"):
-        if command.get("ref.load") == command.get("load"):
-            run.note("ref.load", "the actor's weights at the start", changes_nothing=False)
-        else:
-            run.translate("ref.load", {"ref_config.load": command.get("ref.load")})
-    for name, actor in (("critic_mini_batch_size", "ppo_mini_batch_size"), ("critic_update_epochs", "ppo_epochs")):
-        if not ppo or not command.has(f"critic.{name}"):
-            continue
-        if command.count(f"critic.{name}", 1) == command.count(actor, 1):
-            run.note(f"critic.{name}", f"as {actor}", changes_nothing=False)
-        else:
-            run.refuse(f"critic.{name}", f"another number than {actor}: the critic makes the steps of the actor")
-
-
-def _set_ray_objective(run: Import, command: SourceCommand, ppo: bool) -> None:
-    micro = command.count("micro_batch_size", 1)
-    estimator = command.text("algorithm.adv_estimator", "gae" if ppo else "group_norm")
-    if estimator != ("gae" if ppo else "group_norm"):
-        run.refuse("algorithm.adv_estimator", f"{estimator} in stage {command.text('stage')}")
-    run.translate("algorithm.adv_estimator", {f"{_RL}.adv_estimator": estimator})
-    run.set(f"{_RL}.loss_type", "grpo" if micro == 1 else "dapo")
-    coefficient = command.number("algorithm.kl_ctrl.kl_coef", 0.0)
-    kl: dict[str, object] = {f"{_RL}.init_kl_coef": coefficient, f"{_RL}.kl_clamp": False}
-    kl |= {f"{_RL}.kl_penalty": command.text("algorithm.kl_penalty", "kl") if ppo else "k3", f"{_RL}.use_kl_in_reward": ppo}
-    run.translate("algorithm.kl_ctrl.kl_coef", kl, "in the reward" if ppo else "its GRPO loss has k3")
-    penalty = command.number("algorithm.missing_eos_penalty", 0.0)
+    temperature = command.number("temperature", _TEMPERATURE) if sampled else 0.0
+    adapters, rewards, clip = _read_adapters(command), _read_rewards(run, command), command.number("clip_ratio", 0.2)
+    estimator = "gae" if ppo else "group_norm"
+    if (name := command.text("algorithm.adv_estimator", estimator)) != estimator:
+        run.refuse("algorithm.adv_estimator", f"{name} in stage {command.text('stage')}")
+    whitens = command.flag("algorithm.advantage_whiten", default=True)
+    iterations, reference = command.count("train_iters", 1), command.get("ref.load")
+    recipe = Recipe(
+        stage=command.text("stage"),
+        rollout_completions=batch.prompts * batch.group,
+        step_samples=batch.step,
+        total_steps=iterations * batch.steps,
+        # its log-probs are not divided by the temperature of the rollout
+        loss="grpo" if temperature in (0.0, 1.0) else "grpo over log-probs of temperature 1",
+        level="token",
+        clip_low=clip,
+        clip_high=clip,
+        aggregation="sequence" if micro == 1 else "token of a micro-batch",
+        kl_coef=coefficient,
+        kl_estimator=command.text("algorithm.kl_penalty", "kl") if ppo else "k3",
+        kl_place="reward" if ppo else "loss",
+        advantage="gae" if ppo else "group_norm, whitened over the batch" if whitens else "group_norm",
+        advantage_scale=None if ppo else "group",
+        temperature=temperature,
+        top_p=1.0,
+        top_k=-1,
+        min_p=0.0,
+        prompt_length=prompt,
+        response_length=length - prompt,
+        infer_tp=command.count("inference_tensor_model_parallel_size", 1),
+        data=tuple(command.list_texts("data_path")),
+        model=command.text("load") or None,
+        placement=_read_placement(command, ppo, has_model=rewards.model is not None),
+        batch=Batch(None, batch.group, batch.epochs),
+        adapters=adapters,
+        objective=Objective(
+            loss_type="grpo" if micro == 1 else "dapo",
+            estimator=estimator,
+            epsilon=None if ppo else 1e-8,
+            whiten=True if ppo else None,
+            kl_clamp=False,
+        ),
+        rewarding=rewards,
+        keys={
+            f"{SAMPLING}.max_tokens": length - prompt,
+            f"{SAMPLING}.temperature": temperature,
+            "ref_config.load": None if reference == command.get("load") else reference,
+        },
+        notes={
+            "n_samples_per_prompt": f"{batch.steps} optimizer steps of a rollout",
+            "sampling_config.max_tokens": "without the prompt",
+            "sampling_config.temperature": "" if sampled else "the most likely token",
+            "use_integrated_worker": "training and rollout take turns",
+            "init_kl_coef": "in the reward" if ppo else "its GRPO loss has k3",
+            "adv_epsilon": "MindSpeed-LLM adds it to the standard deviation",
+            "verifier_function": "the reward model scores no row",
+        },
+        unread=("calculate_per_token_loss", *(() if ppo else ("critic.critic_mini_batch_size", "critic.critic_update_epochs"))),
+        defaults=(
+            (f"{SAMPLING}.top_k", -1, "its sampler cuts nothing"),
+            (f"{SAMPLING}.top_p", 1.0, "its sampler cuts nothing"),
+        ),
+    )
+    recipe = describe_megatron(run, command, recipe, learning_rate=0.0)
+    recipe = replace(recipe, steps_per_rollout=batch.steps).follow(_read_ray_schedule(command, iterations, batch))
     if ppo:
-        run.translate("algorithm.missing_eos_penalty", {f"{_RL}.missing_eos_penalty": penalty})
-        run.translate("algorithm.gamma", {f"{_RL}.gamma": command.number("algorithm.gamma", 1.0)})
-        run.translate("algorithm.lam", {f"{_RL}.lam": command.number("algorithm.lam", 0.95)})
-        kind = command.text("algorithm.kl_ctrl.type", "fixed")
-        run.translate("algorithm.kl_ctrl.type", {f"{_RL}.kl_ctrl_type": kind})
-        for name, key in (("target_kl", "kl_target"), ("horizon", "kl_horizon")):
-            if command.has(f"algorithm.kl_ctrl.{name}"):
-                run.translate(f"algorithm.kl_ctrl.{name}", {f"{_RL}.{key}": command.get(f"algorithm.kl_ctrl.{name}")})
-        run.add_default(f"{_RL}.advantage_whiten", True, "its GAE always whitens")
-    else:
-        run.add_default(f"{_RL}.adv_epsilon", 1e-8, "MindSpeed-LLM adds it to the standard deviation")
-        if command.number("algorithm.gamma", 1.0) != 1.0:
-            run.refuse("algorithm.gamma", "a discount of the advantages of a group")
-        for name in (
-            "gamma",
-            "lam",
-            "missing_eos_penalty",
-            "kl_penalty",
-            "kl_ctrl.type",
-            "kl_ctrl.target_kl",
-            "kl_ctrl.horizon",
-        ):
-            if command.has(f"algorithm.{name}") and f"algorithm.{name}" not in run.refused:
-                run.note(f"algorithm.{name}", "its GRPO reads it in no place")
-    for name in ("kl_penalty", "advantage_whiten"):
-        if command.has(f"algorithm.{name}") and f"algorithm.{name}" not in run.without_effect:
-            run.translated[f"algorithm.{name}"] = "see the plan"
+        return _describe_ray_ppo(run, command, recipe)
+    if command.number("algorithm.gamma", 1.0) != 1.0:
+        run.refuse("algorithm.gamma", "a discount of the advantages of a group")
+    run.note_given(" ".join(f"algorithm.{name}" for name in _OF_PPO.split()), "its GRPO reads it in no place")
+    return recipe
 
 
-def _read_rewards(command: SourceCommand) -> tuple[list[str], list[object]]:
-    """Return the rule functions and their weights; none where a reward model scores all rows."""
-    if not command.flag("reward.verifier"):
-        return [], []
-    names = command.list_texts("algorithm.verifier_function") or ["acc"]
-    weights = command.get("algorithm.verifier_weight")
-    return names, list(weights) if isinstance(weights, list) else [1.0] * len(names)
+def _describe_ray_ppo(run: Import, command: SourceCommand, recipe: Recipe) -> Recipe:
+    for name, actor in (("critic_mini_batch_size", "ppo_mini_batch_size"), ("critic_update_epochs", "ppo_epochs")):
+        if command.has(f"critic.{name}") and command.count(f"critic.{name}", 1) != command.count(actor, 1):
+            run.refuse(f"critic.{name}", f"another number than {actor}: the critic makes the steps of the actor")
+    control = {"kl_target": "target_kl", "kl_horizon": "horizon"}
+    return replace(
+        recipe,
+        gamma=command.number("algorithm.gamma", 1.0),
+        lam=command.number("algorithm.lam", 0.95),
+        value_clip=command.number("critic.cliprange_value", 0.2),
+        critic_lr=command.number("critic.lr", 0.0),
+        keys={
+            **recipe.keys,
+            f"{RL}.missing_eos_penalty": command.number("algorithm.missing_eos_penalty", 0.0),
+            f"{RL}.kl_ctrl_type": command.text("algorithm.kl_ctrl.type", "fixed"),
+            **{f"{RL}.{key}": command.get(f"algorithm.kl_ctrl.{name}") for key, name in control.items()},
+        },
+        notes={**recipe.notes, "advantage_whiten": "its GAE always whitens"},
+    )
 
 
-def _set_ray_rewards(run: Import, command: SourceCommand) -> None:
-    names, weights = _read_rewards(command)
-    if names and "categories" in command.text("dataset_additional_keys"):
-        run.refuse("dataset_additional_keys", "a reward that depends on the column categories")
-    if names:
-        values: dict[str, object] = {f"{_RL}.verifier_function": names, f"{_RL}.verifier_weight": weights}
-        run.translate("reward.verifier", values, "the reward model scores no row")
-        run.tree.pop("reward_config", None)
-        run.tree.get("rl_config", {}).pop("reward_resource", None)
-    else:
-        run.translate("reward.load", {f"{_RL}.reward_model": command.get("reward.load"), f"{_RL}.rule_reward": False})
-    for name in ("reward.load", "reward.verifier", "algorithm.verifier_function", "algorithm.verifier_weight"):
-        if command.has(name) and name not in run.translated:
-            run.note(name, "read with reward.verifier" if names else "a reward model scores all rows")
-
-
-def _plan_rlxf(command: SourceCommand) -> SourcePlan:
-    """Return the numbers of a run by the formulas of ray_gpt.py's workers."""
-    batch, ppo = _RayBatch(command), _is_ppo(command)
-    total = command.count("train_iters", 1) * batch.steps
-    tensor, pipeline, context, experts, replicas = plan_layout(command, command.devices)
-    # the schedule counts optimizer steps on a scale of prompts
-    decay = int(command.number("lr_decay_iters", command.count("train_iters", 1))) * batch.prompts
-    schedule = Schedule(
+def _read_ray_schedule(command: SourceCommand, iterations: int, batch: _RayBatch) -> Schedule:
+    """Return the learning rate, whose schedule counts optimizer steps on a scale of prompts."""
+    decay = int(command.number("lr_decay_iters", iterations)) * batch.prompts
+    return Schedule(
         command.number("lr", 0.0),
         command.text("lr_decay_style", "linear"),
         decay,
@@ -661,61 +612,24 @@ def _plan_rlxf(command: SourceCommand) -> SourcePlan:
         command.number("lr_warmup_init", 0.0),
         command.number("min_lr", 0.0),
     )
-    rates = schedule.over(total, batch.steps)
-    micro, coefficient = command.count("micro_batch_size", 1), command.number("algorithm.kl_ctrl.kl_coef", 0.0)
-    temperature = command.number("temperature", _TEMPERATURE) if command.flag("do_sample") else 0.0
-    whitens = command.flag("algorithm.advantage_whiten", default=True)
-    names, _ = _read_rewards(command)
-    rewards = names or [command.text("reward.load")]
-    plan = SourcePlan(
-        stage=command.text("stage"),
-        rollout_prompts=batch.prompts,
-        rollout_completions=batch.prompts * batch.group,
-        step_samples=batch.step,
-        steps_per_rollout=batch.steps,
-        total_steps=total,
-        lr_first=rates.rates[0],
-        lr_10=rates.rates[1],
-        lr_last=rates.rates[2],
-        lr_warmup_steps=rates.warmup,
-        # its log-probs are not divided by the temperature of the rollout
-        loss="grpo" if temperature in (0.0, 1.0) else "grpo over log-probs of temperature 1",
-        level="token",
-        clip_low=command.number("clip_ratio", 0.2),
-        clip_high=command.number("clip_ratio", 0.2),
-        aggregation="sequence" if micro == 1 else "token of a micro-batch",
-        kl_coef=coefficient,
-        kl_estimator=None if not coefficient else command.text("algorithm.kl_penalty", "kl") if ppo else "k3",
-        kl_place=None if not coefficient else "reward" if ppo else "loss",
-        advantage="gae" if ppo else "group_norm, whitened over the batch" if whitens else "group_norm",
-        advantage_scale=None if ppo else "group",
-        temperature=temperature,
-        top_p=1.0,
-        top_k=-1,
-        min_p=0.0,
-        prompt_length=command.count("max_prompt_length", 512),
-        response_length=command.count("seq_length", 1) - command.count("max_prompt_length", 512),
-        tp=tensor,
-        pp=pipeline,
-        cp=context,
-        ep=experts,
-        dp=replicas,
-        infer_tp=command.count("inference_tensor_model_parallel_size", 1),
-        weight_decay=command.number("weight_decay", 0.01),
-        clip_grad=command.number("clip_grad", 1.0),
-        rewards=tuple(sorted(rewards)),
-        data=tuple(command.list_texts("data_path")),
-        model=command.text("load") or None,
-    )
-    if not ppo:
-        return plan
-    return dataclasses.replace(
-        plan,
-        gamma=command.number("algorithm.gamma", 1.0),
-        lam=command.number("algorithm.lam", 0.95),
-        value_clip=command.number("critic.cliprange_value", 0.2),
-        critic_lr=command.number("critic.lr", 0.0),
-    )
 
 
-PROJECT = SourceProject("mindspeed-llm", "MindSpeed-LLM", "2.3.0", _TABLES, _read, _build, _plan, prefix="")
+def _read_placement(command: SourceCommand, ppo: bool, *, has_model: bool) -> Placement:
+    roles = {"reference": "ref"} | ({"reward": "reward"} if has_model else {}) | ({"critic": "critic"} if ppo else {})
+    devices = {key: count for key, role in roles.items() if (count := _read_pool(command, role))}
+    return Placement(actor=command.devices, rollout=command.count("num_gpus_for_infer", 1), roles=devices)
+
+
+def _read_rewards(run: Import, command: SourceCommand) -> Rewards:
+    """Return the rule functions and their weights; without any a reward model scores all rows."""
+    if not command.flag("reward.verifier"):
+        return Rewards(model=command.text("reward.load"))
+    if "categories" in command.text("dataset_additional_keys"):
+        run.refuse("dataset_additional_keys", "a reward that depends on the column categories")
+    run.tree.pop("reward_config", None)
+    names, weights = command.list_texts("algorithm.verifier_function") or ["acc"], command.get("algorithm.verifier_weight")
+    listed = list(weights) if isinstance(weights, list) else [1.0] * len(names)
+    return Rewards(functions=names, weights=listed, keys=("verifier_function", "verifier_weight"))
+
+
+PROJECT = SourceProject("mindspeed-llm", "MindSpeed-LLM", "2.3.0", _TABLES, _read, _describe, prefix="")

@@ -7,23 +7,23 @@ model, modality or the number of updates, and is not available. Nothing is left 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
+
+import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell_text import list_unknown, request_variables
-
-if TYPE_CHECKING:
-    from mindspeed_rl.importers.importer import Import
-    from mindspeed_rl.importers.shell_text import Command
-    from mindspeed_rl.importers.source_plan import SourcePlan
+from mindspeed_rl.importers.recipe import Recipe
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 
 Kind = Literal["mapped", "same", "no_effect", "refused"]
 #: sets the keys of an option: the import, the option as it was written, its value
-Translator = Callable[["Import", str, object], None]
+Translator = Callable[[Import, str, object], None]
 
-#: default of an option that the importer leaves to ours, or that the project's `build` reads itself
+#: default of an option that the importer leaves to ours, or that the project's `describe` reads itself
 UNSET: Final = object()
 #: values that switch a feature off, whatever it is
 _OFF: tuple[object, ...] = (None, False, 0, 0.0, "", "none", "None", "null", "false", "False")
@@ -37,11 +37,15 @@ class Option:
         kind: what becomes of it.
         keys: dotted keys of a run file that get its value.
         text: the formula, the reason why it has no effect, or the name of the feature that is refused.
-        translate: sets the keys where a formula is more than a name; None with no keys where `build` reads it with others.
+        translate: sets the keys where a formula is more than a name; None with no keys where `describe` reads it with others.
         values: value there -> value here; others are refused where it is not empty.
         allowed: values for which "same" and "no_effect" hold, others are refused; empty for all.
         harmless: values of a refused option that leave the feature off.
         default: the value of a command without the option, where it differs from ours.
+        makes: keys that it makes up with others, named as in `Recipe.notes`; the keys of the run are listed under the first of
+            these options that the command has.
+        off: the reason why it sets nothing where the run has none of these keys.
+        by_nature: that holds by nature; otherwise the option has no effect then.
     """
 
     kind: Kind
@@ -52,6 +56,9 @@ class Option:
     allowed: tuple[object, ...] = ()
     harmless: tuple[object, ...] = ()
     default: object = UNSET
+    makes: str = ""
+    off: str = ""
+    by_nature: bool = False
 
     def is_off(self, value: object) -> bool:
         """Return True where the value leaves a refused feature off."""
@@ -71,9 +78,14 @@ def by(translate: Translator, formula: str, *, default: object = UNSET) -> Optio
     return Option("mapped", text=formula, translate=translate, default=default)
 
 
-def with_others(formula: str) -> Option:
-    """Return an option that the project's `build` reads together with others, and notes there."""
-    return Option("mapped", text=formula)
+def with_others(formula: str, *, off: str = "", by_nature: bool = False) -> Option:
+    """Return an option that the project's `describe` reads with others; see `Option` for the reason where it sets nothing."""
+    return Option("mapped", text=formula, off=off, by_nature=by_nature)
+
+
+def part(makes: str, *, off: str = "", by_nature: bool = False) -> Option:
+    """Return an option that makes up keys together with others; see `Option`."""
+    return Option("mapped", text=makes, makes=makes, off=off, by_nature=by_nature)
 
 
 def same(reason: str, *allowed: object) -> Option:
@@ -126,6 +138,14 @@ class SourceCommand:
         """Return True where the command has one of the options."""
         return any(name in self.options for name in names)
 
+    def maybe(self, name: str) -> float | None:
+        """Return an option that is a number; None where it is null.
+
+        Raises:
+            ConfigError: it is something else.
+        """
+        return None if self.get(name) is None else self.number(name, 0.0)
+
     def number(self, name: str, default: float) -> float:
         """Return an option that is a number; the default where it is null.
 
@@ -177,9 +197,9 @@ class SourceProject:
         version: the release that the tables were written for.
         tables: program -> option -> record.
         read: picks and parses the command among those of a script; gets the number of devices of the user, or None.
-        build: sets what several options make up, after the table has been applied to each option.
-        plan: the numbers of the run by the project's own formulas, over a number of rows of its data; None for a program that
-            does not train.
+        describe: the run by the project's own formulas and defaults, after the table has been applied to each option; None for
+            a program that does not train. It notes and refuses options that no part of a run has.
+        finish: sets what depends on other keys, after the run has been written.
         prefix: of an option as it is written, such as "--".
     """
 
@@ -188,6 +208,36 @@ class SourceProject:
     version: str
     tables: Mapping[str, Mapping[str, Option]]
     read: Callable[[list[Command], int | None], SourceCommand]
-    build: Callable[[Import, SourceCommand], None]
-    plan: Callable[[SourceCommand, int], SourcePlan | None]
+    describe: Callable[[Import, SourceCommand], Recipe | None]
+    finish: Callable[[Import, SourceCommand], None] | None = None
     prefix: str = "--"
+
+
+def read_scalar(text: str) -> bool | int | float | str | list[object] | None:
+    """Return a value of a command line as YAML reads it, with 1e-6 a number, None and "null" nothing, "True" true."""
+    if text in ("None", "none", "null"):
+        return None
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        # float takes "nan" and "infinity", which are names here
+        return number if math.isfinite(number) else value
+    # YAML makes dates and mappings of some texts, which no option means
+    return value if isinstance(value, (bool, int, float, list)) else text
+
+
+def read_count(name: str, value: object) -> int:
+    """Return the value of an option that counts something.
+
+    Raises:
+        ConfigError: it is not a whole number, or below 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError([f"{name} is {value!r}, but must be a whole number, at least 1"])
+    return value

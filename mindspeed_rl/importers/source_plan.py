@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.violation import format_value
 
+_Plan = TypeVar("_Plan", bound="SourcePlan")
 _LossLevel = Literal["token", "sequence", "sequence_token"]
 #: rollout at which the learning rate is compared, besides the first and the last
 _LR_STEP = 10
@@ -59,9 +60,9 @@ class SourcePlan:
     step_samples: int
     steps_per_rollout: int = 1
     total_steps: int
-    lr_first: float
-    lr_10: float
-    lr_last: float
+    lr_first: float = 0.0
+    lr_10: float = 0.0
+    lr_last: float = 0.0
     lr_warmup_steps: int = 0
     loss: str
     level: _LossLevel | None = None
@@ -101,6 +102,12 @@ class SourcePlan:
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     model: str | None = None
+
+    def follow(self: _Plan, schedule: Schedule) -> _Plan:
+        """Return the plan with the learning rates of a schedule over its optimizer steps."""
+        rates = schedule.over(self.total_steps, self.steps_per_rollout)
+        first, tenth, last = rates.rates
+        return dataclasses.replace(self, lr_first=first, lr_10=tenth, lr_last=last, lr_warmup_steps=rates.warmup)
 
 
 #: names of PLAN fields, which `--accept` takes
@@ -183,7 +190,6 @@ def plan_run(run: Run, rows: int) -> SourcePlan:
         iters = math.ceil(actor.train_epochs * rows / plan.num_prompts)
     total = (iters or 0) * steps
     data = actor.data_path if isinstance(actor.data_path, list) else [actor.data_path]
-    rates = read_schedule(actor, iters or 0, steps).over(total, steps)
     # the lengths and the loss are those of a supervised stage, which a stage with rollouts replaces
     losses = {"dpo": actor.dpo_loss_type, "simpo": f"simpo_{actor.simpo_loss_type}", "kto": actor.kto_loss_type}
     losses |= {"orm": "ranking", "cpo": "cpo", "orpo": "orpo"}
@@ -194,10 +200,6 @@ def plan_run(run: Run, rows: int) -> SourcePlan:
         step_samples=plan.mini_batch_size,
         steps_per_rollout=steps,
         total_steps=total,
-        lr_first=rates.rates[0],
-        lr_10=rates.rates[1],
-        lr_last=rates.rates[2],
-        lr_warmup_steps=rates.warmup,
         loss=losses.get(cfg.stage or "", "cross_entropy"),
         beta=betas.get(cfg.stage or ""),
         sequence_length=actor.seq_length,
@@ -211,7 +213,7 @@ def plan_run(run: Run, rows: int) -> SourcePlan:
         clip_grad=actor.clip_grad,
         data=tuple(str(item) for item in data if item is not None),
         model=actor.base_model or actor.load,
-    )
+    ).follow(read_schedule(actor, iters or 0, steps))
     return shared if run.objective is None else _plan_rollout(shared, run)
 
 

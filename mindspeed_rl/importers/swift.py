@@ -2,38 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
-import yaml
-
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.importer import (
-    RECOMPUTE_LAYERS,
-    UNSET_RANK,
-    Import,
-    find_lora_targets,
-    read_scalar,
-    start_from_adapter,
-    train_prediction_layers,
-)
-from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, refused
-from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
-from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
-from mindspeed_rl.importers.swift_options import (
+from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, read_scalar, refused
+from mindspeed_rl.importers.recipe import (
     ACTOR,
-    CORRECTIONS,
     ENGINE,
-    OPTIONS,
     RL,
     SAMPLING,
-    SERVING_OPTIONS,
-    SUPERVISED_OPTIONS,
+    WARMUP,
+    Adapters,
+    Batch,
+    Objective,
+    Placement,
+    Prediction,
+    Rate,
+    Recipe,
+    Rewards,
+)
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
+from mindspeed_rl.importers.translators import describe_preprocessing, name_prompts, name_tokens, read_option_file
+from mindspeed_rl.importers.writer import (
+    RECOMPUTE_LAYERS,
+    UNSET_RANK,
+    find_lora_targets,
+    note_prediction,
+    start_from_adapter,
 )
 
 #: program -> stage here; others only generate
@@ -133,7 +137,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         values = {name: _read_value(value) for name, value in flags.items()}
         files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
         for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
-            values = _read_file(Path(file)) | values
+            values = read_option_file(Path(file)) | values
         options = {_EARLIER.get(name, name): value for name, value in values.items()}
         if "log_interval" in options and program not in _SERVING:
             options["logging_steps"] = options.pop("log_interval")
@@ -188,23 +192,6 @@ def _read_value(words: list[str]) -> object:
     """Return the value of an option: true without words, a list of several."""
     values = [word if list_unknown(word) else read_scalar(word) for word in words]
     return True if not values else values[0] if len(values) == 1 else values
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    """Return the options of a YAML or JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds something else than options.
-    """
-    try:
-        content = yaml.safe_load(path.expanduser().read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
-    nested = [str(name) for name, value in content.items() if isinstance(value, dict)] if isinstance(content, dict) else ["it"]
-    if nested:
-        raise ConfigError([f"the file of options {path} must hold names and values, and {', '.join(nested)} is something else"])
-    # YAML reads 1e-6 as a text
-    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
 
 
 def _count_devices(environment: Mapping[str, str], words: tuple[str, ...], program: str) -> int:
@@ -363,10 +350,11 @@ def _read_rows(command: SourceCommand, rows: int) -> tuple[int, bool]:
     return rows, False
 
 
-# --- the run file -------------------------------------------------------------------------------------------------------
+# --- the run ------------------------------------------------------------------------------------------------------------
 
 
-def _build(run: Import, command: SourceCommand) -> None:
+def _describe(run: Import, command: SourceCommand) -> Recipe | None:
+    """Return the run by ms-swift's formulas; None for a command that serves or generates."""
     kind = command.program.removeprefix(_MEGATRON)
     for name in ("model", "dataset", "val_dataset"):
         for text in command.list_texts(name):
@@ -375,100 +363,249 @@ def _build(run: Import, command: SourceCommand) -> None:
             elif name != "model" and kind in (*_PAIRS, "kto") and _IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "images in preference data")
     if kind in _SERVING:
-        _build_serving(run, command, kind)
-        return
-    sizes, stage = _Sizes(command), _STAGES[kind]
-    run.set(f"{ACTOR}.stage", stage)
-    if command.text("optimizer") == "muon":
-        for name, default in (("muon_momentum", 0.9), ("muon_tp_mode", "blockwise")):
-            if not command.has(name):
-                run.add_default(f"{ACTOR}.{name}", default, "the default of Megatron-SWIFT")
-    if command.has("rlhf_type"):
-        run.translated["--rlhf_type"] = f"megatron_training.stage: {stage}"
-    _set_data(run, command, kind)
-    _set_batch(run, command, sizes)
-    _set_rate(run, command, sizes)
-    _set_adapters(run, command, kind)
-    _set_prediction(run, command, kind)
-    if not sizes.is_megatron:
-        if command.flag("gradient_checkpointing", default=True):
-            for key, value in RECOMPUTE_LAYERS.items():
-                run.add_default(key, value, "ms-swift computes the layers again in the backward pass")
-        if command.has("gradient_checkpointing"):
-            run.translated["--gradient_checkpointing"] = "recomputation of each layer, or none"
-    if command.has("virtual_pipeline_model_parallel_size"):
-        run.refuse(
-            "--virtual_pipeline_model_parallel_size", "chunks by their number; write num_layers_per_virtual_pipeline_stage"
-        )
-    if _EXPERTS.search(command.text("model")) and run.get(f"{ACTOR}.moe_aux_loss_coeff") is None:
-        run.add_default(f"{ACTOR}.moe_aux_loss_coeff", 0.0, "ms-swift trains without a balancing loss")
+        _write_serving(run, command, kind)
+        return None
+    shared = _describe_shared(run, command, kind, _Sizes(command))
     _note_calculation(run, command, kind)
-    if kind in ("grpo", "ppo"):
-        run.add_default(
-            f"{ENGINE}.dtype", "float32" if run.get(f"{ACTOR}.bf16") is False else "bfloat16", "that of the training"
-        )
-        _set_objective(run, command, kind)
-        _set_rewards(run, command, kind)
-        _set_engine(run, command, sizes)
-        if kind == "ppo":
-            run.add_default("critic_config.lr", run.get(f"{ACTOR}.lr"), "policy and critic have one learning rate there")
+    if shared.rollout_completions is None:
+        return _describe_dataset(run, command, kind, shared)
+    return (_describe_ppo if kind == "ppo" else _describe_grpo)(run, command, shared)
+
+
+def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> Recipe:
+    """Return what all kinds of training have."""
+    rows, knows_rows = _read_rows(command, run.settings.rows)
+    total = sizes.count_steps(command, rows)
+    schedule = _read_schedule(command, total)
+    engine = _MEGATRON_NAMES if sizes.is_megatron else _TRANSFORMERS_NAMES
+    tuner, adapters = _read_tuner(command), command.list_texts("adapters")
+    each = f"{sizes.steps} steps an iteration" if sizes.steps > 1 else ""
+    note = f"{sizes.step} rows of an optimizer step on {command.devices} devices"
+    note += "" if sizes.rollout is None else f", {sizes.steps} steps of a rollout of {sizes.rollout} completions"
+    has_limit = command.number(engine.limit, -1) > 0 and (not sizes.is_megatron or not command.has("num_train_epochs"))
+    counts_rows = not has_limit and (knows_rows or kind == "pt")
+    if counts_rows and not knows_rows:
+        form = "a length in epochs of documents that are cut into samples; write --max_steps or --train_iters"
+        run.refuse("--num_train_epochs", form)
+    if has_limit:
+        run.note_given("num_train_epochs", f"--{engine.limit} is read instead")
     else:
-        run.add_default(f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch")
-        _set_preference(run, command, kind, sizes)
-    adapters = command.list_texts("adapters")
-    model = run.get(f"{ACTOR}.load") or next(iter(adapters), None)
-    if model is None:
-        raise ConfigError(["the command names no model: --model is missing"])
-    _start_from_adapters(run, command, adapters)
-    folder = f"{'megatron_output' if sizes.is_megatron else 'output'}/{Path(str(model)).name}"
-    run.add_default("run_dir", folder, "ms-swift's folder of the model")
-    run.add_default(f"{ACTOR}.save", f"{run.get('run_dir')}/checkpoints", "ms-swift always saves")
+        run.note_given(engine.limit, "--num_train_epochs is read")
+    warmup = f"{schedule.warmup} steps of warm-up, from {schedule.peak:g} to {schedule.floor:g}"
+    epochs = None if has_limit or counts_rows else command.number("num_train_epochs", 3.0)
+    rate = _read_rate(command, sizes, schedule, total, engine, in_epochs=epochs is not None)
+    paths, notes = _read_data(run, command, kind)
+    prediction = _read_prediction(run, command, kind)
+    lora = _read_adapters(run, command)
+    synced = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
+    in_update = sizes.rollout is not None and lora is not None and bool(lora.dropout)
+    defaults: list[tuple[str, object, str]] = []
+    if not sizes.is_megatron and command.flag("gradient_checkpointing", default=True):
+        reason = "ms-swift computes the layers again in the backward pass"
+        defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
+    if command.text("optimizer") == "muon":
+        muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
+        defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
+    if _EXPERTS.search(command.text("model")):
+        defaults.append((f"{ACTOR}.moe_aux_loss_coeff", 0.0, "ms-swift trains without a balancing loss"))
+    if command.has("virtual_pipeline_model_parallel_size"):
+        form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
+        run.refuse("--virtual_pipeline_model_parallel_size", form)
+    return Recipe(
+        stage=_STAGES[kind],
+        rollout_completions=sizes.rollout,
+        step_samples=sizes.step,
+        steps_per_rollout=sizes.steps,
+        total_steps=total,
+        loss="cross_entropy",
+        tp=sizes.tp,
+        pp=sizes.pp,
+        cp=sizes.cp,
+        ep=sizes.ep,
+        dp=sizes.dp,
+        lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
+        weight_decay=command.number("weight_decay", 0.1),
+        clip_grad=rate.clip_grad,
+        data=(paths[f"{ACTOR}.data_path"],),
+        model=command.text("mcore_model") or command.text("model") or next(iter(adapters), ""),
+        placement=Placement(actor=command.devices),
+        batch=Batch(
+            sizes.micro,
+            sizes.group,
+            None if sizes.rollout is None else sizes.iterations,
+            # counts of completions have Megatron-SWIFT's own rules
+            counts_completions=(sizes.is_megatron and sizes.group > 1) or sizes.step % sizes.group != 0,
+        ),
+        rates=(rate,),
+        adapters=lora,
+        prediction=prediction,
+        train_iters=math.ceil(total / sizes.steps) if epochs is None else None,
+        train_epochs=epochs,
+        keys={
+            **paths,
+            f"{ACTOR}.save_interval": _count_interval(command, sizes, "save_steps", 500),
+            f"{ACTOR}.eval_interval": _count_interval(command, sizes, "eval_steps", 0),
+            f"{RL}.ref_model_sync_steps": synced if command.has("ref_model_sync_steps") else None,
+            f"{RL}.dropout_in_update": True if in_update else None,
+        },
+        notes={
+            **notes,
+            "global_batch_size": note,
+            "train_iters": f"over {rows} rows" if counts_rows else each,
+            **dict.fromkeys(("save_interval", "eval_interval", "ref_model_sync_steps"), each),
+            **dict.fromkeys(WARMUP.split(), warmup),
+            "lora_target_modules": "" if command.has("tuner_type") else "the default of swift",
+            "mtp_num_layers": note_prediction(adapts=lora is not None),
+        },
+        unread=engine.unread,
+        defaults=tuple(defaults),
+    ).follow(schedule)
 
 
-def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str]) -> None:
-    """Start from the adapters of the command; the reference is the model without them, or has adapters of its own."""
-    references = command.list_texts("ref_adapters")
-    for option, folders in (("--adapters", adapters), ("--ref_adapters", references)):
-        if len(folders) > 1:
-            run.refuse(option, "several adapters at once; merge all but one first")
-        elif folders and _read_tuner(command) == "full":
-            run.refuse(option, "adapters next to --tuner_type full, which trains all weights")
-    if references and not adapters:
-        run.refuse("--ref_adapters", "adapters of the reference alone; write ref_config.load and ref_config.base_model")
-    if adapters and not {"--adapters", "--ref_adapters"} & run.refused.keys():
-        start_from_adapter(run, "--adapters", adapters[0], references[0] if references else None)
-        if references:
-            run.translated["--ref_adapters"] = "the reference: see --adapters"
+@dataclass(frozen=True)
+class _Names:
+    """Names of options that transformers' Trainer and Megatron-SWIFT have for one number, and those that one does not read."""
+
+    limit: str
+    rate: str
+    warmup: str
+    clip: str
+    unread: tuple[str, ...]
+
+
+_TRANSFORMERS_NAMES = _Names(
+    limit="max_steps",
+    rate="learning_rate",
+    warmup="warmup_ratio",
+    clip="max_grad_norm",
+    unread=("train_iters", "lr", "lr_decay_style"),
+)
+_MEGATRON_NAMES = _Names(
+    limit="train_iters",
+    rate="lr",
+    warmup="lr_warmup_fraction",
+    clip="clip_grad",
+    unread=("max_steps", "learning_rate", "lr_scheduler_type", "gradient_checkpointing"),
+)
+
+
+def _count_interval(command: SourceCommand, sizes: _Sizes, name: str, default: int) -> int | None:
+    """Return an interval in iterations; None where there is none, or checkpoints are not counted in steps."""
+    interval = command.number(name, default)
+    counts = name != "save_steps" or command.text("save_strategy", "steps") == "steps"
+    return math.ceil(interval / sizes.steps) if interval >= 1 and counts else None
+
+
+def _read_rate(
+    command: SourceCommand, sizes: _Sizes, schedule: Schedule, total: int, engine: _Names, *, in_epochs: bool
+) -> Rate:
+    """Return the learning rate in iterations."""
+    warmup, share = None, None
+    if schedule.warmup and schedule.warmup % sizes.steps == 0 and command.has("warmup_steps", "lr_warmup_iters"):
+        warmup = schedule.warmup // sizes.steps
+    elif schedule.warmup:
+        share = command.number(engine.warmup, 0.0)
+        if not in_epochs or not share:
+            # rounded up there, and down here
+            share = (schedule.warmup + 0.01) / (math.ceil(schedule.decay / sizes.steps) * sizes.steps)
+    return Rate(
+        peak=schedule.peak,
+        style=schedule.style,
+        floor=schedule.floor,
+        decay=None if schedule.decay == total else math.ceil(schedule.decay / sizes.steps),
+        warmup=warmup,
+        warmup_share=share,
+        clip_grad=command.number(engine.clip, 1.0),
+    )
 
 
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
     """Note options that the stage answers: what trains, and how losses are averaged."""
-    if command.has("calculate_per_token_loss"):
-        if command.flag("calculate_per_token_loss") == (kind in ("sft", "pt")):
-            run.note("--calculate_per_token_loss", "as the loss is averaged here", changes_nothing=False)
-        else:
-            run.refuse("--calculate_per_token_loss", "another average of the loss")
+    stage = _STAGES[kind]
     scale = command.text("loss_scale", "default")
-    if command.has("loss_scale"):
-        fits = {"pt": ("all",), "sft": ("default",), "grpo": ("last_round", "default")}.get(kind, ("last_round", "default"))
-        if scale in fits:
-            run.note("--loss_scale", "these tokens train here", changes_nothing=False)
+    scales = {"pt": ("all",), "sft": ("default",)}.get(kind, ("last_round", "default"))
+    answers = {
+        "calculate_per_token_loss": (
+            command.flag("calculate_per_token_loss") == (kind in ("sft", "pt")),
+            "as the loss is averaged here",
+            "another average of the loss",
+        ),
+        "loss_scale": (
+            scale in scales,
+            "these tokens train here",
+            f"the weights of tokens {scale}; available are {', '.join(scales)}",
+        ),
+        "use_chat_template": (
+            command.flag("use_chat_template") == (kind != "pt"),
+            "the stage decides it",
+            f"in stage {stage}",
+        ),
+    }
+    for name, (fits, reason, feature) in answers.items():
+        if fits:
+            run.note_given(name, reason, changes_nothing=False)
+        elif command.has(name):
+            run.refuse(f"--{name}", feature)
+    if command.flag("packing") and kind != "sft":
+        run.refuse("--packing", f"joined rows in stage {stage}")
+
+
+def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the keys of the data and their notes."""
+    sampled = "the last rows; there a random sample"
+    keys: dict[str, str] = {}
+    notes, flags = {"split": sampled}, ""
+    for variable, key in (("MAX_PIXELS", "max_pixels"), ("MIN_PIXELS", "min_pixels"), ("ROOT_IMAGE_DIR", "image_folder")):
+        if (value := read_variable(command.environment, variable)) is not None:
+            run.translate(variable, {f"{ACTOR}.{key}": value if key == "image_folder" else int(value)})
+            flags += f" --{key.replace('_', '-')} {value}"
+    for option, key in (("dataset", "data_path"), ("val_dataset", "eval_data_path")):
+        if option == "dataset" or command.has(option):
+            path = _find_data(command, option)
+            keys[f"{ACTOR}.{key}"], notes[key] = path, _describe_data(run, command, kind, option, path, flags)
+    fills = any("self-cognition" in item for item in command.list_texts("dataset"))
+    for name, place in (("model_author", "AUTHOR"), ("model_name", "NAME")):
+        words = " / ".join(command.list_texts(name))
+        if fills and command.has(name):
+            run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
+        run.note_given(name, "only self-cognition data has places for it")
+    share = command.number("split_dataset_ratio", 0.0)
+    if share and kind in ("grpo", "ppo"):
+        counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
+        head, _, first = keys[f"{ACTOR}.data_path"].rpartition("[:")
+        if all(count.isdigit() for count in counts):
+            notes["eval_data_path"] = sampled
+            keys[f"{ACTOR}.eval_data_path"] = f"{head}[{first.rstrip(']')}:{sum(int(count) for count in counts)}]"
         else:
-            run.refuse("--loss_scale", f"the weights of tokens {scale}; available are {', '.join(fits)}")
-    if command.has("use_chat_template"):
-        if command.flag("use_chat_template") == (kind != "pt"):
-            run.note("--use_chat_template", "the stage decides it", changes_nothing=False)
-        else:
-            run.refuse("--use_chat_template", f"in stage {_STAGES[kind]}")
-    for name in ("packing", "packing_length"):
-        if not command.flag("packing") or name == "packing_length":
-            if command.has(name):
-                run.note(f"--{name}", "rows are not joined" if name == "packing" else "--packing reads it")
-        elif kind == "sft":
-            keys = ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")
-            run.translate("--packing", {f"{ACTOR}.{key}": True for key in keys}, "rows that preprocess --neat-pack has joined")
-        else:
-            run.refuse("--packing", f"joined rows in stage {_STAGES[kind]}")
+            form = "a part of an unknown number of prompts; name a file in --val_dataset"
+            run.refuse("--split_dataset_ratio", form)
+    elif share:
+        keys[f"{ACTOR}.split"] = f"{100 * (1 - share):g},{100 * share:g},0"
+    return keys, notes
+
+
+def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, path: str, flags: str) -> str:
+    """Return the note of the data: what to download, join or preprocess."""
+    names, has_rollouts = command.list_texts(option), kind in ("grpo", "ppo")
+    name, _, count = names[0].partition("#")
+    if has_rollouts and any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names):
+        run.refuse(f"--{option} {' '.join(names)}", "a subset of a dataset: download it, and give its folder")
+    notes = ["the first rows; there a random sample"] if count else []
+    is_joined = len(names) > 1 and has_rollouts
+    if is_joined:
+        notes.append(f"a file with the rows of {', '.join(names)}")
+    is_hub = name.count("/") == 1 and not Path(name).expanduser().exists()
+    if is_hub and not is_joined and not path.startswith("hf://"):
+        notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
+    if not has_rollouts:
+        form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf"
+        rows = f" --max-samples {count}" if count and len(names) == 1 else ""
+        notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
+    else:
+        for column, source in _COLUMNS.get(name, {}).items():
+            run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
+    return "; ".join(notes)
 
 
 def _find_data(command: SourceCommand, option: str = "dataset") -> str:
@@ -481,355 +618,350 @@ def _find_data(command: SourceCommand, option: str = "dataset") -> str:
     if not names:
         raise ConfigError([f"the command names no data: --{option} is missing"])
     name, _, count = names[0].partition("#")
-    kind = command.program.removeprefix(_MEGATRON)
-    if kind not in ("grpo", "ppo"):
-        return f"./dataset/{Path(name).stem}{'_and_others' if len(names) > 1 else ''}/data"
+    if command.program.removeprefix(_MEGATRON) not in ("grpo", "ppo"):
+        return name_tokens(name, others=len(names) > 1)
     rows, share = sum(int(item.rpartition("#")[2]) for item in names if "#" in item), command.number("split_dataset_ratio", 0.0)
     part = f"[:{round(rows * (1 - share))}]" if share and option == "dataset" else ""
     if len(names) > 1:
         return f"./dataset/{Path(name).stem}_and_others.jsonl{part}"
-    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of letters alone
-    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or bool(Path(name).suffix[1:].isalpha())
-    is_file = is_file or name.count("/") != 1 or (name.partition("/")[0] in _MODELSCOPE and not command.flag("use_hf"))
-    return (name if is_file else f"hf://{name}") + (part or (f"#{count}" if count else ""))
+    is_elsewhere = name.partition("/")[0] in _MODELSCOPE and not command.flag("use_hf")
+    return (name if is_elsewhere else name_prompts(name)) + (part or (f"#{count}" if count else ""))
 
 
-def _set_data(run: Import, command: SourceCommand, kind: str) -> None:
-    flags = ""
-    for variable, key in (("MAX_PIXELS", "max_pixels"), ("MIN_PIXELS", "min_pixels"), ("ROOT_IMAGE_DIR", "image_folder")):
-        if (value := read_variable(command.environment, variable)) is not None:
-            is_number = key != "image_folder"
-            run.translate(variable, {f"{ACTOR}.{key}": int(value) if is_number else value})
-            flags += f" --{key.replace('_', '-')} {value}"
-    for option in ("dataset", "val_dataset"):
-        if option == "val_dataset" and not command.has(option):
-            continue
-        names, path = command.list_texts(option), _find_data(command, option)
-        name, _, count = names[0].partition("#")
-        is_hub = name.count("/") == 1 and not Path(name).expanduser().exists()
-        is_subset = any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names)
-        if is_subset and kind in ("grpo", "ppo"):
-            run.refuse(f"--{option} {' '.join(names)}", "a subset of a dataset: download it, and give its folder")
-        notes = ["the first rows; there a random sample"] if count else []
-        if len(names) > 1 and kind in ("grpo", "ppo"):
-            notes.append(f"a file with the rows of {', '.join(names)}")
-            is_hub = False
-        if is_hub and not path.startswith("hf://"):
-            notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
-        if kind not in ("grpo", "ppo"):
-            form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-            handler = f"AlpacaStyle{form}Handler"
-            words = "" if kind == "pt" else f" --handler-name {handler} --prompt-type hf"
-            rows = f" --max-samples {count}" if count and len(names) == 1 else ""
-            notes.append(
-                f"the prefix that is written by: mindspeed-rl preprocess --input {' + '.join(names)} --output-prefix {path} "
-                f"--tokenizer-name-or-path {command.text('model')}{words}{rows}{flags}"
-            )
-        key = "eval_data_path" if option == "val_dataset" else "data_path"
-        run.translate(f"--{option}", {f"{ACTOR}.{key}": path}, "; ".join(notes))
-        for column, source in _COLUMNS.get(name, {}).items():
-            if kind in ("grpo", "ppo"):
-                run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
-    for name in ("model_author", "model_name"):
-        if not command.has(name):
-            continue
-        words, fills = (
-            " / ".join(command.list_texts(name)),
-            any("self-cognition" in item for item in command.list_texts("dataset")),
-        )
-        if fills:
-            place = "AUTHOR" if name == "model_author" else "NAME"
-            run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
-        else:
-            run.note(f"--{name}", "only self-cognition data has places for it")
-    if command.has("split_dataset_ratio"):
-        share = command.number("split_dataset_ratio", 0.0)
-        if not share:
-            run.note("--split_dataset_ratio", "no rows are held back", changes_nothing=False)
-        elif kind in ("grpo", "ppo"):
-            counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
-            path, total = _find_data(command), sum(int(count) for count in counts if count.isdigit())
-            if all(count.isdigit() for count in counts):
-                first = path.rpartition("[:")[2].rstrip("]")
-                held = path.rpartition("[:")[0] + f"[{first}:{total}]"
-                run.translate(
-                    "--split_dataset_ratio", {f"{ACTOR}.eval_data_path": held}, "the last rows; there a random sample"
-                )
-            else:
-                run.refuse("--split_dataset_ratio", "a part of an unknown number of prompts; name a file in --val_dataset")
-        else:
-            run.translate(
-                "--split_dataset_ratio", {f"{ACTOR}.split": f"{100 * (1 - share):g},{100 * share:g},0"},
-                "the last rows; there a random sample",
-            )  # fmt: skip
-
-
-def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
-    note = f"{sizes.step} rows of an optimizer step on {command.devices} devices"
-    run.set(f"{RL}.actor_resource.num_npus" if sizes.rollout else f"{ACTOR}.num_npus", command.devices)
-    values: dict[str, object] = {f"{ACTOR}.micro_batch_size": sizes.micro}
-    if sizes.rollout is None:
-        values[f"{ACTOR}.global_batch_size"] = sizes.step
-    elif (sizes.is_megatron and sizes.group > 1) or sizes.step % sizes.group:
-        # counts of completions, with Megatron-SWIFT's own rules
-        values |= {f"{ACTOR}.global_batch_size": sizes.step, f"{RL}.num_generations": sizes.group}
-        values |= {f"{RL}.generation_batch_size": sizes.rollout, f"{RL}.epochs": sizes.iterations}
-    else:
-        values |= {f"{ACTOR}.global_batch_size": sizes.rollout // sizes.group, f"{RL}.n_samples_per_prompt": sizes.group}
-        values |= {f"{RL}.mini_batch_size": sizes.step // sizes.group, f"{RL}.epochs": sizes.iterations}
-    if sizes.rollout is not None:
-        note += f", {sizes.steps} steps of a rollout of {sizes.rollout} completions"
-    first = "--global_batch_size" if sizes.is_megatron else "--per_device_train_batch_size"
-    run.translate(first, values, note)
-    for name in (
-        "per_device_train_batch_size gradient_accumulation_steps micro_batch_size global_batch_size num_generations "
-        "generation_batch_size steps_per_generation num_iterations num_ppo_epochs num_mini_batches"
-    ).split():
-        if command.has(name) and f"--{name}" not in run.translated:
-            run.translated[f"--{name}"] = f"see {first}"
-    rows, is_known = _read_rows(command, run.settings.rows)
-    limit = "train_iters" if sizes.is_megatron else "max_steps"
-    total = sizes.count_steps(command, rows)
-    by_limit = command.number(limit, -1) > 0 and (not sizes.is_megatron or not command.has("num_train_epochs"))
-    each = f"{sizes.steps} steps an iteration" if sizes.steps > 1 else ""
-    length = "--num_train_epochs"
-    if by_limit:
-        run.translate(f"--{limit}", {f"{ACTOR}.train_iters": math.ceil(total / sizes.steps)}, each)
-        if command.has("num_train_epochs"):
-            run.note(length, f"--{limit} is read instead")
-    elif is_known or sizes.kind == "pt":
-        if not is_known and sizes.kind == "pt":
-            run.refuse(length, "a length in epochs of documents that are cut into samples; write --max_steps or --train_iters")
-        run.translate(length, {f"{ACTOR}.train_iters": math.ceil(total / sizes.steps)}, f"over {rows} rows")
-    else:
-        run.translate(length, {f"{ACTOR}.train_epochs": command.number("num_train_epochs", 3.0)})
-    if command.has(limit) and f"--{limit}" not in run.translated:
-        run.note(f"--{limit}", f"{length} is read")
-    intervals = {"save_steps": "save_interval", "eval_steps": "eval_interval"}
-    strategy = command.text("save_strategy", "steps")
-    for name, key in intervals.items():
-        interval = command.number(name, 500 if name == "save_steps" else 0)
-        if interval >= 1 and (name == "eval_steps" or strategy == "steps"):
-            run.translate(f"--{name}", {f"{ACTOR}.{key}": math.ceil(interval / sizes.steps)}, each)
-        elif command.has(name):
-            run.note(f"--{name}", "the last checkpoint is always written")
-    if command.has("save_strategy"):
-        run.note("--save_strategy", "see save_interval; the last checkpoint is always written")
-    if command.has("ref_model_sync_steps"):
-        count = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
-        run.translate("--ref_model_sync_steps", {f"{RL}.ref_model_sync_steps": count}, each)
-
-
-def _set_rate(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
-    total = sizes.count_steps(command, _read_rows(command, run.settings.rows)[0])
-    schedule = _read_schedule(command, total)
-    names = ("lr", "lr_decay_style") if sizes.is_megatron else ("learning_rate", "lr_scheduler_type")
-    run.translate(f"--{names[0]}", {f"{ACTOR}.lr": schedule.peak})
-    run.translate(f"--{names[1]}", {f"{ACTOR}.lr_decay_style": schedule.style, f"{ACTOR}.min_lr": schedule.floor})
-    run.add_default(
-        f"{ACTOR}.clip_grad", command.number("clip_grad" if sizes.is_megatron else "max_grad_norm", 1.0), "as there"
-    )
-    if schedule.decay != total:
-        run.translate("--lr_decay_iters", {f"{ACTOR}.lr_decay_iters": math.ceil(schedule.decay / sizes.steps)})
-    if schedule.warmup and schedule.warmup % sizes.steps == 0 and command.has("warmup_steps", "lr_warmup_iters"):
-        run.set(f"{ACTOR}.lr_warmup_iters", schedule.warmup // sizes.steps)
-    elif schedule.warmup:
-        ratio = command.number("lr_warmup_fraction" if sizes.is_megatron else "warmup_ratio", 0.0)
-        is_known = run.get(f"{ACTOR}.train_epochs") is None
-        # rounded up there, and down here
-        exact = (schedule.warmup + 0.01) / (math.ceil(schedule.decay / sizes.steps) * sizes.steps)
-        run.set(f"{ACTOR}.lr_warmup_fraction", exact if is_known or not ratio else ratio)
-    for name in (
-        "warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction lr_decay_iters min_lr lr_scheduler_kwargs max_grad_norm "
-        "clip_grad"
-    ).split():
-        if command.has(name) and f"--{name}" not in run.translated:
-            run.translated[f"--{name}"] = f"{schedule.warmup} steps of warm-up, from {schedule.peak:g} to {schedule.floor:g}"
-
-
-def _set_adapters(run: Import, command: SourceCommand, kind: str) -> None:
-    names = [name for name in ("target_modules", "lora_rank", "lora_alpha", "lora_dropout") if command.has(name)]
-    tuner = _read_tuner(command)
+def _read_adapters(run: Import, command: SourceCommand) -> Adapters | None:
+    tuner, names = _read_tuner(command), "target_modules lora_rank lora_alpha lora_dropout"
     if tuner == "full":
-        for name in [*names, *(["tuner_type"] if command.has("tuner_type") else [])]:
-            run.note(f"--{name}", "all weights train", changes_nothing=name != "tuner_type")
-        return
+        run.note_given("tuner_type", "all weights train", changes_nothing=False)
+        return None
     if tuner != "lora":
         run.refuse("--tuner_type", f"{tuner}; lora and full are available")
-        for name in names:
-            run.note(f"--{name}", "see --tuner_type")
-        return
+        run.note_given(names, "see --tuner_type")
+        return None
     modules = command.list_texts("target_modules") or ["all-linear"]
-    targets = find_lora_targets(modules)
+    targets, dropout = find_lora_targets(modules), command.number("lora_dropout", 0.05)
     if not targets:
         raise ConfigError([f"--target_modules {' '.join(modules)}: none of them is a projection of attention or MLP"])
-    dropout = command.number("lora_dropout", 0.05)
-    values: dict[str, object] = {f"{ACTOR}.lora_target_modules": targets, f"{ACTOR}.lora_dropout": dropout}
-    if not command.has("adapters"):  # which have theirs
-        alpha = int(command.number("lora_alpha", 32))
-        values |= {f"{ACTOR}.lora_r": command.count("lora_rank", 8), f"{ACTOR}.lora_alpha": alpha}
-    if dropout and kind in ("grpo", "ppo"):
-        values[f"{RL}.dropout_in_update"] = True
-    run.translate("--tuner_type", values, "the default of swift" if not command.has("tuner_type") else "")
-    for name in names:
-        run.translated[f"--{name}"] = "see --tuner_type"
+    if command.has("adapters"):  # which have rank and scale of theirs
+        return Adapters(targets, dropout=dropout)
+    return Adapters(targets, command.count("lora_rank", 8), int(command.number("lora_alpha", 32)), dropout)
 
 
-def _set_prediction(run: Import, command: SourceCommand, kind: str) -> None:
-    given = [f"--{name}" for name in ("mtp_num_layers", "mtp_loss_scaling_factor") if command.has(name)]
-    if not command.get("mtp_num_layers") or kind in ("grpo", "ppo"):
-        reason = "without --mtp_num_layers there are no prediction layers"
-        if command.get("mtp_num_layers"):
-            reason = "in RL ms-swift computes no loss of prediction layers; megatron_training.mtp_num_layers trains them"
-        for option in given:
-            run.note(option, reason)
+def _read_prediction(run: Import, command: SourceCommand, kind: str) -> Prediction | None:
+    names = "mtp_num_layers mtp_loss_scaling_factor"
+    if not command.get("mtp_num_layers"):
+        run.note_given(names, "without --mtp_num_layers there are no prediction layers")
+    elif kind in ("grpo", "ppo"):
+        reason = "in RL ms-swift computes no loss of prediction layers; megatron_training.mtp_num_layers trains them"
+        run.note_given(names, reason)
     elif kind not in ("sft", "pt"):
         run.refuse("--mtp_num_layers", "prediction layers next to a preference loss")
     else:
         factor = command.number("mtp_loss_scaling_factor", 0.1)
-        train_prediction_layers(run, given, command.count("mtp_num_layers", 1), factor, detaches=False)
+        return Prediction(command.count("mtp_num_layers", 1), factor, detaches=False)
+    return None
 
 
-def _set_preference(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> None:
-    """Set the keys of supervised stages."""
-    run.set(f"{ACTOR}.seq_length", _read_length(command))
-    if command.has("max_length"):
-        run.translated["--max_length"] = f"megatron_training.seq_length: {_read_length(command)}"
-    else:
-        run.added["megatron_training.seq_length"] = (
-            f"{_read_length(command)}: set the longest row; ms-swift has the model's limit"
-        )
-    if kind == "kto":
-        form, weight = command.text("loss_type", "kto"), f"{ACTOR}.kto_{{}}desirable_weight"
-        if form not in ("kto", "apo_zero_unpaired"):
-            run.refuse("--loss_type", f"the preference loss {form}; kto and apo_zero_unpaired are available")
-        elif command.flag("calculate_KL", default=form == "kto") != (form == "kto"):
-            run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
-        run.translate("--loss_type", {f"{ACTOR}.kto_loss_type": form})
-        run.translate(
-            "--beta",
-            {f"{ACTOR}.kto_beta": command.number("beta", 0.1)},
-            "the KL is of the batch of an optimizer step, there of a pass",
-        )
-        for name in ("", "un"):
-            run.translate(f"--{name}desirable_weight", {weight.format(name): command.number(f"{name}desirable_weight", 1.0)})
-        if command.has("ref_model"):
-            run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
-        return
+#: options that another stage alone reads
+_OF_GRPO = tuple("beta kl_in_reward epsilon epsilon_high loss_type advantage_estimator scale_rewards ref_model".split())
+_OF_PPO = ("cliprange", "kl_coef")
+_OF_ROLLOUTS = tuple(
+    "epsilon epsilon_high teacher_model teacher_model_server teacher_kl_coef async_generate vllm_mode vllm_server_host "
+    "vllm_server_port vllm_server_base_url reward_funcs reward_weights reward_model reward_model_plugin".split()
+)
+
+
+# --- stages that learn from a dataset ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Preference:
+    """A preference loss.
+
+    Attributes:
+        losses: its forms; the first is the default.
+        refusal: what another form is named as.
+        numbers: option -> key and default.
+        term: option of a supervised term, and its default.
+        key: of the form.
+        name: of the loss in a plan; None for its form.
+        unread: options of other losses.
+    """
+
+    losses: tuple[str, ...]
+    refusal: str
+    numbers: Mapping[str, tuple[str, float]]
+    term: tuple[str, float] = ("", 0.0)
+    key: str | None = None
+    name: str | None = None
+    unread: tuple[str, ...] = ()
+
+
+_ONE_FORM = "another form of {}'s loss than sigmoid without label smoothing"
+_PREFERENCES = {
+    "dpo": _Preference(
+        ("sigmoid", "hinge", "ipo"),
+        "the preference loss {}; sigmoid, hinge and ipo are available",
+        {"beta": ("dpo_beta", 0.1), "label_smoothing": ("dpo_label_smoothing", 0.0)},
+        term=("rpo_alpha", 0.0),
+        key="dpo_loss_type",
+        unread=("cpo_alpha",),
+    ),
+    "simpo": _Preference(
+        ("simpo",),
+        "the preference loss {}",
+        {"beta": ("simpo_beta", 2.0), "label_smoothing": ("simpo_label_smoothing", 0.0)},
+        term=("cpo_alpha", 1.0),
+        name="simpo_sigmoid",
+        unread=("rpo_alpha",),
+    ),
+    "cpo": _Preference(
+        ("sigmoid",),
+        _ONE_FORM.format("CPO"),
+        {"beta": ("cpo_beta", 0.1), "cpo_alpha": ("cpo_alpha", 1.0)},
+        term=("cpo_alpha", 1.0),
+        name="cpo",
+    ),
+    "orpo": _Preference(
+        ("sigmoid",),
+        _ONE_FORM.format("ORPO"),
+        {"beta": ("orpo_lambda", 0.1)},
+        term=("per_device_train_batch_size", 1.0),
+        name="orpo",
+    ),
+    "kto": _Preference(
+        ("kto", "apo_zero_unpaired"),
+        "the preference loss {}; kto and apo_zero_unpaired are available",
+        {
+            "beta": ("kto_beta", 0.1),
+            "desirable_weight": ("kto_desirable_weight", 1.0),
+            "undesirable_weight": ("kto_undesirable_weight", 1.0),
+        },
+        key="kto_loss_type",
+    ),
+}
+
+
+def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Recipe) -> Recipe:
+    """Return the run of a supervised stage."""
+    length = _read_length(command)
+    keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
+    notes = {"seq_length": "" if command.has("max_length") else "set the longest row; ms-swift has the model's limit"}
+    unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
+    if command.flag("packing") and kind == "sft":
+        keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}
+        notes["pack"] = "rows that preprocess --neat-pack has joined"
+    beta, loss = None, {"rm": "ranking"}.get(kind, "cross_entropy")
+    if kind in _PREFERENCES:
+        beta = command.number("beta", _PREFERENCES[kind].numbers["beta"][1])
+        loss, values = _read_preference(run, command, kind)
+        keys |= {f"{ACTOR}.{name}": value for name, value in values.items()}
+        unread += _PREFERENCES[kind].unread
+        notes["kto_beta"] = "the KL is of the batch of an optimizer step, there of a pass"
+    elif command.has("loss_type"):
+        run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
+    return replace(
+        shared,
+        loss=loss,
+        beta=beta,
+        sequence_length=length,
+        keys={**shared.keys, **keys},
+        notes={**shared.notes, **notes},
+        unread=(*shared.unread, *unread),
+        defaults=(
+            *shared.defaults,
+            (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
+        ),
+    )
+
+
+def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[str, dict[str, object]]:
+    """Return the name of a preference loss, and its keys."""
+    record = _PREFERENCES[kind]
+    form, *others = command.list_texts("loss_type") or [record.losses[0]]
+    keys: dict[str, object] = {key: command.number(name, default) for name, (key, default) in record.numbers.items()}
+    if record.key is not None:
+        keys[record.key] = form
+    if others or form not in record.losses:
+        run.refuse("--loss_type", record.refusal.format(", ".join((form, *others))))
+    elif kind in ("cpo", "orpo") and command.number("label_smoothing", 0.0):
+        run.refuse("--label_smoothing", record.refusal)
+    elif kind == "kto" and command.flag("calculate_KL", default=form == "kto") != (form == "kto"):
+        run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
+    option, default = record.term
+    term = default if kind == "orpo" else command.number(option, default) if option else 0.0
+    if term and _Sizes(command).micro > 1:
+        feature = "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available"
+        run.refuse(f"--{option}", feature)
+    if kind in ("dpo", "simpo") and (term or command.has(option)):
+        keys["pref_ftx"] = term
+    if kind == "simpo":
+        keys["gamma_beta_ratio"] = command.number("simpo_gamma", 1.0) / command.number("beta", 2.0)
+    if kind in ("dpo", "simpo", "kto"):
+        keys["ref_model"] = command.text("ref_model") or None
     if kind in ("cpo", "orpo"):
-        _set_reference_free(run, command, kind, sizes)
-        return
-    if kind not in ("dpo", "simpo"):
-        if command.has("loss_type"):
-            run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
-        return
-    forms = command.list_texts("loss_type") or ["sigmoid" if kind == "dpo" else "simpo"]
-    beta = command.number("beta", 0.1 if kind == "dpo" else 2.0)
-    weight = command.number("rpo_alpha", 0.0) if kind == "dpo" else command.number("cpo_alpha", 1.0)
-    if kind == "dpo" and (len(forms) > 1 or forms[0] not in ("sigmoid", "hinge", "ipo")):
-        run.refuse("--loss_type", f"the preference loss {', '.join(forms)}; sigmoid, hinge and ipo are available")
-    elif kind == "simpo" and forms != ["simpo"]:
-        run.refuse("--loss_type", f"the preference loss {', '.join(forms)}")
-    elif kind == "dpo":
-        run.translate("--loss_type", {f"{ACTOR}.dpo_loss_type": forms[0]})
-        run.translate("--beta", {f"{ACTOR}.dpo_beta": beta})
-        run.translate("--label_smoothing", {f"{ACTOR}.dpo_label_smoothing": command.number("label_smoothing", 0.0)})
-    else:
-        margin = command.number("simpo_gamma", 1.0)
-        run.translate("--simpo_gamma", {f"{ACTOR}.simpo_beta": beta, f"{ACTOR}.gamma_beta_ratio": margin / beta})
-        run.translate("--label_smoothing", {f"{ACTOR}.simpo_label_smoothing": command.number("label_smoothing", 0.0)})
-        for name in ("beta", "loss_type"):
-            if command.has(name):
-                run.translated[f"--{name}"] = "see --simpo_gamma"
-    option = "--rpo_alpha" if kind == "dpo" else "--cpo_alpha"
-    if weight and sizes.micro > 1:
-        run.refuse(
-            option, "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available"
-        )
-    elif weight or command.has(option[2:]):
-        run.translate(option, {f"{ACTOR}.pref_ftx": weight})
-    if command.has("ref_model"):
-        run.translate("--ref_model", {f"{ACTOR}.ref_model": command.text("ref_model")})
-
-
-def _set_reference_free(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> None:
-    """Set the keys of CPO and ORPO, which have no reference."""
-    if (form := command.text("loss_type", "sigmoid")) != "sigmoid" or command.number("label_smoothing", 0.0):
-        option = "--loss_type" if form != "sigmoid" else "--label_smoothing"
-        run.refuse(option, f"another form of {kind.upper()}'s loss than sigmoid without label smoothing")
-    alpha = command.number("cpo_alpha", 1.0) if kind == "cpo" else 1.0
-    if alpha and sizes.micro > 1:
-        run.refuse(
-            "--cpo_alpha" if kind == "cpo" else "--per_device_train_batch_size",
-            "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available",
-        )
-    run.translate("--beta", {f"{ACTOR}.{'cpo_beta' if kind == 'cpo' else 'orpo_lambda'}": command.number("beta", 0.1)})
-    if kind == "cpo":
-        run.translate("--cpo_alpha", {f"{ACTOR}.cpo_alpha": alpha})
-    for name in ("loss_type", "label_smoothing"):
-        if command.has(name):
-            run.note(f"--{name}", f"the loss of stage {kind}", changes_nothing=False)
+        run.note_given("loss_type label_smoothing", f"the loss of stage {kind}", changes_nothing=False)
+    elif kind == "simpo":
+        run.note_given("loss_type", "the loss of stage simpo", changes_nothing=False)
+    return record.name or form, keys
 
 
 def _read_length(command: SourceCommand) -> int:
     return command.count("packing_length" if command.has("packing_length") else "max_length", 2048)
 
 
-def _set_objective(run: Import, command: SourceCommand, kind: str) -> None:
-    """Set loss, advantages and KL."""
-    if kind == "ppo":
-        clip, coefficient = command.number("cliprange", 0.2), command.number("kl_coef", 0.05)
-        run.translate("--cliprange", {f"{RL}.clip_ratio": clip, f"{RL}.adv_estimator": "gae", f"{RL}.loss_type": "bnpo"})
-        run.translate(
-            "--kl_coef", {f"{RL}.init_kl_coef": coefficient, f"{RL}.use_kl_in_reward": True, f"{RL}.kl_penalty": "k1"}
-        )
-        run.add_default(f"{RL}.cliprange_value", 0.2, "the default of ms-swift")
-        run.add_default(f"{RL}.n_samples_per_prompt", 1, "PPO has one response a prompt")
-        return
+# --- stages with rollouts ---------------------------------------------------------------------------------------------
+
+
+def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    """Return what GRPO and PPO have alike: lengths, sampling, engine and rewards."""
+    response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_len")
+    prompt = _read_prompt_length(command)
+    reason = "--vllm_max_model_len without the response"
+    if command.has("max_length"):
+        reason = "prompts that are longer are left out, not cut"
+    elif prompt is None:
+        reason = "ms-swift has no limit here: set your longest prompt"
+    length = (_PROMPT_LENGTH if prompt is None else prompt) + response
+    known = length if limit is None else command.count("vllm_max_model_len", length)
+    rewards, reward_keys = _read_rewards(run, command)
+    placement, engine_keys, servers = _read_engine(run, command)
+    dtype = "float32" if run.get(f"{ACTOR}.bf16") is False else "bfloat16"
+    turns = int(command.number("max_turns", 0)) if command.has("multi_turn_scheduler") else 0
+    keys = {
+        f"{SAMPLING}.max_tokens": response if command.has("max_new_tokens", "response_length") else None,
+        f"{RL}.max_prompt_length": length - response,
+        f"{ENGINE}.max_model_len": None if limit is None else max(known, length),
+    }
+    return replace(
+        shared,
+        temperature=command.number("temperature", 0.9),
+        top_p=command.number("top_p", 1.0),
+        top_k=int(command.number("top_k", -1)),
+        min_p=command.number("min_p", 0.0),
+        prompt_length=prompt,
+        response_length=response * (turns or 1),
+        infer_tp=int(command.environment.get("SWIFT_SERVER_TP", 0)) or command.count("vllm_tensor_parallel_size", 1),
+        level=cast('Literal["token", "sequence", "sequence_token"]', command.text("importance_sampling_level", "token")),
+        rewarding=rewards,
+        placement=placement,
+        keys={**shared.keys, **keys, **engine_keys, **reward_keys},
+        notes={
+            **shared.notes,
+            "max_prompt_length": reason,
+            "max_model_len": "" if known >= length else f"longest prompt and response; {known} would cut responses",
+            **dict.fromkeys(("rollout_resource.num_npus", "vllm_server_host"), servers),
+            "reward_funcs": "accuracy compares answers by the rules of docs/rewards.md",
+            **dict.fromkeys(
+                ("judge_url", "judge_model"),
+                "the judge of docs/rewards.md, whose question is ours; judge_prompt and judge_parser take yours",
+            ),
+            "distillation.enabled": "the teacher's KL is in the advantage",
+        },
+        defaults=(
+            *shared.defaults,
+            (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
+            (f"{ENGINE}.dtype", dtype, "that of the training"),
+        ),
+    )
+
+
+def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    recipe = _describe_rollout(run, command, shared)
+    clip, coefficient = command.number("cliprange", 0.2), command.number("kl_coef", 0.05)
+    rewards, rate = recipe.rewarding, recipe.rates[0]
+    critic = None if rewards is None else rewards.model
+    return replace(
+        recipe,
+        loss="grpo",
+        clip_low=clip,
+        clip_high=clip,
+        delta=command.maybe("delta"),
+        aggregation=_name_average("bnpo", _Sizes(command)),
+        kl_coef=coefficient,
+        kl_estimator="k1",
+        kl_place="reward",
+        advantage="gae",
+        gamma=command.number("gamma", 1.0),
+        lam=command.number("lam", 0.95),
+        value_clip=command.number("cliprange_value", 0.2),
+        critic_lr=rate.peak,
+        objective=Objective(loss_type="bnpo"),
+        keys={**recipe.keys, f"{RL}.clip_ratio": clip},
+        unread=(*recipe.unread, *_OF_GRPO, "calculate_KL"),
+        defaults=(
+            *recipe.defaults,
+            (f"{RL}.cliprange_value", 0.2, "the default of ms-swift"),
+            ("critic_config.lr", rate.peak, "policy and critic have one learning rate there"),
+            *((("critic_config.load", critic, "the critic starts from the reward model"),) if critic else ()),
+        ),
+    )
+
+
+def _describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    recipe = _describe_rollout(run, command, shared)
     form = command.text("loss_type", "grpo")
     if form not in _LOSSES:
         run.refuse("--loss_type", f"the policy loss {form}; available are {', '.join(_LOSSES)}")
-    else:
-        run.translate("--loss_type", {f"{RL}.loss_type": _LOSSES[form][0]}, "averaged over an optimizer step")
+    loss_type, loss, _ = _LOSSES.get(form, _LOSSES["grpo"])
     low = command.number("epsilon", 0.2)
-    high = command.number("epsilon_high", low)
-    if form in ("sapo", "real"):
-        clips: dict[str, object] = {}
-    else:
-        clips = {f"{RL}.clip_higher_enable": True, f"{RL}.clip_ratio_low": low, f"{RL}.clip_ratio_high": high}
-    run.translate("--epsilon", clips, "" if clips else f"{form} clips nothing")
-    if command.has("epsilon_high"):
-        run.translated["--epsilon_high"] = "see --epsilon"
+    high, clips = command.number("epsilon_high", low), form not in ("sapo", "real")
     estimator, scale = _read_estimator(command)
-    if estimator == "rloo" and scale == "none":
-        run.translate("--advantage_estimator", {f"{RL}.adv_estimator": "rloo"})
-    elif estimator == "rloo":
-        run.refuse("--scale_rewards", f"RLOO advantages that are divided by the spread of the {scale}")
-    elif estimator == "reinforce_plus_plus" and scale == "batch":
-        run.refuse("--advantage_estimator", "REINFORCE++ whose centred rewards are divided by their own spread over the batch")
-    elif scale == "gdpo":
-        run.translate("--scale_rewards", {f"{RL}.adv_estimator": "gdpo", f"{RL}.adv_epsilon": 1e-8})
-    else:
-        run.translate("--advantage_estimator", {f"{RL}.adv_estimator": "group_norm", f"{RL}.scale_rewards": scale})
-        run.add_default(f"{RL}.adv_epsilon", 1e-4, "ms-swift adds it to the standard deviation")
-    for name in ("advantage_estimator", "scale_rewards"):
-        if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
-            run.translated[f"--{name}"] = f"rl_config.scale_rewards: {scale}"
     beta, in_reward = command.number("beta", 0.04), _has_kl_in_reward(command)
-    if form == "real" and beta and not in_reward:
-        run.refuse("--loss_type", "the loss real next to a KL that is averaged over tokens; it is available with --beta 0")
-    run.translate("--beta", {f"{RL}.init_kl_coef": beta})
-    if beta:
-        run.set(f"{RL}.kl_penalty", "k1" if in_reward else "k3")
-        run.set(f"{RL}.use_kl_in_reward", in_reward)
-        if in_reward and estimator != "rloo":
-            run.refuse("--kl_in_reward", "a KL that enters a reward which is then divided by a spread")
-    if beta and not in_reward and command.get("rollout_importance_sampling_mode") is not None:
-        run.refuse("--rollout_importance_sampling_mode", "a correction that weighs the KL too; it is available with --beta 0")
-    if command.has("kl_in_reward") and "--kl_in_reward" not in run.refused:
-        run.translated["--kl_in_reward"] = f"rl_config.use_kl_in_reward: {str(in_reward and bool(beta)).lower()}"
-    if command.has("ref_model"):
-        run.translate("--ref_model", {f"{RL}.integrated_mode_config.ref_model_load_path": command.text("ref_model")})
+    mode = CORRECTIONS.get(command.get("rollout_importance_sampling_mode"))
+    refusals = {
+        "--scale_rewards": (
+            estimator == "rloo" and scale != "none",
+            f"RLOO advantages that are divided by the spread of the {scale}",
+        ),
+        "--advantage_estimator": (
+            estimator == "reinforce_plus_plus" and scale == "batch",
+            "REINFORCE++ whose centred rewards are divided by their own spread over the batch",
+        ),
+        "--loss_type": (
+            form == "real" and beta and not in_reward,
+            "the loss real next to a KL that is averaged over tokens; it is available with --beta 0",
+        ),
+        "--kl_in_reward": (
+            beta and in_reward and estimator != "rloo",
+            "a KL that enters a reward which is then divided by a spread",
+        ),
+        "--rollout_importance_sampling_mode": (
+            beta and not in_reward and mode is not None,
+            "a correction that weighs the KL too; it is available with --beta 0",
+        ),
+    }
+    for option, (is_met, feature) in refusals.items():
+        if is_met:
+            run.refuse(option, feature)
+    if not beta:
+        run.note_given("kl_in_reward", "there is no KL")
+    has_scale = estimator != "rloo" and scale != "gdpo"
+    return replace(
+        recipe,
+        loss=loss,
+        clip_low=low if clips and form != "cispo" else None,
+        clip_high=high if clips else None,
+        delta=command.maybe("delta"),
+        aggregation=_name_average(form, _Sizes(command)),
+        kl_coef=beta,
+        kl_estimator="k1" if in_reward else "k3",
+        kl_place="reward" if in_reward else "loss",
+        advantage="gdpo" if scale == "gdpo" else "rloo" if estimator == "rloo" else "group_norm",
+        advantage_scale=scale if has_scale else None,
+        importance_sampling=f"{mode} {command.number('rollout_importance_sampling_threshold', 2.0):g}" if mode else None,
+        objective=Objective(
+            loss_type=loss_type,
+            clip=(low, high) if clips else None,
+            epsilon=1e-4 if has_scale else 1e-8 if scale == "gdpo" else None,
+        ),
+        keys={**recipe.keys, f"{RL}.integrated_mode_config.ref_model_load_path": command.text("ref_model") or None},
+        notes={
+            **recipe.notes,
+            "loss_type": "averaged over an optimizer step",
+            "adv_epsilon": "ms-swift adds it to the standard deviation",
+        },
+        unread=(*recipe.unread, *_OF_PPO, "calculate_KL"),
+    )
 
 
 def _read_estimator(command: SourceCommand) -> tuple[str, str]:
@@ -857,163 +989,135 @@ def _has_kl_in_reward(command: SourceCommand) -> bool:
     return command.flag("kl_in_reward", default=command.text("advantage_estimator", "grpo") != "grpo")
 
 
-def _set_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> None:
-    """Set a teacher of GRPO: coef * (log-prob of the teacher - old log-prob) is added to the advantage of each token."""
+def _name_average(form: str, sizes: _Sizes) -> str:
+    """Return what the losses of a step are averaged over; Megatron-SWIFT divides once, transformers each pass or rollout."""
+    average = _LOSSES[form][2] if form in _LOSSES else ""
+    if sizes.is_megatron or average != "token":
+        return average
+    if form == "bnpo":
+        return "token of a micro-batch"
+    return "token" if sizes.steps == sizes.iterations else "token of the rollout"
+
+
+def _read_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> dict[str, object]:
+    """Return the keys of a teacher: coef * (log-prob of the teacher - old log-prob) is added to the advantage of each token."""
     given = [name for name in ("teacher_model", "teacher_model_server") if command.has(name)]
+    coefficient = command.number("teacher_kl_coef", 1.0)
     if not given:
-        if command.has("teacher_kl_coef"):
-            run.note("--teacher_kl_coef", "there is no teacher", changes_nothing=False)
-        return
-    teacher, key = command.text(given[0], ""), f"{RL}.distillation"
+        run.note_given("teacher_kl_coef", "there is no teacher", changes_nothing=False)
+        return {}
+    teacher, is_server = command.text(given[0], ""), given[0] == "teacher_model_server"
     if teacher.startswith(("[", "{")):
         run.refuse(f"--{given[0]}", "several teachers in a command; see rl_config.distillation.teacher_keys")
-    if given[0] == "teacher_model_server" and not teacher.rstrip("/").endswith("/v1"):
-        teacher = teacher.rstrip("/") + "/v1"
-    values: dict[str, object] = {"enabled": True, "teacher_models": [teacher], "loss_mode": "k1"}
-    values["use_policy_gradient"] = True
-    # prompt log-probs of a server have no temperature
-    values |= {"teacher_temperature": 1.0} if given[0] == "teacher_model_server" else {}
-    values = {f"{key}.{name}": value for name, value in values.items()}
-    run.translate(f"--{given[0]}", values, "the teacher's KL is in the advantage")
-    run.set(f"{key}.use_task_rewards", has_rewards)
-    coefficient = command.number("teacher_kl_coef", 1.0)
-    if has_rewards and command.has("teacher_kl_coef"):
-        run.translate("--teacher_kl_coef", {f"{key}.distillation_loss_coef": coefficient})
-    elif coefficient != 1.0:
-        run.refuse("--teacher_kl_coef", "a coefficient of a teacher without task rewards; it scales the loss like lr")
-    elif command.has("teacher_kl_coef"):
-        run.note("--teacher_kl_coef", "the teacher alone trains", changes_nothing=False)
-    if not has_rewards:
-        run.add_default(f"{RL}.rule_reward", False, "the command names no reward")
+    if is_server:
+        teacher = teacher.rstrip("/").removesuffix("/v1") + "/v1"
+    if not has_rewards and coefficient != 1.0:
+        form = "a coefficient of a teacher without task rewards; it scales the loss like lr"
+        run.refuse("--teacher_kl_coef", form)
+    values = {
+        "enabled": True,
+        "teacher_models": [teacher],
+        "loss_mode": "k1",
+        "use_policy_gradient": True,
+        # prompt log-probs of a server have no temperature
+        "teacher_temperature": 1.0 if is_server else None,
+        "use_task_rewards": has_rewards,
+        "distillation_loss_coef": coefficient if has_rewards and command.has("teacher_kl_coef") else None,
+    }
+    return {f"{RL}.distillation.{name}": value for name, value in values.items()}
 
 
-def _set_rewards(run: Import, command: SourceCommand, kind: str) -> None:
+def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[str, object]]:
+    """Return what scores, and the keys of a judge or teacher."""
     names, models = command.list_texts("reward_funcs"), command.list_texts("reward_model")
     value = command.get("reward_weights")
     weights = value if isinstance(value, list) else [] if value is None else [value]
-    plugins = command.list_texts("reward_model_plugin")
     if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
-    _set_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
+    keys = _read_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
     if weights and len(weights) != len(names) + len(models):
         raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
     weights = weights or [1.0] * (len(names) + len(models))
-    taken: list[str] = []
     for name in names:
-        if name in _FUNCTIONS:
-            taken.append(_FUNCTIONS[name])
-        elif command.has("external_plugins"):
-            taken.append(name)
-        else:
-            run.refuse(
-                f"--reward_funcs {name}", "ms-swift's reward function of this name, and no file in --external_plugins has it"
-            )
-    if taken:
-        values: dict[str, object] = {f"{RL}.reward_funcs": taken, f"{RL}.reward_weights": weights[: len(names)]}
-        run.translate("--reward_funcs", values, "accuracy compares answers by the rules of docs/rewards.md")
-        run.add_default(f"{ACTOR}.dataset_additional_keys", ["labels"], "the reference answers")
-    else:
-        run.add_default(f"{RL}.rule_reward", False, "the reward model alone scores")
-        if command.has("reward_funcs"):
-            run.note("--reward_funcs", "none")
+        if name not in _FUNCTIONS and not command.has("external_plugins"):
+            form = "ms-swift's reward function of this name, and no file in --external_plugins has it"
+            run.refuse(f"--reward_funcs {name}", form)
+    plugins = command.list_texts("reward_model_plugin")
+    for plugin in plugins:
+        if plugin not in ("genrm", "default"):
+            form = "code of a plug-in around a reward model; a reward function can call it"
+            run.refuse(f"--reward_model_plugin {plugin}", form)
     judges = [place for place, plugin in enumerate(plugins) if plugin == "genrm"]
     others = [place for place in range(len(models)) if place not in judges]
     if len(others) > 1:
         run.refuse(f"--reward_model {' '.join(models)}", "several reward models")
-    for plugin in plugins:
-        if plugin not in ("genrm", "default"):
-            run.refuse(
-                f"--reward_model_plugin {plugin}", "code of a plug-in around a reward model; a reward function can call it"
-            )
     if judges:
-        address = run.settings.variables.get("JUDGE_URL")
+        if judges[0] >= len(models):
+            raise ConfigError(["--reward_model_plugin names a judge, but --reward_model has no model for it"])
         # without an address the run serves it, on the devices that the policy has too
-        served = {} if address is None else {f"{RL}.judge_url": address}
-        run.translate(
-            "--reward_model_plugin",
-            {**served, f"{RL}.judge_model": models[judges[0]],
-             f"{RL}.judge_weight": weights[len(names) + judges[0]]},
-            "the judge of docs/rewards.md, whose question is ours; judge_prompt and judge_parser take yours",
-        )  # fmt: skip
-    if others and models:
-        run.translate("--reward_model", {f"{RL}.reward_model": models[others[0]]})
-        run.set(f"{RL}.reward_model_weight", weights[len(names) + others[0]])
-        if kind == "ppo":
-            run.add_default("critic_config.load", models[others[0]], "the critic starts from the reward model")
-    for name in ("reward_model", "reward_model_plugin", "reward_weights"):
-        if command.has(name) and f"--{name}" not in run.translated:
-            run.translated[f"--{name}"] = "with the rewards"
+        keys[f"{RL}.judge_url"] = run.settings.variables.get("JUDGE_URL")
+        keys[f"{RL}.judge_model"] = models[judges[0]]
+        keys[f"{RL}.judge_weight"] = weights[len(names) + judges[0]]
+    if names:
+        run.add_default(f"{ACTOR}.dataset_additional_keys", ["labels"], "the reference answers")
+    rewards = Rewards(
+        functions=[_FUNCTIONS.get(name, name) for name in names],
+        weights=weights[: len(names)],
+        model=models[others[0]] if others else None,
+        model_weight=weights[len(names) + others[0]] if others else None,
+    )
+    return rewards, keys
 
 
-def _set_engine(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
-    """Set lengths, servers and the mode of the trainer."""
-    response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_len")
-    for name in ("max_new_tokens", "response_length"):
-        if command.has(name):
-            run.translate(f"--{name}", {f"{SAMPLING}.max_tokens": response})
-    prompt = _read_prompt_length(command)
-    if command.has("max_length"):
-        run.translate("--max_length", {f"{RL}.max_prompt_length": prompt}, "prompts that are longer are left out, not cut")
-    elif prompt is not None:
-        run.add_default(f"{RL}.max_prompt_length", prompt, "--vllm_max_model_len without the response")
-    else:
-        run.add_default(f"{RL}.max_prompt_length", _PROMPT_LENGTH, "ms-swift has no limit here: set your longest prompt")
-    length = cast("int", run.get(f"{RL}.max_prompt_length")) + response
-    if limit is not None:
-        known = command.count("vllm_max_model_len", length)
-        note = "" if known >= length else f"longest prompt and response; {known} would cut responses"
-        run.translate("--vllm_max_model_len", {f"{ENGINE}.max_model_len": max(known, length)}, note)
-    run.add_default(f"{RL}.use_remove_padding", True, "sequences are packed without padding")
+def _read_engine(run: Import, command: SourceCommand) -> tuple[Placement, dict[str, object], str]:
+    """Return devices, keys of servers, and a note about them."""
+    keys: dict[str, object] = {}
     is_server, is_async = command.text("vllm_mode") == "server", command.flag("async_generate")
-    servers = int(read_variable(command.environment, "SWIFT_SERVERS", "0") or 0)
+    servers, rollout = int(read_variable(command.environment, "SWIFT_SERVERS", "0") or 0), None
+    note = "the servers of the script are the run's own" if servers else "standalone servers: mindspeed-rl rollout"
     if is_server and servers:
         tensor, replicas = (int(command.environment[name]) for name in ("SWIFT_SERVER_TP", "SWIFT_SERVER_DP"))
-        values = {f"{RL}.rollout_resource.num_npus": servers * tensor * replicas, f"{RL}.use_integrated_worker": False}
-        run.set(f"{ENGINE}.infer_tensor_parallel_size", tensor)
-        run.translate("--vllm_mode", values, "the servers of the script are the run's own")
+        rollout = servers * tensor * replicas
+        keys[f"{ENGINE}.infer_tensor_parallel_size"] = tensor
     elif is_server:
-        hosts = command.list_texts("vllm_server_host") or [urlsplit(url).hostname for url in _list_urls(command)]
-        port = command.get("vllm_server_port") or [urlsplit(url).port or 8000 for url in _list_urls(command)] or 8000
-        port = port[0] if isinstance(port, list) and len(port) == 1 else port
-        values = {f"{ENGINE}.vllm_server_host": hosts[0] if len(hosts) == 1 else hosts, f"{ENGINE}.vllm_server_port": port}
-        run.translate("--vllm_mode", values, "standalone servers: mindspeed-rl rollout")
+        urls = [urlsplit(url if "//" in url else f"//{url}") for url in command.list_texts("vllm_server_base_url")]
+        hosts = command.list_texts("vllm_server_host") or [url.hostname for url in urls]
+        port = command.get("vllm_server_port") or [url.port or 8000 for url in urls] or 8000
+        keys[f"{ENGINE}.vllm_server_host"] = hosts[0] if len(hosts) == 1 else hosts
+        keys[f"{ENGINE}.vllm_server_port"] = port[0] if isinstance(port, list) and len(port) == 1 else port
     if is_async and not is_server:
         run.refuse("--async_generate", "generation ahead of the update needs servers: --vllm_mode server")
-    elif is_async:
-        run.translate("--async_generate", {f"{RL}.trainer_mode": "one_step_off"})
-    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_base_url", "async_generate"):
-        if command.has(name) and f"--{name}" not in {*run.translated, *run.refused}:
-            run.note(f"--{name}", "the engines share the devices of the trainer, or the servers are those of another option")
     if command.has("use_gym_env", "gym_env"):
-        _set_environment(run, command)
+        _read_environment(run, command)
     if command.has("multi_turn_scheduler"):
-        name = command.text("multi_turn_scheduler")
-        if name == "gym_scheduler" and command.has("gym_env"):
-            run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_enable": True}, "see --gym_env")
-        elif ":" not in name and not command.has("external_plugins"):
-            run.refuse("--multi_turn_scheduler", f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
-        else:
-            run.translate("--multi_turn_scheduler", {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
-        turns = command.number("max_turns", 0)
-        total = response * int(turns) if turns else response
-        run.add_default(f"{RL}.max_total_response_length", max(total, response), "all turns")
+        _read_turns(run, command)
+    placement = Placement(actor=command.devices, rollout=rollout, mode="one_step_off" if is_async and is_server else None)
+    return placement, keys, note
 
 
-def _set_environment(run: Import, command: SourceCommand) -> None:
+def _read_turns(run: Import, command: SourceCommand) -> None:
+    """Set the scheduler of several turns, and the length of all turns."""
+    name, option = command.text("multi_turn_scheduler"), "--multi_turn_scheduler"
+    if name == "gym_scheduler" and command.has("gym_env"):
+        run.translate(option, {f"{RL}.multi_turn_enable": True}, "see --gym_env")
+    elif ":" not in name and not command.has("external_plugins"):
+        run.refuse(option, f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
+    else:
+        run.translate(option, {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
+    response = command.count("max_completion_length", 512)
+    total = response * max(1, int(command.number("max_turns", 0)))
+    run.add_default(f"{RL}.max_total_response_length", total, "all turns")
+
+
+def _read_environment(run: Import, command: SourceCommand) -> None:
     """Set the environment of a plug-in file, whose rewards are those of the run."""
     scheduler, name = command.text("multi_turn_scheduler"), command.text("gym_env")
     is_on = command.flag("use_gym_env", default=bool(name))
     if is_on and (scheduler != "gym_scheduler" or not name or not command.has("external_plugins")):
         run.refuse("--use_gym_env", "an environment without a name in --gym_env, a file in --external_plugins or gym_scheduler")
     elif is_on:
-        run.translate("--gym_env", {f"{RL}.environment": name}, "the sum of its rewards is the reward")
-    for option in ("use_gym_env", "gym_env"):
-        if command.has(option) and f"--{option}" not in {*run.translated, *run.refused}:
-            run.translated[f"--{option}"] = "see --gym_env" if is_on else "off"
-
-
-def _list_urls(command: SourceCommand) -> list[str]:
-    return [url if "//" in url else f"//{url}" for url in command.list_texts("vllm_server_base_url")]
+        run.put("gym_env use_gym_env", {f"{RL}.environment": name}, "the sum of its rewards is the reward")
+    run.note_given("use_gym_env gym_env", "see --gym_env" if is_on else "off", changes_nothing=False)
 
 
 def _read_prompt_length(command: SourceCommand) -> int | None:
@@ -1025,7 +1129,41 @@ def _read_prompt_length(command: SourceCommand) -> int | None:
     return rest if rest > 0 else None
 
 
-def _build_serving(run: Import, command: SourceCommand, kind: str) -> None:
+# --- after the run file has been written ------------------------------------------------------------------------------
+
+
+def _finish(run: Import, command: SourceCommand) -> None:
+    """Start from the adapters of the command, and name the folder of the run."""
+    kind = command.program.removeprefix(_MEGATRON)
+    if kind in _SERVING:
+        return
+    adapters = command.list_texts("adapters")
+    model = run.get(f"{ACTOR}.load") or next(iter(adapters), None)
+    if model is None:
+        raise ConfigError(["the command names no model: --model is missing"])
+    _start_from_adapters(run, command, adapters)
+    folder = f"{'megatron_output' if command.program.startswith(_MEGATRON) else 'output'}/{Path(str(model)).name}"
+    run.add_default("run_dir", folder, "ms-swift's folder of the model")
+    run.add_default(f"{ACTOR}.save", f"{run.get('run_dir')}/checkpoints", "ms-swift always saves")
+
+
+def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str]) -> None:
+    """Start from the adapters of the command; the reference is the model without them, or has adapters of its own."""
+    references = command.list_texts("ref_adapters")
+    for option, folders in (("--adapters", adapters), ("--ref_adapters", references)):
+        if len(folders) > 1:
+            run.refuse(option, "several adapters at once; merge all but one first")
+        elif folders and _read_tuner(command) == "full":
+            run.refuse(option, "adapters next to --tuner_type full, which trains all weights")
+    if references and not adapters:
+        run.refuse("--ref_adapters", "adapters of the reference alone; write ref_config.load and ref_config.base_model")
+    if adapters and not {"--adapters", "--ref_adapters"} & run.refused.keys():
+        start_from_adapter(run, "--adapters", adapters[0], references[0] if references else None)
+        if references:
+            run.translated["--ref_adapters"] = "the reference: see --adapters"
+
+
+def _write_serving(run: Import, command: SourceCommand, kind: str) -> None:
     """Set the engine of a command that serves or generates; the command to run is printed."""
     if command.text("infer_backend", "vllm") != "vllm":
         run.note("--infer_backend", "the engine is vLLM", changes_nothing=False)
@@ -1063,108 +1201,4 @@ def _build_serving(run: Import, command: SourceCommand, kind: str) -> None:
         run.next_command = f"mindspeed-rl rollout --model {model} {' '.join(words)} --config-name".replace("  ", " ")
 
 
-# --- the plan of ms-swift -------------------------------------------------------------------------------------------------
-
-
-def _plan(command: SourceCommand, rows: int) -> SourcePlan | None:
-    """Return the numbers of the run by ms-swift's formulas; None for a command that serves or generates."""
-    kind = command.program.removeprefix(_MEGATRON)
-    if kind in _SERVING:
-        return None
-    sizes = _Sizes(command)
-    total = sizes.count_steps(command, _read_rows(command, rows)[0])
-    rates = _read_schedule(command, total).over(total, sizes.steps)
-    tuner, adapters = _read_tuner(command), command.list_texts("adapters")
-    forms = command.list_texts("loss_type")
-    losses = {"dpo": (forms or ["sigmoid"])[0], "kto": (forms or ["kto"])[0], "simpo": "simpo_sigmoid", "rm": "ranking"}
-    losses |= {"cpo": "cpo", "orpo": "orpo"}
-    plan = SourcePlan(
-        stage=_STAGES[kind],
-        step_samples=sizes.step,
-        steps_per_rollout=sizes.steps,
-        total_steps=total,
-        lr_first=rates.rates[0],
-        lr_10=rates.rates[1],
-        lr_last=rates.rates[2],
-        lr_warmup_steps=rates.warmup,
-        loss=losses.get(kind, "cross_entropy"),
-        beta=command.number("beta", 2.0 if kind == "simpo" else 0.1) if kind in (*_PAIRS[:4], "kto") else None,
-        sequence_length=None if sizes.rollout else _read_length(command),
-        tp=sizes.tp,
-        pp=sizes.pp,
-        cp=sizes.cp,
-        ep=sizes.ep,
-        dp=sizes.dp,
-        lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
-        weight_decay=command.number("weight_decay", 0.1),
-        clip_grad=command.number("clip_grad" if sizes.is_megatron else "max_grad_norm", 1.0),
-        data=(_find_data(command),),
-        model=command.text("mcore_model") or command.text("model") or next(iter(adapters), ""),
-    )
-    return plan if sizes.rollout is None else _plan_rollout(command, sizes, plan)
-
-
-def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> SourcePlan:
-    """Return the plan with the numbers of GRPO or PPO."""
-    assert sizes.rollout is not None, "grpo and ppo have rollouts"
-    is_ppo = sizes.kind == "ppo"
-    form = "bnpo" if is_ppo else command.text("loss_type", "grpo")
-    low = command.number("cliprange" if is_ppo else "epsilon", 0.2)
-    high = low if is_ppo else command.number("epsilon_high", low)
-    beta = command.number("kl_coef", 0.05) if is_ppo else command.number("beta", 0.04)
-    in_reward = is_ppo or _has_kl_in_reward(command)
-    estimator, scale = ("gae", None) if is_ppo else _read_estimator(command)
-    names = {"grpo": "group_norm", "rloo": "rloo", "gae": "gae", "reinforce_plus_plus": "group_norm"}
-    mode = None if is_ppo else CORRECTIONS.get(command.get("rollout_importance_sampling_mode"))
-    level = cast('Literal["token", "sequence", "sequence_token"]', _LEVELS[command.text("importance_sampling_level", "token")])
-    plugins, models = command.list_texts("reward_model_plugin"), command.list_texts("reward_model")
-    scored = [model for place, model in enumerate(models) if plugins[place : place + 1] != ["genrm"]]
-    tensor = int(command.environment.get("SWIFT_SERVER_TP", 0)) or command.count("vllm_tensor_parallel_size", 1)
-    return dataclasses.replace(
-        plan,
-        rollout_prompts=sizes.rollout // sizes.group,
-        rollout_completions=sizes.rollout,
-        loss=_LOSSES[form][1],
-        level=level,
-        clip_low=None if form in ("cispo", "sapo", "real") else low,
-        clip_high=None if form in ("sapo", "real") else high,
-        delta=None if command.get("delta") is None else command.number("delta", 0.0),
-        aggregation=_name_average(form, sizes),
-        kl_coef=beta,
-        kl_estimator=None if not beta else "k1" if in_reward else "k3",
-        kl_place=None if not beta else "reward" if in_reward else "loss",
-        advantage="gdpo" if scale == "gdpo" else names[estimator],
-        advantage_scale=None if estimator in ("gae", "rloo") or scale == "gdpo" else scale,
-        gamma=command.number("gamma", 1.0) if is_ppo else None,
-        lam=command.number("lam", 0.95) if is_ppo else None,
-        value_clip=command.number("cliprange_value", 0.2) if is_ppo else None,
-        critic_lr=_read_schedule(command, 1).peak if is_ppo else None,
-        importance_sampling=f"{mode} {command.number('rollout_importance_sampling_threshold', 2.0):g}" if mode else None,
-        temperature=command.number("temperature", 0.9),
-        top_p=command.number("top_p", 1.0),
-        top_k=int(command.number("top_k", -1)),
-        min_p=command.number("min_p", 0.0),
-        prompt_length=_read_prompt_length(command),
-        response_length=_read_response_length(command),
-        infer_tp=tensor,
-        rewards=tuple(sorted([*(_FUNCTIONS.get(name, name) for name in command.list_texts("reward_funcs")), *scored])),
-    )
-
-
-def _name_average(form: str, sizes: _Sizes) -> str:
-    """Return what the losses of a step are averaged over; Megatron-SWIFT divides once, transformers each pass or rollout."""
-    average = _LOSSES[form][2]
-    if sizes.is_megatron or average != "token":
-        return average
-    if form == "bnpo":
-        return "token of a micro-batch"
-    return "token" if sizes.steps == sizes.iterations else "token of the rollout"
-
-
-def _read_response_length(command: SourceCommand) -> int:
-    """Return the longest response over all its turns."""
-    one, turns = command.count("max_completion_length", 512), command.number("max_turns", 0)
-    return one * int(turns) if command.has("multi_turn_scheduler") and turns else one
-
-
-PROJECT = SourceProject("swift", "ms-swift", "4.6.0", _TABLES, _read, _build, _plan)
+PROJECT = SourceProject("swift", "ms-swift", "4.6.0", _TABLES, _read, _describe, _finish)

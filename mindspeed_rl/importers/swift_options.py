@@ -6,12 +6,10 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from mindspeed_rl.importers.importer import Import, set_rollout_format
-from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, refused, same, to, with_others
-
-ACTOR, RL, ENGINE = "megatron_training", "rl_config", "generate_config"
-SAMPLING = f"{ENGINE}.sampling_config"
-
+from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.translators import negated, set_model, set_output, set_rollout_format, set_trackers, texts
 
 #: correction there -> here: sequences are weighed by the geometric mean of their tokens
 CORRECTIONS: dict[object, object] = {
@@ -28,31 +26,11 @@ def _each(names: str, record: Option) -> dict[str, Option]:
     return dict.fromkeys(names.split(), record)
 
 
-def _model(run: Import, option: str, value: object) -> None:
-    path = str(value)
-    note = "" if Path(path).expanduser().exists() else f"a folder: hf download {path} --local-dir {path}"
-    run.translate(option, {f"{ACTOR}.load": path, f"{ACTOR}.tokenizer_name_or_path": path, f"{ACTOR}.finetune": True}, note)
-
-
-def _output(run: Import, option: str, value: object) -> None:
-    run.translate(option, {"run_dir": str(value), f"{ACTOR}.save": str(Path(str(value), "checkpoints"))})
-
-
 def _keep(run: Import, option: str, value: object) -> None:
     if isinstance(value, int) and value > 0:
         run.translate(option, {f"{ACTOR}.keep_last": value})
     else:
         run.note(option, "all checkpoints are kept", changes_nothing=False)
-
-
-def _trackers(run: Import, option: str, value: object) -> None:
-    names = [str(item) for item in (value if isinstance(value, list) else [value])]
-    if names in (["none"], ["None"]):
-        names = []
-    known = ("tensorboard", "wandb", "swanlab", "mlflow")
-    taken = [name for name in (known if names == ["all"] else names) if name in known]
-    others = ", ".join(name for name in names if name not in known and name != "all")
-    run.translate(option, {f"{RL}.report_to": taken}, f"{others}: the console is always there" if others else "")
 
 
 def _system(run: Import, option: str, value: object) -> None:
@@ -128,21 +106,6 @@ def _drafts(run: Import, option: str, value: object) -> None:
         run.translate(option, {f"{ENGINE}.speculative_config": keys})
 
 
-def _texts(*keys: str) -> Option:
-    """Return an option whose words are a list of texts."""
-
-    def translate(run: Import, option: str, value: object) -> None:
-        words = [str(item) for item in value] if isinstance(value, list) else [] if value is None else [str(value)]
-        run.translate(option, dict.fromkeys(keys, words))
-
-    return by(translate, f"{' = '.join(keys)} = the words")
-
-
-def _not(key: str) -> Option:
-    """Return an option whose opposite is a key."""
-    return by(lambda run, option, value: run.translate(option, {key: not value}), f"{key} = not value")
-
-
 def _limit_images(run: Import, option: str, value: object) -> None:
     limits = json.loads(value) if isinstance(value, str) else value
     if not isinstance(limits, dict) or any(limits.get(name) for name in ("video", "audio")):
@@ -151,25 +114,22 @@ def _limit_images(run: Import, option: str, value: object) -> None:
     run.translate(option, {"generate_config.limit_mm_image_per_prompt": limits.get("image", 1)})
 
 
-def _kwargs_without_effect(run: Import, option: str, value: object) -> None:
-    run.note(option, "it changes how layers are computed again, not what")
-
-
 _KERNELS = no_effect("the platform has one set of kernels, which compute the same")
 _HUB = no_effect("nothing is uploaded; save_hf writes a folder for hf upload")
 _LOADER = no_effect("rows are read from mapped memory, without loader processes")
 _LOGS = no_effect("metrics of every iteration go to the console, metrics.jsonl and the trackers")
 _EVALS = no_effect("a run evaluates on megatron_training.eval_data_path, every eval_interval iterations")
 _PROCESSES = no_effect("platform, processes and their groups follow from the run file")
-_SIZES = with_others("with the other sizes, see the plan")
-_REWARDS = with_others("reward functions, models and weights")
+_TEACHER = "enabled teacher_models loss_mode use_policy_gradient teacher_temperature use_task_rewards"
+_WRITTEN = "the last checkpoint is always written"
+_COLOCATED = "the engines share the devices of the trainer, or the servers are those of another option"
 
 #: what a run file says in one key, or in a few that follow from one value
 _KEYS: dict[str, Option] = {
-    "model": by(_model, "load = tokenizer_name_or_path = value"),
+    "model": by(set_model, "load = tokenizer_name_or_path = value"),
     "mcore_model": to(f"{ACTOR}.load", formula="a folder with Megatron's checkpoint"),
-    "output_dir": by(_output, "run_dir = value, save = value/checkpoints"),
-    "report_to": by(_trackers, "trackers by name"),
+    "output_dir": by(set_output, "run_dir = value, save = value/checkpoints"),
+    "report_to": by(set_trackers, "trackers by name"),
     "system": by(_system, "system_prompt, or the text of the file"),
     "columns": by(_columns, "map_keys"),
     "torch_dtype": by(_dtype, "bf16"),
@@ -220,8 +180,10 @@ _KEYS: dict[str, Option] = {
     ),
     "recompute_method": to(f"{ACTOR}.recompute_method"),
     "recompute_num_layers": to(f"{ACTOR}.recompute_num_layers"),
-    "recompute_modules": _texts(f"{ACTOR}.recompute_modules"),
-    "gradient_checkpointing": with_others("recomputation of each layer, the default"),
+    "recompute_modules": texts(f"{ACTOR}.recompute_modules"),
+    "gradient_checkpointing": with_others(
+        "recomputation of each layer, the default", off="recomputation of each layer, or none", by_nature=True
+    ),
     # experts
     "moe_grouped_gemm": to(f"{ACTOR}.moe_grouped_gemm"),
     "moe_permute_fusion": to(f"{ACTOR}.use_fused_moe_token_permute_and_unpermute"),
@@ -238,12 +200,12 @@ _KEYS: dict[str, Option] = {
     "top_k": to(f"{SAMPLING}.top_k", default=-1),
     "top_p": to(f"{SAMPLING}.top_p", default=1.0),
     "repetition_penalty": to(f"{SAMPLING}.repetition_penalty"),
-    "stop_words": _texts(f"{SAMPLING}.stop"),
+    "stop_words": texts(f"{SAMPLING}.stop"),
     "structured_outputs_regex": by(
         lambda run, option, value: run.translate(option, {f"{SAMPLING}.structured_output": {"regex": str(value)}}),
         "structured_output.regex",
     ),
-    "max_length": with_others("max_prompt_length, or seq_length of supervised stages"),
+    "max_length": part("max_prompt_length seq_length"),
     # engine
     "vllm_gpu_memory_utilization": to(f"{ENGINE}.gpu_memory_utilization", default=0.9),
     "vllm_tensor_parallel_size": to(f"{ENGINE}.infer_tensor_parallel_size", default=1),
@@ -253,7 +215,7 @@ _KEYS: dict[str, Option] = {
     "vllm_enable_expert_parallel": to(f"{ENGINE}.enable_expert_parallel"),
     "vllm_engine_kwargs": by(_engine_arguments, "engine_kwargs"),
     "vllm_enable_lora": to(f"{ENGINE}.lora_push", values={True: "adapter", False: "merged"}),
-    "vllm_max_model_len": with_others("max_model_len"),
+    "vllm_max_model_len": part("max_model_len"),
     "vllm_server_timeout": to(f"{ENGINE}.vllm_server_timeout"),
     "offload_model": to(f"{ENGINE}.offload_train_param"),
     "offload_optimizer": to(f"{ENGINE}.offload_train_optimizer"),
@@ -286,9 +248,9 @@ _KEYS: dict[str, Option] = {
     ),
     "router_replay_mode": to(f"{RL}.router_replay.mode"),
     "missing_eos_penalty": to(f"{RL}.missing_eos_penalty"),
-    "external_plugins": _texts(f"{RL}.external_plugins"),
-    "dataset_shuffle": _not(f"{ACTOR}.no_shuffle"),
-    "train_dataloader_shuffle": _not(f"{ACTOR}.no_shuffle"),
+    "external_plugins": texts(f"{RL}.external_plugins"),
+    "dataset_shuffle": negated(f"{ACTOR}.no_shuffle"),
+    "train_dataloader_shuffle": negated(f"{ACTOR}.no_shuffle"),
     "multi_turn_scheduler": with_others("multi_turn_scheduler, by its name in a file of external_plugins"),
     "max_turns": to(f"{RL}.max_turns"),
     "padding_free": to(f"{RL}.use_remove_padding"),
@@ -296,30 +258,61 @@ _KEYS: dict[str, Option] = {
 
 #: read by `build` together with others
 _TOGETHER: dict[str, Option] = {
+    "rlhf_type": part("stage"),
     **_each(
         "per_device_train_batch_size gradient_accumulation_steps micro_batch_size global_batch_size num_generations "
-        "generation_batch_size steps_per_generation num_iterations max_steps train_iters num_train_epochs save_steps "
-        "eval_steps save_strategy ref_model_sync_steps num_ppo_epochs num_mini_batches",
-        _SIZES,
+        "generation_batch_size steps_per_generation num_iterations num_ppo_epochs num_mini_batches",
+        part(BATCH),
     ),
-    **_each("dataset val_dataset split_dataset_ratio model_author model_name", with_others("data_path, eval_data_path, split")),
+    **_each("max_steps train_iters", part("train_iters")),
+    "num_train_epochs": part("train_epochs train_iters"),
+    "save_steps": part("save_interval", off=_WRITTEN),
+    "eval_steps": part("eval_interval", off=_WRITTEN),
+    "save_strategy": with_others("save_interval", off=f"see save_interval; {_WRITTEN}"),
+    "ref_model_sync_steps": part("ref_model_sync_steps"),
+    "dataset": part("data_path"),
+    "val_dataset": part("eval_data_path"),
+    "split_dataset_ratio": part("split eval_data_path", off="no rows are held back", by_nature=True),
+    **_each("model_author model_name", with_others("words of self-cognition")),
+    **_each("learning_rate lr", part("lr")),
     **_each(
-        "learning_rate lr lr_scheduler_type lr_decay_style lr_scheduler_kwargs warmup_steps warmup_ratio lr_warmup_iters "
-        "lr_warmup_fraction lr_decay_iters min_lr",
-        with_others("lr, lr_decay_style, warm-up, min_lr"),
+        "lr_scheduler_type lr_decay_style lr_scheduler_kwargs min_lr",
+        part("lr_decay_style min_lr"),
     ),
-    **_each("max_grad_norm clip_grad", with_others("clip_grad")),
-    **_each("tuner_type target_modules lora_rank lora_alpha lora_dropout", with_others("adapters, by Megatron's layers")),
-    **_each("rlhf_type loss_type loss_scale", with_others("stage and loss")),
-    **_each("epsilon epsilon_high cliprange", with_others("clip range 1 - epsilon .. 1 + epsilon_high")),
-    **_each("beta kl_coef kl_in_reward", with_others("KL divergence: coefficient and place")),
-    **_each("advantage_estimator scale_rewards", with_others("adv_estimator and scale_rewards")),
-    **_each("reward_funcs reward_weights reward_model reward_model_plugin", _REWARDS),
-    **_each("vllm_mode vllm_server_host vllm_server_port async_generate", with_others("trainer_mode, servers")),
-    **_each("label_smoothing rpo_alpha simpo_gamma cpo_alpha ref_model desirable_weight undesirable_weight "
-        "calculate_KL", with_others("keys of the preference loss")),
-    **_each("packing packing_length", with_others("packed rows")),
-    **_each("max_new_tokens response_length", with_others("max_completion_length by an earlier name")),
+    **_each("warmup_steps warmup_ratio lr_warmup_iters lr_warmup_fraction", part(WARMUP, off="no warm-up")),
+    "lr_decay_iters": part("lr_decay_iters", off="the length of the run", by_nature=True),
+    **_each("max_grad_norm clip_grad", part("clip_grad")),
+    **_each(
+        "tuner_type target_modules lora_rank lora_alpha lora_dropout",
+        part(f"{LORA} dropout_in_update", off="all weights train"),
+    ),
+    "loss_type": part("loss_type dpo_loss_type kto_loss_type"),
+    "loss_scale": with_others("tokens that train"),
+    **_each("epsilon epsilon_high", part(CLIP, off="the loss clips nothing")),
+    "cliprange": part("clip_ratio adv_estimator loss_type"),
+    "kl_in_reward": part("use_kl_in_reward"),
+    "beta": part(f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta"),
+    "kl_coef": part(KL),
+    **_each("advantage_estimator scale_rewards", part("adv_estimator scale_rewards")),
+    **_each("reward_funcs reward_weights", part("reward_funcs reward_weights", off="with the rewards")),
+    "reward_model_plugin": part("judge_url judge_model judge_weight", off="with the rewards"),
+    "reward_model": part("reward_model reward_model_weight", off="with the rewards"),
+    **_each(
+        "vllm_mode vllm_server_host vllm_server_port vllm_server_base_url",
+        part("rollout_resource.num_npus use_integrated_worker vllm_server_host vllm_server_port", off=_COLOCATED),
+    ),
+    "async_generate": part("trainer_mode", off=_COLOCATED),
+    "label_smoothing": part("dpo_label_smoothing simpo_label_smoothing"),
+    "rpo_alpha": part("pref_ftx"),
+    "cpo_alpha": part("pref_ftx cpo_alpha"),
+    "simpo_gamma": part("gamma_beta_ratio"),
+    "ref_model": part("ref_model integrated_mode_config.ref_model_load_path"),
+    "desirable_weight": part("kto_desirable_weight"),
+    "undesirable_weight": part("kto_undesirable_weight"),
+    "calculate_KL": with_others("follows from the loss", off="as the loss has it", by_nature=True),
+    "packing": part("pack neat_pack reset_attention_mask reset_position_ids", off="rows are not joined"),
+    "packing_length": with_others("seq_length", off="--packing reads it"),
+    **_each("max_new_tokens response_length", part("sampling_config.max_tokens")),
     "max_epochs": with_others("num_train_epochs by an earlier name"),
 }
 
@@ -348,7 +341,11 @@ _SAME: dict[str, Option] = {
 
 #: they change objective, data, reward, model, modality or the number of updates, and are not available
 _REFUSED: dict[str, Option] = {
-    **_each("teacher_model teacher_model_server teacher_kl_coef", with_others("rl_config.distillation")),
+    **_each(
+        "teacher_model teacher_model_server",
+        part(" ".join(f"distillation.{name}" for name in _TEACHER.split())),
+    ),
+    "teacher_kl_coef": part("distillation.distillation_loss_coef", off="the teacher alone trains", by_nature=True),
     "teacher_adapters": refused("a teacher with adapters; merge them first"),
     "teacher_deepspeed": refused("a teacher that DeepSpeed divides; see teacher_config"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
@@ -415,7 +412,7 @@ _REFUSED: dict[str, Option] = {
     **_each("start_weight_decay end_weight_decay", refused("a weight decay that changes")),
     **_each("lr_wsd_decay_iters", refused("a length of the last part of a WSD schedule")),
     "apply_wd_to_qk_layernorm": refused("weight decay of layer norms"),
-    **_each("mtp_num_layers mtp_loss_scaling_factor", with_others("prediction layers that train")),
+    **_each("mtp_num_layers mtp_loss_scaling_factor", part(PREDICTION)),
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
     "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
@@ -441,7 +438,6 @@ _REFUSED: dict[str, Option] = {
     "load_data_args": refused("arguments of an earlier run", unless=(False,)),
     "linear_decoupled_in_proj": refused("another form of the projections"),
     "vllm_use_async_engine": no_effect("servers use vLLM's asynchronous engine"),
-    "vllm_server_base_url": with_others("host and port of the URL"),
     "llamapro_num_groups": refused("LLaMA-Pro"),
     "reward_model_type": no_effect("the reward model's config.json decides it"),
     "predict_with_generate": refused("evaluation by generation in a supervised stage"),

@@ -2,41 +2,66 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
-
 from mindspeed_rl.catalogue.records import Level
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.importer import (
-    RECOMPUTE_LAYERS,
-    Import,
-    build_rollout_batch,
-    find_lora_targets,
-    read_count,
-    read_scalar,
-)
 from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
     SourceProject,
     by,
     no_effect,
+    part,
+    read_count,
     refused,
     same,
     to,
     with_others,
 )
+from mindspeed_rl.importers.recipe import (
+    ACTOR,
+    BATCH,
+    CLIP,
+    CORRECTION,
+    ENGINE,
+    KL,
+    LORA,
+    RL,
+    SAMPLING,
+    WARMUP,
+    Adapters,
+    Batch,
+    Correction,
+    Objective,
+    Placement,
+    Rate,
+    Recipe,
+    Rewards,
+)
+from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
-from mindspeed_rl.importers.source_plan import Schedule, SourcePlan
+from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.translators import (
+    describe_preprocessing,
+    join_words,
+    name_prompts,
+    name_tokens,
+    negated,
+    read_mapping,
+    read_option_file,
+    set_model,
+    set_output,
+    set_recomputation,
+    set_template_arguments,
+    set_trackers,
+)
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
-_ACTOR, _RL, _ENGINE = "megatron_training", "rl_config", "generate_config"
-_SAMPLING = f"{_ENGINE}.sampling_config"
 #: program -> stage here
 _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
 #: trainers of TRL without a counterpart, and commands that start no training
@@ -56,7 +81,7 @@ _LAUNCHER_FLAGS = frozenset(
     "main_training_function_only use_xpu use_tp".split()
 )
 #: reward function of TRL -> ours, and keys that its numbers become
-_REWARDS: dict[str, tuple[str, dict[str, object]]] = {
+_FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "accuracy_reward": ("accuracy", {}),
     "think_format_reward": ("think_format", {}),
     "get_soft_overlong_punishment": ("soft_overlong", {"soft_max_length": 1280, "soft_cache_length": 256}),
@@ -81,7 +106,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             files.append(words[place])
         values: dict[str, object] = {}
         for file in files:
-            values |= _read_file(Path(str(file)))
+            values |= read_option_file(Path(str(file)))
+        values.pop("env", None)
         # the parser has --no_x for a flag x that is on
         for name in [name for name in options if name.startswith("no_")]:
             options[name[3:]] = not options.pop(name)
@@ -125,33 +151,14 @@ def _split_options(words: list[str]) -> dict[str, object]:
             name = "" if name in _LAUNCHER_FLAGS else name
         elif name:
             options[name].append(word)
-    values = {name: [read_scalar(word) for word in words] for name, words in options.items()}
-    return {name: True if not items else items[0] if len(items) == 1 else items for name, items in values.items()}
-
-
-def _read_file(path: Path) -> dict[str, object]:
-    """Return the options of a YAML or JSON file.
-
-    Raises:
-        ConfigError: it cannot be read, or holds no options.
-    """
-    try:
-        text = path.expanduser().read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
-    if not isinstance(content, dict):
-        raise ConfigError([f"the file of options {path} must hold names and values"])
-    content.pop("env", None)
-    # YAML reads 1e-6 as a text
-    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
+    return join_words(options)
 
 
 def _count_processes(launch: Mapping[str, object], environment: Mapping[str, str]) -> int:
     """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
     if (config := launch.get("accelerate_config", launch.get("config_file"))) is not None:
         name = Path(str(config)).stem
-        content = _read_file(Path(str(config))) if Path(str(config)).is_file() else {}
+        content = read_option_file(Path(str(config))) if Path(str(config)).is_file() else {}
         found = launch.get("num_processes", content.get("num_processes", _ACCELERATE.get(name)))
         if found is None:
             raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
@@ -185,71 +192,21 @@ def _guess_program(options: Mapping[str, object]) -> str:
 # --- single options ---------------------------------------------------------------------------------------------------
 
 
-def _model(run: Import, option: str, value: object) -> None:
-    path = str(value)
-    note = "" if Path(path).expanduser().exists() else f"a folder: hf download {path} --local-dir {path}"
-    values = {f"{_ACTOR}.load": path, f"{_ACTOR}.tokenizer_name_or_path": path, f"{_ACTOR}.finetune": True}
-    run.translate(option, values, note)
-
-
-def _output(run: Import, option: str, value: object) -> None:
-    run.translate(option, {"run_dir": str(value), f"{_ACTOR}.save": str(Path(str(value), "checkpoints"))})
-
-
-def _trackers(run: Import, option: str, value: object) -> None:
-    names = [str(item) for item in (value if isinstance(value, list) else [value])]
-    known = ["tensorboard", "wandb", "swanlab", "mlflow"] if names == ["all"] else names
-    taken = [name for name in known if name in ("tensorboard", "wandb", "swanlab", "mlflow")]
-    others = ", ".join(name for name in known if name not in taken and name != "none")
-    note = f"{others}: the console and metrics.jsonl are always there" if others else ""
-    run.translate(option, {f"{_RL}.report_to": taken}, note)
-
-
-def _recompute(run: Import, option: str, value: object) -> None:
-    if value:
-        run.translate(option, RECOMPUTE_LAYERS, "each layer")
-    else:
-        run.note(option, "false: nothing is computed again")
-
-
-def _not(key: str) -> Option:
-    """Return an option whose opposite is a key."""
-    return by(lambda run, option, value: run.translate(option, {key: not value}), f"{key} = not value")
-
-
 def _server(run: Import, option: str, value: object) -> None:
     parts = urlsplit(str(value) if "//" in str(value) else f"//{value}")
-    values = {f"{_ENGINE}.vllm_server_host": parts.hostname, f"{_ENGINE}.vllm_server_port": parts.port or 8000}
+    values = {f"{ENGINE}.vllm_server_host": parts.hostname, f"{ENGINE}.vllm_server_port": parts.port or 8000}
     run.translate(option, values, "a server that mindspeed-rl rollout has started")
 
 
 def _regex(run: Import, option: str, value: object) -> None:
-    run.translate(option, {f"{_SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
-
-
-def _template_arguments(run: Import, option: str, value: object) -> None:
-    values = _as_mapping(option, value)
-    if set(values) - {"enable_thinking"}:
-        run.refuse(option, f"arguments of the chat template other than enable_thinking: {', '.join(sorted(values))}")
-    else:
-        run.translate(option, {f"{_ACTOR}.{name}": item for name, item in values.items()})
-
-
-def _as_mapping(option: str, value: object) -> dict[str, object]:
-    """Return an option that is a mapping, or its text in JSON; nothing for None."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
-    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+    run.translate(option, {f"{SAMPLING}.structured_output": {"regex": value}} if value else {}, "" if value else "off")
 
 
 def _optimizer(run: Import, option: str, value: object) -> None:
     if str(value).startswith("adamw_") and not any(
         part in str(value) for part in ("bit", "bnb", "anyprecision", "torchao", "paged")
     ):
-        run.translate(option, {f"{_ACTOR}.optimizer": "adam"}, "AdamW")
+        run.translate(option, {f"{ACTOR}.optimizer": "adam"}, "AdamW")
     else:
         run.refuse(option, f"the optimizer {value}; AdamW is available")
 
@@ -258,40 +215,40 @@ def _optimizer(run: Import, option: str, value: object) -> None:
 _SCALES: dict[object, str] = {True: "group", False: "none", "group": "group", "batch": "batch", "none": "none", None: "none"}
 _BALANCE = to("megatron_training.moe_aux_loss_coeff")
 _NO_DROPOUT = no_effect("models have no dropout")
-_READ_BY_OTHERS = with_others("with the other sizes, see the plan")
+_BATCH = part(BATCH)
 
 #: transformers' TrainingArguments and TRL's ModelConfig, ScriptArguments and DatasetMixtureConfig
 _SHARED: dict[str, Option] = {
-    "output_dir": by(_output, "run_dir = value, save = value/checkpoints"),
-    "model_name_or_path": by(_model, "load = tokenizer_name_or_path = value"),
-    "dataset_name": with_others(
-        "a folder or file, or hf://value for a dataset of the hub; supervised: the prefix of its tokens"
+    "output_dir": by(set_output, "run_dir = value, save = value/checkpoints"),
+    "model_name_or_path": by(set_model, "load = tokenizer_name_or_path = value"),
+    **dict.fromkeys(
+        ("datasets", "dataset_name"),
+        part("data_path"),
     ),
-    "datasets": with_others("the path of the only entry"),
-    "trust_remote_code": to(f"{_ENGINE}.trust_remote_code"),
-    "weight_decay": to(f"{_ACTOR}.weight_decay", default=0.0),
-    "adam_beta1": to(f"{_ACTOR}.adam_beta1", default=0.9),
-    "adam_beta2": to(f"{_ACTOR}.adam_beta2", default=0.999),
-    "adam_epsilon": to(f"{_ACTOR}.adam_eps", default=1e-8),
-    "max_grad_norm": to(f"{_ACTOR}.clip_grad", default=1.0),
-    "seed": to(f"{_ACTOR}.seed", default=42),
-    "save_total_limit": to(f"{_ACTOR}.keep_last"),
-    "run_name": to(f"{_RL}.wandb_exp_name"),
+    "trust_remote_code": to(f"{ENGINE}.trust_remote_code"),
+    "weight_decay": to(f"{ACTOR}.weight_decay", default=0.0),
+    "adam_beta1": to(f"{ACTOR}.adam_beta1", default=0.9),
+    "adam_beta2": to(f"{ACTOR}.adam_beta2", default=0.999),
+    "adam_epsilon": to(f"{ACTOR}.adam_eps", default=1e-8),
+    "max_grad_norm": to(f"{ACTOR}.clip_grad", default=1.0),
+    "seed": to(f"{ACTOR}.seed", default=42),
+    "save_total_limit": to(f"{ACTOR}.keep_last"),
+    "run_name": to(f"{RL}.wandb_exp_name"),
     "optim": by(_optimizer, "AdamW in any of its implementations"),
-    "report_to": by(_trackers, "trackers by name"),
-    "gradient_checkpointing": by(_recompute, "recomputation of each layer, the default"),
-    "bf16": to(f"{_ACTOR}.bf16", default=True),
+    "report_to": by(set_trackers, "trackers by name"),
+    "gradient_checkpointing": by(set_recomputation, "recomputation of each layer, the default"),
+    "bf16": to(f"{ACTOR}.bf16", default=True),
+    "learning_rate": part("lr"),
+    **dict.fromkeys("lr_scheduler_type lr_scheduler_kwargs".split(), part("lr_decay_style min_lr")),
+    **dict.fromkeys("warmup_steps warmup_ratio".split(), part(WARMUP, off="no warm-up")),
+    **dict.fromkeys("per_device_train_batch_size gradient_accumulation_steps".split(), _BATCH),
+    "max_steps": part("train_iters", off="-1: --num_train_epochs is read"),
+    "num_train_epochs": part("train_epochs", off="--max_steps is read instead"),
+    "save_steps": part("save_interval", off="the last checkpoint is always written"),
+    "save_strategy": with_others("save_interval", off="see save_interval; the last checkpoint is always written"),
     **dict.fromkeys(
-        "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio".split(),
-        with_others("lr, lr_decay_style, warm-up in optimizer steps, min_lr"),
-    ),
-    **dict.fromkeys(
-        "per_device_train_batch_size gradient_accumulation_steps max_steps num_train_epochs save_steps save_strategy".split(),
-        _READ_BY_OTHERS,
-    ),
-    **dict.fromkeys(
-        "use_peft lora_r lora_alpha lora_dropout lora_target_modules".split(),
-        with_others("lora_target_modules as Megatron's layers, lora_r, lora_alpha, lora_dropout"),
+        "use_peft lora_target_modules lora_r lora_alpha lora_dropout".split(),
+        part(LORA, off="all weights train without use_peft"),
     ),
     # the objective, the data or the weights would change
     "fp16": refused("training in fp16"),
@@ -379,37 +336,41 @@ _SHARED: dict[str, Option] = {
 
 #: options of both trainers with rollouts
 _ROLLOUT: dict[str, Option] = {
-    "max_completion_length": to(f"{_SAMPLING}.max_tokens", default=512),
-    "temperature": to(f"{_SAMPLING}.temperature", default=1.0),
-    "top_p": to(f"{_SAMPLING}.top_p", default=1.0),
-    "top_k": with_others("top_k, where 0 is -1"),
-    "min_p": to(f"{_SAMPLING}.min_p"),
-    "repetition_penalty": to(f"{_SAMPLING}.repetition_penalty"),
+    "max_completion_length": to(f"{SAMPLING}.max_tokens", default=512),
+    "temperature": to(f"{SAMPLING}.temperature", default=1.0),
+    "top_p": to(f"{SAMPLING}.top_p", default=1.0),
+    "top_k": part("sampling_config.top_k"),
+    "min_p": to(f"{SAMPLING}.min_p"),
+    "repetition_penalty": to(f"{SAMPLING}.repetition_penalty"),
     "generation_kwargs": refused("further arguments of generation"),
     "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
-    "shuffle_dataset": _not(f"{_ACTOR}.no_shuffle"),
-    "chat_template_kwargs": by(_template_arguments, "enable_thinking"),
-    "mask_truncated_completions": to(f"{_RL}.overlong_filter"),
-    "log_completions": to(f"{_RL}.log_completions"),
-    "num_completions_to_print": to(f"{_RL}.log_completions_keep"),
+    "shuffle_dataset": negated(f"{ACTOR}.no_shuffle"),
+    "chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "mask_truncated_completions": to(f"{RL}.overlong_filter"),
+    "log_completions": to(f"{RL}.log_completions"),
+    "num_completions_to_print": to(f"{RL}.log_completions_keep"),
     "vllm_server_base_url": by(_server, "host and port of the URL"),
-    "vllm_server_timeout": to(f"{_ENGINE}.vllm_server_timeout"),
-    "vllm_max_model_length": to(f"{_ENGINE}.max_model_len"),
-    "vllm_gpu_memory_utilization": to(f"{_ENGINE}.gpu_memory_utilization", default=0.3),
-    "vllm_tensor_parallel_size": to(f"{_ENGINE}.infer_tensor_parallel_size", default=1),
-    "sync_ref_model": to(f"{_RL}.sync_ref_model"),
-    "ref_model_mixup_alpha": to(f"{_RL}.ref_model_mixup_alpha"),
+    "vllm_server_timeout": to(f"{ENGINE}.vllm_server_timeout"),
+    "vllm_max_model_length": to(f"{ENGINE}.max_model_len"),
+    "vllm_gpu_memory_utilization": to(f"{ENGINE}.gpu_memory_utilization", default=0.3),
+    "vllm_tensor_parallel_size": to(f"{ENGINE}.infer_tensor_parallel_size", default=1),
+    "sync_ref_model": to(f"{RL}.sync_ref_model"),
+    "ref_model_mixup_alpha": to(f"{RL}.ref_model_mixup_alpha"),
+    **dict.fromkeys("num_generations generation_batch_size steps_per_generation num_iterations".split(), _BATCH),
+    "ref_model_sync_steps": part("ref_model_sync_steps"),
+    **dict.fromkeys("epsilon epsilon_high".split(), part(CLIP, off="the loss clips nothing")),
+    "beta": part(f"{KL} use_bias_correction_kl"),
     **dict.fromkeys(
-        "num_generations generation_batch_size steps_per_generation num_iterations ref_model_sync_steps".split(),
-        _READ_BY_OTHERS,
+        "reward_funcs reward_weights".split(),
+        part("reward_funcs reward_weights", off="with the reward model"),
     ),
-    **dict.fromkeys("epsilon epsilon_high".split(), with_others("clip range 1 - epsilon .. 1 + epsilon_high")),
-    "beta": with_others("init_kl_coef; the KL is k3 without clamps, in the loss"),
+    "reward_model_name_or_path": part("reward_model reward_model_weight"),
     **dict.fromkeys(
-        "reward_model_name_or_path reward_funcs reward_weights".split(), with_others("reward functions and weights")
-    ),
-    **dict.fromkeys(
-        "vllm_mode vllm_server_host vllm_server_port".split(), with_others("vllm_server_host and port in server mode")
+        "vllm_mode vllm_server_host vllm_server_port".split(),
+        part(
+            "vllm_server_host vllm_server_port",
+            off="the engines share the devices of the trainer, or the server is that of another option",
+        ),
     ),
     "use_vllm": same("the rollout engine is always vLLM"),
     **dict.fromkeys(
@@ -428,27 +389,27 @@ _ROLLOUT: dict[str, Option] = {
 
 _GRPO: dict[str, Option] = {
     **_ROLLOUT,
-    "delta": to(f"{_RL}.delta"),
-    "loss_type": with_others("loss_type; cispo is cispo_cap"),
-    "importance_sampling_level": to(f"{_RL}.importance_sampling_level", default="token"),
-    "scale_rewards": to(f"{_RL}.scale_rewards", values=_SCALES, default="group"),
-    "multi_objective_aggregation": with_others("sum_then_normalize is group_norm, normalize_then_sum is gdpo"),
-    "sapo_temperature_pos": to(f"{_RL}.tau_pos"),
-    "sapo_temperature_neg": to(f"{_RL}.tau_neg"),
-    "top_entropy_quantile": to(f"{_RL}.top_entropy_quantile"),
-    "entropy_coef": to(f"{_RL}.entropy_coeff", formula="averaged as loss_type averages, there over tokens"),
+    "delta": to(f"{RL}.delta"),
+    "loss_type": part("loss_type"),
+    "importance_sampling_level": to(f"{RL}.importance_sampling_level", default="token"),
+    "scale_rewards": to(f"{RL}.scale_rewards", values=_SCALES, default="group"),
+    "multi_objective_aggregation": part("adv_estimator"),
+    "sapo_temperature_pos": to(f"{RL}.tau_pos"),
+    "sapo_temperature_neg": to(f"{RL}.tau_neg"),
+    "top_entropy_quantile": to(f"{RL}.top_entropy_quantile"),
+    "entropy_coef": to(f"{RL}.entropy_coeff", formula="averaged as loss_type averages, there over tokens"),
     "use_adaptive_entropy": refused("an adaptive entropy bonus"),
-    "off_policy_mask_threshold": to(f"{_RL}.off_policy_sequence_mask_delta"),
+    "off_policy_mask_threshold": to(f"{RL}.off_policy_sequence_mask_delta"),
     "use_bias_correction_kl": with_others("use_bias_correction_kl where beta is not 0"),
     "log_completions_hub_repo": no_effect("nothing is uploaded"),
-    "cast_lm_head_to_fp32": to(f"{_ACTOR}.fp32_lm_head"),
+    "cast_lm_head_to_fp32": to(f"{ACTOR}.fp32_lm_head"),
     "max_tool_calling_iterations": refused("tools that are Python functions of a trainer"),
     **dict.fromkeys(
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min vllm_importance_sampling_cap".split(),
-        with_others("rollout_importance_sampling_mode and its thresholds, where vLLM generates"),
+        part(CORRECTION, off="no correction: it is off, or TRL generates without vLLM"),
     ),
-    **{name: to(f"{_RL}.{name}") for name in "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split()},
+    **{name: to(f"{RL}.{name}") for name in "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg".split()},
     **dict.fromkeys(
         "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target".split(),
         no_effect("only use_adaptive_entropy reads it"),
@@ -463,8 +424,8 @@ _RLOO: dict[str, Option] = {
 
 #: options of the trainers that learn from a dataset alone
 _SUPERVISED: dict[str, Option] = {
-    "max_length": to(f"{_ACTOR}.seq_length", default=1024),
-    "logging_steps": to(f"{_ACTOR}.log_interval", default=10),
+    "max_length": to(f"{ACTOR}.seq_length", default=1024),
+    "logging_steps": to(f"{ACTOR}.log_interval", default=10),
     "pad_token": no_effect("rows are packed, or padded by a mask"),
     "activation_offloading": no_effect("it changes memory, not numbers"),
     "dataset_num_proc": no_effect("rows are read from mapped memory, without loader processes"),
@@ -479,17 +440,17 @@ _SFT: dict[str, Option] = {
     **_SUPERVISED,
     **_CHATS,
     "router_aux_loss_coef": _BALANCE,
-    "loss_type": to(f"{_ACTOR}.sft_loss_type", values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"}),
+    "loss_type": to(f"{ACTOR}.sft_loss_type", values={"nll": "nll", "chunked_nll": "nll", "dft": "dft"}),
     "dataset_text_field": no_effect("rows are read by their columns", "text"),
     "dataset_kwargs": refused("arguments of the preparation of a dataset"),
     "truncation_mode": refused("rows that are cut at their start", unless=("keep_start",)),
     "shuffle_dataset": no_effect("the order is drawn anew for each epoch"),
     "packing": with_others("rows are not cut and joined; use_remove_padding packs them without padding"),
     "packing_strategy": no_effect("only packing reads it"),
-    "padding_free": to(f"{_RL}.use_remove_padding"),
+    "padding_free": to(f"{RL}.use_remove_padding"),
     "eval_packing": no_effect("held-out rows are read one by one"),
-    "completion_only_loss": with_others("the stage trains the answers"),
-    "assistant_only_loss": with_others("the stage trains the answers"),
+    "completion_only_loss": with_others("tokens that train", off="the stage trains the answers", by_nature=True),
+    "assistant_only_loss": with_others("tokens that train", off="the stage trains the answers", by_nature=True),
 }
 
 _DPO: dict[str, Option] = {
@@ -497,16 +458,16 @@ _DPO: dict[str, Option] = {
     "disable_dropout": _NO_DROPOUT,
     "router_aux_loss_coef": _BALANCE,
     "truncation_mode": refused("rows that are cut at their start", unless=("keep_start",)),
-    "padding_free": to(f"{_RL}.use_remove_padding"),
+    "padding_free": to(f"{RL}.use_remove_padding"),
     "precompute_ref_log_probs": no_effect("log-probs of the reference are computed in the step that reads them"),
     "precompute_ref_batch_size": no_effect("log-probs of the reference are computed in the step that reads them"),
-    "loss_type": with_others("dpo_loss_type"),
+    "loss_type": part("dpo_loss_type"),
     "loss_weights": refused("a sum of several preference losses"),
     "ld_alpha": refused("length-desensitized DPO"),
     "f_divergence_type": refused("another divergence", unless=("reverse_kl",)),
     "f_alpha_divergence_coef": no_effect("only f_divergence_type reads it"),
-    "label_smoothing": to(f"{_ACTOR}.dpo_label_smoothing"),
-    "beta": to(f"{_ACTOR}.dpo_beta", default=0.1),
+    "label_smoothing": to(f"{ACTOR}.dpo_label_smoothing"),
+    "beta": to(f"{ACTOR}.dpo_beta", default=0.1),
     "use_weighting": refused("weighted preference optimization"),
     "discopop_tau": no_effect("only loss_type discopop reads it"),
     "sync_ref_model": refused("a reference that follows the policy in DPO"),
@@ -521,12 +482,12 @@ _KTO: dict[str, Option] = {
         for name in "disable_dropout router_aux_loss_coef precompute_ref_log_probs precompute_ref_batch_size "
         "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps".split()
     },
-    "train_sampling_strategy": with_others("no_shuffle"),
+    "train_sampling_strategy": part("no_shuffle"),
     "pad_to_multiple_of": no_effect("rows are packed, or padded by a mask"),
-    "loss_type": to(f"{_ACTOR}.kto_loss_type"),
-    "beta": to(f"{_ACTOR}.kto_beta", default=0.1, formula="the KL is of the batch of an optimizer step, there of a pass"),
-    "desirable_weight": to(f"{_ACTOR}.kto_desirable_weight"),
-    "undesirable_weight": to(f"{_ACTOR}.kto_undesirable_weight"),
+    "loss_type": to(f"{ACTOR}.kto_loss_type"),
+    "beta": to(f"{ACTOR}.kto_beta", default=0.1, formula="the KL is of the batch of an optimizer step, there of a pass"),
+    "desirable_weight": to(f"{ACTOR}.kto_desirable_weight"),
+    "undesirable_weight": to(f"{ACTOR}.kto_undesirable_weight"),
 }
 
 _REWARD: dict[str, Option] = {
@@ -619,358 +580,180 @@ class _Sizes:
         return math.ceil(total * (steps or ratio))
 
 
-def _read_schedule(command: SourceCommand) -> tuple[str, float]:
-    """Return the style of the learning rate here, and its end as a fraction of the peak.
+#: program -> learning rate without --learning_rate
+_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
+_STYLES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "inverse_sqrt": "inverse-square-root",
+    "cosine_with_min_lr": "cosine",
+}
+
+
+def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedule:
+    """Return the learning rate over optimizer steps.
 
     Raises:
         ConfigError: there is no such style.
     """
-    styles = {
-        "linear": "linear",
-        "cosine": "cosine",
-        "constant": "constant",
-        "constant_with_warmup": "constant",
-        "inverse_sqrt": "inverse-square-root",
-        "cosine_with_min_lr": "cosine",
-    }
     name = str(command.get("lr_scheduler_type") or "linear")
-    if name not in styles:
-        raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(styles)}"])
-    settings = _as_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
+    if name not in _STYLES:
+        raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(_STYLES)}"])
+    settings = read_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
     if name == "inverse_sqrt" and not command.has("warmup_steps", "warmup_ratio"):
         raise ConfigError(["--lr_scheduler_type inverse_sqrt: not available here without a warm-up"])
-    floor = 0.0
+    peak, floor = command.number("learning_rate", _LEARNING_RATES[command.program]), 0.0
     if name == "cosine_with_min_lr":
-        peak = command.number("learning_rate", _LEARNING_RATES[command.program])
         least, rate = settings.pop("min_lr", None), settings.pop("min_lr_rate", None)
         floor = float(str(rate)) if rate is not None else float(str(least or 0.0)) / peak
     if settings:
         raise ConfigError([f"--lr_scheduler_kwargs {', '.join(settings)}: not available here"])
-    return styles[name], floor
+    return Schedule(peak, _STYLES[name], total, sizes.warmup(command, total), floor=peak * floor)
 
 
-#: program -> learning rate without --learning_rate
-_LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
-
-
-def _build(run: Import, command: SourceCommand) -> None:
+def _describe(run: Import, command: SourceCommand) -> Recipe:
+    """Return the run by TRL's formulas."""
     sizes, stage = _Sizes(command), _STAGES[command.program]
-    run.add_default(f"{_ACTOR}.stage", stage, f"the stage of trl {command.program}")
-    _set_data(run, command)
-    _set_batch(run, command, sizes)
-    _set_rate(run, command, sizes)
-    _set_adapters(run, command)
-    if not command.has("gradient_checkpointing"):
-        for key, value in RECOMPUTE_LAYERS.items():
-            run.add_default(key, value, "TRL computes the layers again in the backward pass")
-    if stage == "ray_grpo":
-        _set_objective(run, command)
-        _set_rewards(run, command)
-        _set_engine(run, command)
-    else:
-        run.add_default(f"{_ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch")
-    if command.program == "sft":
-        _set_labels(run, command)
-    elif command.program == "dpo":
-        form = command.get("loss_type", "sigmoid")
-        kinds = form if isinstance(form, list) else [form]
-        if len(kinds) == 1 and kinds[0] in ("sigmoid", "hinge", "ipo"):
-            run.translate("--loss_type", {f"{_ACTOR}.dpo_loss_type": kinds[0]})
-        else:
-            run.refuse("--loss_type", f"the preference loss {', '.join(str(kind) for kind in kinds)}; sigmoid, hinge, ipo are")
-    elif command.program == "kto":
-        order = command.text("train_sampling_strategy", "sequential")
-        if order in ("sequential", "random"):
-            run.translate("--train_sampling_strategy", {f"{_ACTOR}.no_shuffle": order == "sequential"})
-        else:
-            run.refuse("--train_sampling_strategy", "batches of equal lengths")
-    if run.get(f"{_ACTOR}.load") is None:
+    total = sizes.total_steps(command, run.settings.rows)
+    schedule, each = _read_schedule(command, sizes, total), f"{sizes.steps} steps an iteration"
+    path, written_by = _find_data(command)
+    if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: --model_name_or_path is missing"])
+    has_limit = (limit := command.number("max_steps", -1)) > 0
+    strategy, saved = command.get("save_strategy", "steps"), command.number("save_steps", 500)
+    synced = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
+    shared = Recipe(
+        stage=stage,
+        step_samples=sizes.step,
+        steps_per_rollout=sizes.steps,
+        total_steps=total,
+        loss="grpo",
+        dp=command.devices,
+        lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,
+        weight_decay=command.number("weight_decay", 0.0),
+        clip_grad=command.number("max_grad_norm", 1.0),
+        data=(path,),
+        model=command.text("model_name_or_path"),
+        placement=Placement(actor=command.devices),
+        batch=Batch(sizes.micro, sizes.group, None if sizes.rollout is None else sizes.iterations),
+        rates=(_read_rate(run, command, sizes, schedule),),
+        adapters=_read_adapters(run, command),
+        train_iters=math.ceil(limit / sizes.steps) if has_limit else None,
+        train_epochs=None if has_limit else command.number("num_train_epochs", 3.0),
+        keys={
+            f"{ACTOR}.data_path": path,
+            f"{ACTOR}.save_interval": math.ceil(saved / sizes.steps) if strategy == "steps" and saved >= 1 else None,
+            f"{RL}.ref_model_sync_steps": synced if command.has("ref_model_sync_steps") else None,
+        },
+        notes={
+            "data_path": written_by,
+            "global_batch_size": f"{sizes.step} rows of an optimizer step on {command.devices} devices"
+            + ("" if sizes.rollout is None else f", {sizes.steps} steps of a rollout"),
+            **dict.fromkeys(("train_iters", "save_interval", "ref_model_sync_steps", "lr_warmup_iters"), each),
+            "lr_warmup_fraction": "as a fraction of the run",
+            "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
+        },
+        defaults=()
+        if command.has("gradient_checkpointing")
+        else tuple(
+            (key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items()
+        ),
+    ).follow(schedule)
+    return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)
 
 
-def _find_data(command: SourceCommand) -> tuple[str, str, str]:
-    """Return the option that names the data, the dataset or file, and data_path here.
+def _find_data(command: SourceCommand) -> tuple[str, str]:
+    """Return data_path here, and the command that writes it.
 
     Raises:
         ConfigError: there is none, or several.
     """
-    listed = command.get("datasets")
+    listed, name = command.get("datasets"), str(command.get("dataset_name"))
     if isinstance(listed, list) and listed:
         extras = {name for item in listed if isinstance(item, Mapping) for name in item} - {"path", "split"}
         if len(listed) > 1 or extras:
             raise ConfigError(
                 ["--datasets: not available here: several datasets, or parts of one: put their files into one folder"]
             )
-        option, name = "--datasets", str(listed[0]["path"] if isinstance(listed[0], Mapping) else listed[0])
-    elif command.get("dataset_name"):
-        option, name = "--dataset_name", str(command.get("dataset_name"))
-    else:
+        name = str(listed[0]["path"] if isinstance(listed[0], Mapping) else listed[0])
+    elif not command.get("dataset_name"):
         raise ConfigError(["the command names no data: --dataset_name is missing"])
-    if _STAGES[command.program] != "ray_grpo":
-        return option, name, f"./dataset/{Path(name).stem}/data"
-    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or Path(name).suffix[1:].isalpha()
-    return option, name, f"hf://{name}" if name.count("/") == 1 and not is_file else name
+    if _STAGES[command.program] == "ray_grpo":
+        return name_prompts(name), ""
+    columns = """ --map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
+    handler, columns = {
+        "sft": ("AlpacaStyleInstruction", columns),
+        "kto": ("AlpacaStyleUnpaired", columns),
+    }.get(command.program, ("AlpacaStylePairwise", ""))
+    if command.program == "sft" and command.flag("assistant_only_loss"):
+        handler, columns = "OpenAIInstruction", ""
+    words = f" --handler-name {handler}Handler --prompt-type hf{columns}"
+    path = name_tokens(name)
+    return path, describe_preprocessing(name, path, command.get("model_name_or_path"), words)
 
 
-def _set_data(run: Import, command: SourceCommand) -> None:
-    option, name, path = _find_data(command)
-    note = ""
-    if command.program == "sft":
-        messages = command.flag("assistant_only_loss")
-        handler = "OpenAIInstructionHandler" if messages else "AlpacaStyleInstructionHandler"
-        columns = "" if messages else """ --map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
-        note = f"--handler-name {handler} --prompt-type hf{columns}"
-    elif command.program in ("dpo", "reward"):
-        note = "--handler-name AlpacaStylePairwiseHandler --prompt-type hf"
-    elif command.program == "kto":
-        columns = """--map-keys '{"prompt": "prompt", "query": "", "response": "completion"}'"""
-        note = f"--handler-name AlpacaStyleUnpairedHandler --prompt-type hf {columns}"
-    if note:
-        model = command.get("model_name_or_path")
-        head = f"mindspeed-rl preprocess --input {name} --output-prefix {path} --tokenizer-name-or-path {model}"
-        note = f"the prefix that is written by: {head} {note}"
-    run.translate(option, {f"{_ACTOR}.data_path": path}, note)
-    for other in ("dataset_name", "datasets"):
-        if command.has(other) and f"--{other}" not in run.translated:
-            run.note(f"--{other}", "the other option for data is read")
-
-
-def _set_batch(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
-    note = f"{sizes.step} rows of an optimizer step on {command.devices} devices"
-    values: dict[str, object] = {f"{_ACTOR}.micro_batch_size": sizes.micro, f"{_ACTOR}.global_batch_size": sizes.step}
-    if sizes.rollout is None:
-        run.set(f"{_ACTOR}.num_npus", command.devices)
-    else:
-        run.set(f"{_RL}.actor_resource.num_npus", command.devices)
-        values |= build_rollout_batch(sizes.group, sizes.step, sizes.rollout) | {f"{_RL}.epochs": sizes.iterations}
-        note += f", {sizes.steps} steps of a rollout"
-    run.translate("--per_device_train_batch_size", values, note)
-    for name in (
-        "gradient_accumulation_steps",
-        "num_generations",
-        "generation_batch_size",
-        "steps_per_generation",
-        "num_iterations",
-    ):
-        if command.has(name):
-            run.translated[f"--{name}"] = "see --per_device_train_batch_size"
-    limit, epochs = command.number("max_steps", -1), command.number("num_train_epochs", 3.0)
-    if limit > 0:
-        run.translate(
-            "--max_steps", {f"{_ACTOR}.train_iters": math.ceil(limit / sizes.steps)}, f"{sizes.steps} steps an iteration"
-        )
-        if command.has("num_train_epochs"):
-            run.note("--num_train_epochs", "--max_steps is read instead")
-    else:
-        run.translate("--num_train_epochs", {f"{_ACTOR}.train_epochs": epochs})
-        if command.has("max_steps"):
-            run.note("--max_steps", "-1: --num_train_epochs is read")
-    strategy, interval = command.get("save_strategy", "steps"), command.number("save_steps", 500)
-    if strategy == "steps" and interval >= 1:
-        values = {f"{_ACTOR}.save_interval": math.ceil(interval / sizes.steps)}
-        run.translate("--save_steps", values, f"{sizes.steps} steps an iteration")
-    elif command.has("save_steps"):
-        run.note("--save_steps", f"save_strategy {strategy}: the last checkpoint is always written")
-    if command.has("save_strategy"):
-        run.note("--save_strategy", "see save_interval; the last checkpoint is always written")
-    if command.has("ref_model_sync_steps"):
-        count = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
-        run.translate("--ref_model_sync_steps", {f"{_RL}.ref_model_sync_steps": count}, f"{sizes.steps} steps an iteration")
-
-
-def _set_rate(run: Import, command: SourceCommand, sizes: _Sizes) -> None:
-    peak = command.number("learning_rate", _LEARNING_RATES[command.program])
-    style, floor = _read_schedule(command)
-    run.translate("--learning_rate", {f"{_ACTOR}.lr": peak})
-    run.translate("--lr_scheduler_type", {f"{_ACTOR}.lr_decay_style": style, f"{_ACTOR}.min_lr": peak * floor})
-    if command.has("lr_scheduler_kwargs"):
-        run.translated["--lr_scheduler_kwargs"] = f"min_lr: {peak * floor:g}"
+def _read_rate(run: Import, command: SourceCommand, sizes: _Sizes, schedule: Schedule) -> Rate:
+    """Return the learning rate in iterations."""
     steps, ratio = command.number("warmup_steps", 0), command.number("warmup_ratio", 0.0)
-    name = "--warmup_steps" if steps or not ratio else "--warmup_ratio"
+    name = "warmup_steps" if steps or not ratio else "warmup_ratio"
+    warmup: int | None = None
+    share: float | None = steps or ratio or None
     if steps >= 1 and steps % sizes.steps == 0:
-        run.translate(name, {f"{_ACTOR}.lr_warmup_iters": int(steps) // sizes.steps}, f"{sizes.steps} steps an iteration")
-    elif steps >= 1 and (total := command.number("max_steps", -1)) > 0:
-        run.translate(name, {f"{_ACTOR}.lr_warmup_fraction": steps / total}, "as a fraction of the run")
+        warmup, share = int(steps) // sizes.steps, None
     elif steps >= 1:
-        run.refuse(name, f"a warm-up that ends inside an iteration of {sizes.steps} optimizer steps")
-    elif steps or ratio:
-        run.translate(name, {f"{_ACTOR}.lr_warmup_fraction": steps or ratio}, "as a fraction of the run")
-    for other in ("warmup_steps", "warmup_ratio"):
-        if command.has(other) and f"--{other}" not in {*run.translated, *run.refused}:
-            run.note(f"--{other}", "no warm-up, or the other of the two is read")
+        limit = command.number("max_steps", -1)
+        share = steps / limit if limit > 0 else None
+        if share is None:
+            run.refuse(f"--{name}", f"a warm-up that ends inside an iteration of {sizes.steps} optimizer steps")
+    return Rate(peak=schedule.peak, style=schedule.style, floor=schedule.floor, warmup=warmup, warmup_share=share)
 
 
-def _set_adapters(run: Import, command: SourceCommand) -> None:
-    names = [name for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if command.has(name)]
+def _read_adapters(run: Import, command: SourceCommand) -> Adapters | None:
     if not command.flag("use_peft"):
-        for name in [*names, *(["use_peft"] if command.has("use_peft") else [])]:
-            run.note(f"--{name}", "all weights train without use_peft")
-        return
+        return None
     listed = command.list_texts("lora_target_modules")
     if not listed:
         run.refuse("--use_peft", "PEFT's default layers, which depend on the model; name them in --lora_target_modules")
-        for name in names:
-            run.note(f"--{name}", "see --use_peft")
-        return
-    targets = find_lora_targets(listed)
-    run.translate("--use_peft", {f"{_ACTOR}.lora_target_modules": targets}, "q_proj, k_proj and v_proj are one matrix here")
-    for name, default in (("lora_r", 16), ("lora_alpha", 32), ("lora_dropout", 0.05)):
-        run.translate(f"--{name}", {f"{_ACTOR}.{name}": command.number(name, default)})
-    run.translated["--lora_target_modules"] = ", ".join(targets)
+        run.note_given("lora_r lora_alpha lora_dropout lora_target_modules", "see --use_peft")
+        return None
+    numbers = (command.number(f"lora_{name}", default) for name, default in (("r", 16), ("alpha", 32), ("dropout", 0.05)))
+    return Adapters(find_lora_targets(listed), *numbers)
 
 
-def _set_objective(run: Import, command: SourceCommand) -> None:
-    """Set loss, advantages, KL and correction of GRPO and RLOO."""
-    low = command.number("epsilon", 0.2)
-    high = command.number("epsilon_high", low)
-    # RLOO sums the log-probs of a response, which is luspo's average of sums
-    form = command.text("loss_type", "dapo") if command.program == "grpo" else "luspo"
-    forms = {name: name for name in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo", "luspo")} | {"cispo": "cispo_cap"}
-    if form not in forms:
-        run.refuse("--loss_type", f"the policy loss {form}")
-        return
-    values: dict[str, object] = {f"{_RL}.loss_type": forms[form]}
-    if command.program == "rloo":
-        values[f"{_RL}.importance_sampling_level"] = "token"
-    run.translate("--loss_type", values)
-    clips: dict[str, object] = {f"{_RL}.clip_higher_enable": True, f"{_RL}.clip_ratio_low": low, f"{_RL}.clip_ratio_high": high}
-    run.translate("--epsilon", {} if form in _UNCLIPPED else clips, f"{form} clips nothing" if form in _UNCLIPPED else "")
-    if command.has("epsilon_high"):
-        run.translated["--epsilon_high"] = "see --epsilon"
-    estimator = "rloo" if command.program == "rloo" else "group_norm"
-    parts = command.get("multi_objective_aggregation", "sum_then_normalize")
-    if parts == "normalize_then_sum":
-        estimator = "gdpo"
-    elif parts != "sum_then_normalize":
-        run.refuse("--multi_objective_aggregation", str(parts))
-    run.set(f"{_RL}.adv_estimator", estimator)
-    if command.has("multi_objective_aggregation"):
-        run.translated["--multi_objective_aggregation"] = f"rl_config.adv_estimator: {estimator}"
-    run.add_default(f"{_RL}.adv_epsilon", 1e-4, "TRL adds it to the standard deviation")
-    beta = command.number("beta", 0.05 if command.program == "rloo" else 0.0)
-    run.translate("--beta", {f"{_RL}.init_kl_coef": beta})
-    if beta and command.program == "rloo":
-        run.translate("--beta", {f"{_RL}.init_kl_coef": beta, f"{_RL}.use_kl_in_reward": True, f"{_RL}.kl_penalty": "k1"})
-    elif beta:
-        run.set(f"{_RL}.kl_penalty", "k3")
-        run.set(f"{_RL}.kl_clamp", False)
-        run.set(f"{_RL}.use_bias_correction_kl", command.flag("use_bias_correction_kl", default=True))
-    if command.has("use_bias_correction_kl"):
-        run.note("--use_bias_correction_kl", "read where beta is not 0", changes_nothing=not beta)
-    _set_correction(run, command)
-
-
-def _set_correction(run: Import, command: SourceCommand) -> None:
-    """Set the correction of log-probs between engine and trainer, which TRL applies where vLLM generates."""
-    names = [name for name in command.options if name.startswith("vllm_importance_sampling_")]
-    if command.program != "grpo":
-        return
-    on = command.flag("use_vllm") and command.flag("vllm_importance_sampling_correction", default=True)
-    if not on:
-        for name in names:
-            run.note(f"--{name}", "no correction: it is off, or TRL generates without vLLM")
-        return
-    mode = str(command.get("vllm_importance_sampling_mode", "sequence_mask"))
-    high, low = _read_thresholds(command)
-    values: dict[str, object] = {
-        f"{_RL}.rollout_importance_sampling_mode": mode,
-        f"{_RL}.rollout_importance_sampling_threshold": high,
-    }
-    if low is not None:
-        values[f"{_RL}.rollout_importance_sampling_threshold_min"] = low
-    if mode not in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
-        run.refuse("--vllm_importance_sampling_mode", mode)
-    elif low is not None and mode.endswith("truncate"):
-        run.refuse("--vllm_importance_sampling_clip_min", "a lower bound of a truncated weight")
-    else:
-        run.translate("--vllm_importance_sampling_correction", values, "the default of TRL where vLLM generates")
-        for name in names:
-            run.translated.setdefault(f"--{name}", "see --vllm_importance_sampling_correction")
-
-
-#: losses without a clip range
-_UNCLIPPED = ("sapo", "vespo")
-#: an upper bound that no weight reaches
-_NO_BOUND = 1e6
-
-
-def _read_thresholds(command: SourceCommand) -> tuple[float, float | None]:
-    """Return the bounds of the correction; an absent upper one is a number that no weight reaches."""
-    name = "vllm_importance_sampling_" + ("cap" if command.has("vllm_importance_sampling_cap") else "clip_max")
-    high = _NO_BOUND if command.has(name) and command.get(name) is None else command.number(name, 3.0)
-    lower = "vllm_importance_sampling_clip_min"
-    return high, None if command.get(lower) is None else command.number(lower, 0.0)
-
-
-def _set_rewards(run: Import, command: SourceCommand) -> None:
-    names, model = command.list_texts("reward_funcs"), command.get("reward_model_name_or_path")
-    weights = command.get("reward_weights")
-    listed = weights if isinstance(weights, list) else [weights] if weights is not None else []
-    if not names and not model:
-        raise ConfigError(["the command names no reward: --reward_funcs and --reward_model_name_or_path are missing"])
-    if listed and len(listed) != len(names) + bool(model):
-        raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
-    taken = []
-    for name in names:
-        if name not in _REWARDS:
-            run.refuse(
-                f"--reward_funcs {name}", "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
-            )
-            continue
-        ours, keys = _REWARDS[name]
-        taken.append(ours)
-        for key, value in keys.items():
-            run.set(f"{_RL}.{key}", value)
-    # TRL puts the model before the functions
-    first, rest = (listed[:1], listed[1:]) if model else ([], listed)
-    if taken:
-        values: dict[str, object] = {f"{_RL}.reward_funcs": taken, f"{_RL}.reward_weights": rest or [1.0] * len(taken)}
-        run.translate("--reward_funcs", values, "accuracy compares by the rules of docs/rewards.md")
-        run.add_default(f"{_ACTOR}.dataset_additional_keys", ["solution"], "the column that TRL's reward functions read")
-        run.add_default(f"{_ACTOR}.map_keys.response", "solution", "the column that TRL's reward functions read")
-    elif model:
-        run.set(f"{_RL}.rule_reward", False)
-        if command.has("reward_funcs"):
-            run.note("--reward_funcs", "none")
-    if model:
-        run.translate("--reward_model_name_or_path", {f"{_RL}.reward_model": model})
-        run.set(f"{_RL}.reward_model_weight", first[0] if first else 1.0)
-    if command.has("reward_weights"):
-        run.translated["--reward_weights"] = "with the rewards"
-    run.add_default(f"{_ACTOR}.map_keys.prompt", "prompt", "the column of TRL's prompts")
-
-
-def _set_engine(run: Import, command: SourceCommand) -> None:
-    mode = command.get("vllm_mode", "colocate")
-    if command.flag("use_vllm") and mode == "server" and not command.has("vllm_server_base_url"):
-        host = command.get("vllm_server_host", "0.0.0.0")
-        values = {f"{_ENGINE}.vllm_server_host": host, f"{_ENGINE}.vllm_server_port": command.get("vllm_server_port", 8000)}
-        run.translate("--vllm_mode", values, "a server that mindspeed-rl rollout has started")
-    for name in ("vllm_mode", "vllm_server_host", "vllm_server_port"):
-        if command.has(name) and f"--{name}" not in run.translated:
-            run.note(f"--{name}", "the engines share the devices of the trainer, or the server is that of another option")
-    top_k = int(command.number("top_k", 0))
-    run.translate("--top_k", {f"{_SAMPLING}.top_k": top_k or -1})
-    limit, response = command.get("vllm_max_model_length"), command.count("max_completion_length", 512)
-    length = read_count("--vllm_max_model_length", limit) - response if limit is not None else _PROMPT_LENGTH
-    reason = (
-        "--vllm_max_model_length without the response" if limit is not None else "TRL has no limit: set your longest prompt"
+def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    """Return the run of a trainer that learns from a dataset alone."""
+    program = command.program
+    forms = command.list_texts("loss_type") or ["kto" if program == "kto" else "sigmoid"]
+    keys: dict[str, object] = {}
+    if program == "sft":
+        _note_labels(run, command)
+    elif program == "dpo":
+        keys[f"{ACTOR}.dpo_loss_type"] = forms[0]
+        if len(forms) > 1 or forms[0] not in ("sigmoid", "hinge", "ipo"):
+            run.refuse("--loss_type", f"the preference loss {', '.join(forms)}; sigmoid, hinge, ipo are")
+    elif program == "kto":
+        order = command.text("train_sampling_strategy", "sequential")
+        keys[f"{ACTOR}.no_shuffle"] = order == "sequential"
+        if order not in ("sequential", "random"):
+            run.refuse("--train_sampling_strategy", "batches of equal lengths")
+    return replace(
+        shared,
+        loss={"sft": "cross_entropy", "reward": "ranking"}.get(program, forms[0]),
+        beta=command.number("beta", 0.1) if program in ("dpo", "kto") else None,
+        sequence_length=command.count("max_length", 1024),
+        keys={**shared.keys, **keys},
+        defaults=(
+            *shared.defaults,
+            (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
+        ),
     )
-    run.add_default(f"{_RL}.max_prompt_length", length, reason)
-    run.add_default(f"{_RL}.use_remove_padding", True, "sequences are packed without padding")
 
 
-#: longest prompt where TRL has no limit
-_PROMPT_LENGTH = 2048
-
-
-def _set_labels(run: Import, command: SourceCommand) -> None:
+def _note_labels(run: Import, command: SourceCommand) -> None:
     """Note which tokens train; the stage sft trains the answers alone, TRL by default those of the whole row of a chat."""
-    answers = command.flag("completion_only_loss") or command.flag("assistant_only_loss")
-    for name in ("completion_only_loss", "assistant_only_loss"):
-        if command.has(name):
-            run.note(f"--{name}", "the stage trains the answers", changes_nothing=False)
-    if not answers:
+    if not (command.flag("completion_only_loss") or command.flag("assistant_only_loss")):
         run.refuse(
             "--assistant_only_loss",
             "TRL trains the questions too where rows are messages or texts; write --completion_only_loss true where they have "
@@ -978,89 +761,148 @@ def _set_labels(run: Import, command: SourceCommand) -> None:
         )
     if command.flag("packing"):
         run.refuse("--packing", "rows that are joined into blocks, so that an optimizer step has another number of them")
-    elif command.has("packing"):
-        run.note("--packing", "off")
+    run.note_given("packing", "off")
 
 
-# --- the plan of TRL --------------------------------------------------------------------------------------------------
+#: policy loss there -> key here, name of its formula
+_LOSSES = {name: (name, "grpo") for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")} | {
+    "sapo": ("sapo", "sapo"),
+    "vespo": ("vespo", "vespo"),
+    "cispo": ("cispo_cap", "cispo_cap"),
+}
+#: losses without a clip range
+_UNCLIPPED = ("sapo", "vespo")
+#: an upper bound that no weight reaches
+_NO_BOUND = 1e6
+#: longest prompt where TRL has no limit
+_PROMPT_LENGTH = 2048
+_LEVELS: dict[str, Level] = {"token": "token", "sequence": "sequence"}
 
 
-def _plan(command: SourceCommand, rows: int) -> SourcePlan:
-    """Return the numbers of the run by TRL's formulas."""
-    sizes, stage = _Sizes(command), _STAGES[command.program]
-    total = sizes.total_steps(command, rows)
-    peak = command.number("learning_rate", _LEARNING_RATES[command.program])
-    style, floor = _read_schedule(command)
-    schedule = Schedule(peak, style, decay=total, warmup=sizes.warmup(command, total), floor=peak * floor)
-    rates = schedule.over(total, sizes.steps)
-    form = (command.list_texts("loss_type") or ["kto" if command.program == "kto" else "sigmoid"])[0]
-    plan = SourcePlan(
-        stage=stage,
-        step_samples=sizes.step,
-        steps_per_rollout=sizes.steps,
-        total_steps=total,
-        lr_first=rates.rates[0],
-        lr_10=rates.rates[1],
-        lr_last=rates.rates[2],
-        lr_warmup_steps=rates.warmup,
-        loss={"sft": "cross_entropy", "reward": "ranking", "dpo": form, "kto": form}.get(command.program, "grpo"),
-        beta=command.number("beta", 0.1) if command.program in ("dpo", "kto") else None,
-        sequence_length=command.count("max_length", 1024) if stage != "ray_grpo" else None,
-        dp=command.devices,
-        lora_rank=command.count("lora_r", 16) if command.flag("use_peft") else 0,
-        weight_decay=command.number("weight_decay", 0.0),
-        clip_grad=command.number("max_grad_norm", 1.0),
-        data=(_find_data(command)[2],),
-        model=command.text("model_name_or_path"),
-    )
-    return _plan_rollout(command, sizes, plan) if stage == "ray_grpo" else plan
-
-
-def _plan_rollout(command: SourceCommand, sizes: _Sizes, plan: SourcePlan) -> SourcePlan:
-    """Return the plan with the numbers of GRPO and RLOO."""
+def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared: Recipe) -> Recipe:
+    """Return the run of GRPO or RLOO."""
     assert sizes.rollout is not None, "grpo and rloo have rollouts"
     is_rloo = command.program == "rloo"
+    # RLOO sums the log-probs of a response, which is luspo's average of sums
     form = "luspo" if is_rloo else command.text("loss_type", "dapo")
+    if form not in _LOSSES:
+        run.refuse("--loss_type", f"the policy loss {form}")
+    loss_type, loss = _LOSSES.get(form, (form, form))
     # the tokens of the whole rollout divide the losses of each of its steps
     token = "token" if sizes.steps == sizes.iterations else "token of the rollout"
     averages = {"dapo": token, "cispo": token, "vespo": token, "bnpo": "token of a micro-batch", "dr_grpo": "constant"}
     averages |= {"luspo": "summed"}
     low, beta = command.number("epsilon", 0.2), command.number("beta", 0.05 if is_rloo else 0.0)
-    sums = command.text("multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
+    high = command.number("epsilon_high", low)
+    parts = command.text("multi_objective_aggregation", "sum_then_normalize")
+    if parts not in ("sum_then_normalize", "normalize_then_sum"):
+        run.refuse("--multi_objective_aggregation", parts)
+    sums, correction = parts != "normalize_then_sum", _read_correction(run, command)
     response, limit = command.count("max_completion_length", 512), command.get("vllm_max_model_length")
-    corrects = not is_rloo and command.flag("use_vllm") and command.flag("vllm_importance_sampling_correction", default=True)
-    mode = command.text("vllm_importance_sampling_mode", "sequence_mask")
-    rewards = [_REWARDS[name][0] if name in _REWARDS else name for name in command.list_texts("reward_funcs")]
-    levels: dict[str, Level] = {"token": "token", "sequence": "sequence"}
+    room = None if limit is None else read_count("--vllm_max_model_length", limit) - response
+    reason = "TRL has no limit: set your longest prompt" if room is None else "--vllm_max_model_length without the response"
+    rewards, keys = _read_rewards(run, command)
+    if beta and not is_rloo:
+        keys[f"{RL}.use_bias_correction_kl"] = command.flag("use_bias_correction_kl", default=True)
+    run.note_given("use_bias_correction_kl", "read where beta is not 0", changes_nothing=not beta)
+    if command.flag("use_vllm") and command.text("vllm_mode") == "server" and not command.has("vllm_server_base_url"):
+        keys[f"{ENGINE}.vllm_server_host"] = command.get("vllm_server_host", "0.0.0.0")
+        keys[f"{ENGINE}.vllm_server_port"] = command.get("vllm_server_port", 8000)
     # its ratio is the product over the tokens of a response, which is 1 as those of the tokens are while there is one step
-    level = levels[command.text("importance_sampling_level", "token")]
-    is_product = is_rloo and sizes.steps > 1
-    return dataclasses.replace(
-        plan,
-        rollout_prompts=sizes.rollout // sizes.group,
+    level = None if is_rloo and sizes.steps > 1 else _LEVELS.get(command.text("importance_sampling_level", "token"))
+    return replace(
+        shared,
         rollout_completions=sizes.rollout,
-        loss={"cispo": "cispo_cap", "sapo": "sapo", "vespo": "vespo"}.get(form, "grpo"),
-        level=None if is_product else level,
+        loss=loss,
+        level=level,
         clip_low=None if form in ("cispo", *_UNCLIPPED) else low,
-        clip_high=None if form in _UNCLIPPED else command.number("epsilon_high", low),
-        delta=None if is_rloo or command.get("delta") is None else command.number("delta", 0.0),
+        clip_high=None if form in _UNCLIPPED else high,
+        delta=None if is_rloo else command.maybe("delta"),
         aggregation=averages.get(form, "sequence"),
         kl_coef=beta,
-        kl_estimator=None if not beta else "k1" if is_rloo else "k3",
-        kl_place=None if not beta else "reward" if is_rloo else "loss",
+        kl_estimator="k1" if is_rloo else "k3",
+        kl_place="reward" if is_rloo else "loss",
         advantage="rloo" if is_rloo else "group_norm" if sums else "gdpo",
         advantage_scale=_SCALES.get(command.get("scale_rewards", "group")) if sums and not is_rloo else None,
         entropy_coef=0.0 if is_rloo else command.number("entropy_coef", 0.0),
-        importance_sampling=f"{mode} {_read_thresholds(command)[0]:g}" if corrects else None,
         temperature=command.number("temperature", 1.0),
         top_p=command.number("top_p", 1.0),
         top_k=int(command.number("top_k", 0)) or -1,
         min_p=command.number("min_p", 0.0),
-        prompt_length=None if limit is None else command.count("vllm_max_model_length", 1) - response,
+        prompt_length=room,
         response_length=response,
         infer_tp=command.count("vllm_tensor_parallel_size", 1),
-        rewards=tuple(sorted([*rewards, *command.list_texts("reward_model_name_or_path")])),
+        objective=Objective(
+            loss_type=loss_type,
+            level="token" if is_rloo else None,
+            clip=None if form in _UNCLIPPED else (low, high),
+            epsilon=1e-4,
+            kl_clamp=None if is_rloo else False,
+            correction=correction,
+        ),
+        rewarding=rewards,
+        keys={**shared.keys, **keys, f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1},
+        notes={
+            **shared.notes,
+            "adv_epsilon": "TRL adds it to the standard deviation",
+            "rollout_importance_sampling_mode": "the default of TRL where vLLM generates",
+            "vllm_server_host": "a server that mindspeed-rl rollout has started",
+            "reward_funcs": "accuracy compares by the rules of docs/rewards.md",
+            **dict.fromkeys(("dataset_additional_keys", "map_keys.response"), "the column that TRL's reward functions read"),
+        },
+        defaults=(
+            *shared.defaults,
+            (f"{RL}.max_prompt_length", _PROMPT_LENGTH if room is None else room, reason),
+            (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
+            (f"{ACTOR}.map_keys.prompt", "prompt", "the column of TRL's prompts"),
+        ),
     )
 
 
-PROJECT = SourceProject("trl", "TRL", "1.16.0", _TABLES, _read, _build, _plan)
+def _read_correction(run: Import, command: SourceCommand) -> Correction | None:
+    """Return the correction of log-probs between engine and trainer, which TRL applies where vLLM generates.
+
+    An absent upper bound is a number that no weight reaches.
+    """
+    prefix = "vllm_importance_sampling"
+    if command.program != "grpo" or not command.flag("use_vllm") or not command.flag(f"{prefix}_correction", default=True):
+        return None
+    mode, low = command.text(f"{prefix}_mode", "sequence_mask"), command.maybe(f"{prefix}_clip_min")
+    name = f"{prefix}_cap" if command.has(f"{prefix}_cap") else f"{prefix}_clip_max"
+    high = _NO_BOUND if command.has(name) and command.get(name) is None else command.number(name, 3.0)
+    if mode not in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+        run.refuse(f"--{prefix}_mode", mode)
+    elif low is not None and mode.endswith("truncate"):
+        run.refuse(f"--{prefix}_clip_min", "a lower bound of a truncated weight")
+    return Correction(mode, high, low)
+
+
+def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[str, object]]:
+    """Return what scores, and further keys of the functions."""
+    names, model = command.list_texts("reward_funcs"), command.get("reward_model_name_or_path")
+    weights = command.get("reward_weights")
+    listed = weights if isinstance(weights, list) else [weights] if weights is not None else []
+    if not names and not model:
+        raise ConfigError(["the command names no reward: --reward_funcs and --reward_model_name_or_path are missing"])
+    if listed and len(listed) != len(names) + bool(model):
+        raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
+    for name in names:
+        if name not in _FUNCTIONS:
+            form = "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
+            run.refuse(f"--reward_funcs {name}", form)
+    taken = [_FUNCTIONS[name] for name in names if name in _FUNCTIONS]
+    # TRL puts the model before the functions
+    first, rest = (listed[:1], listed[1:]) if model else ([], listed)
+    rewards = Rewards(
+        functions=[name for name, _ in taken],
+        weights=rest or [1.0] * len(taken),
+        model=model,
+        model_weight=None if not model else first[0] if first else 1.0,
+    )
+    keys: dict[str, object] = {f"{RL}.{key}": value for _, numbers in taken for key, value in numbers.items()}
+    if taken:
+        keys |= {f"{ACTOR}.dataset_additional_keys": ["solution"], f"{ACTOR}.map_keys.response": "solution"}
+    return rewards, keys
+
+
+PROJECT = SourceProject("trl", "TRL", "1.16.0", _TABLES, _read, _describe)

@@ -8,11 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mindspeed_rl.importers.importer import RECOMPUTE_LAYERS, Import, find_lora_targets, set_rollout_format
-from mindspeed_rl.importers.options import Option, by, no_effect, refused, same, to, with_others
+from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
+from mindspeed_rl.importers.recipe import (
+    ACTOR as MEGATRON,
+)
+from mindspeed_rl.importers.recipe import (
+    CLIP,
+    CORRECTION,
+    KL,
+    LORA,
+    PREDICTION,
+    RL,
+    SAMPLING,
+    WARMUP,
+)
+from mindspeed_rl.importers.recipe import (
+    ENGINE as GENERATE,
+)
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
-MEGATRON, RL, GENERATE = "megatron_training", "rl_config", "generate_config"
-SAMPLING = f"{GENERATE}.sampling_config"
 _PROFILER = "profiler_config.integrated"
 
 _SHARDING = no_effect(
@@ -44,6 +60,59 @@ def _under(prefixes: str, blocks: Iterable[tuple[str, Option]]) -> dict[str, Opt
 def _put(names: str, prefix: str) -> str:
     """Return names with a prefix."""
     return " ".join(prefix + name for name in names.split())
+
+
+_SEQUENCES = part("sequence_parallel", off="without effect where the tensor parallel size is 1")
+_ULYSSES = part("context_parallel_size", off="read with FSDP alone")
+_ENGINE_NAME = with_others("the engine")
+_FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
+_REWARD_MODEL = part("reward_model", off="there is no reward model", by_nature=True)
+_DEDICATED = part(
+    "trainer_mode rollout_resource.num_npus use_integrated_worker",
+    off="training and rollout share their devices",
+    by_nature=True,
+)
+_FILTERS = part(
+    "filter_groups_enable filter_groups_max_batches filter_groups_train_batch_size", off="no group is filtered", by_nature=True
+)
+_UNREAD = "the estimator does not read it"
+_NO_TEACHER = "it is off, or not read with these losses"
+
+
+def _packed(key: str) -> Option:
+    """Return the tokens of a micro-batch, times the context parallel size."""
+    return part(key, off="read with use_dynamic_bsz alone")
+
+
+def list_words(value: object) -> list[str]:
+    items = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    return [str(item).strip(" '\"") for item in items if str(item).strip(" '\"")]
+
+
+def _set_trackers(run: Import, option: str, value: object) -> None:
+    names = list_words(value)
+    others = ", ".join(name for name in names if name not in TRACKERS)
+    run.translate(option, {f"{RL}.report_to": [name for name in names if name in TRACKERS]}, note_trackers(others))
+
+
+def _save_contents(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{MEGATRON}.save_hf": "hf_model" in list_words(value)})
+
+
+def _set_evaluation(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{RL}.eval_greedy": value in (None, "false", "False", "no", "0") or not value})
+
+
+def _set_agent_loop(run: Import, option: str, value: object) -> None:
+    if value in (None, "single_turn_agent"):
+        run.note(option, "one turn", changes_nothing=False)
+    elif value == "tool_agent":
+        run.translate(option, {f"{RL}.agent_loop": "tool_agent"})
+    else:
+        run.refuse(option, f"the agent loop {value}")
+
+
+_SAVED = by(_save_contents, "save_hf for hf_model")
 
 
 # ----------------------------------------------------------------------------------------------------------------- engines
@@ -181,13 +250,27 @@ def _optimizer(run: Import, option: str, value: object) -> None:
         run.refuse(option, f"the optimizer {value}; AdamW and muon are available")
 
 
+_CONSTANT = "the learning rate is constant"
+#: options of the schedule and the step -> keys of a role, and the reason why they set none
+_STEP = {
+    "lr": ("lr", ""),
+    "lr_scheduler_type lr_decay_style warmup_style": ("lr_decay_style", ""),
+    "min_lr min_lr_ratio": ("min_lr", _CONSTANT),
+    "lr_decay_steps": ("lr_decay_iters", _CONSTANT),
+    "lr_warmup_steps lr_warmup_steps_ratio": (WARMUP, "no warm-up"),
+    "lr_warmup_init": ("lr_warmup_init", ""),
+    "clip_grad": ("clip_grad", ""),
+    "weight_decay": ("weight_decay", ""),
+    "betas": ("adam_beta1 adam_beta2", ""),
+}
+
+
+def _step(group: str = "") -> list[tuple[str, Option]]:
+    """Return the records of a role's schedule and step; a group is in front of its keys."""
+    return [(names, part(_put(keys, group), off=off)) for names, (keys, off) in _STEP.items()]
+
+
 _OPTIMIZER: tuple[tuple[str, Option], ...] = (
-    (
-        "lr lr_warmup_steps lr_warmup_steps_ratio lr_scheduler_type warmup_style lr_decay_style lr_decay_steps "
-        "min_lr min_lr_ratio "
-        "lr_warmup_init clip_grad weight_decay betas",
-        with_others("the schedule and the step"),
-    ),
     ("optimizer", by(_optimizer, "optimizer")),
     ("optimizer_impl", same("AdamW by torch's formula", "torch.optim", "torch_npu.optim", "torchao.optim")),
     ("override_optimizer_config", refused("other arguments of the optimizer", unless=({},))),
@@ -229,14 +312,18 @@ _TOOLS: tuple[tuple[str, Option], ...] = (
         _PROFILED,
     ),
 )
-_TRACED = with_others("profiler_config.integrated, where the tool is npu and a role is enabled")
+PROFILER = (
+    "profile stage profile_level profile_analysis profile_step_start profile_step_end profile_save_path profile_with_npu "
+    "profile_with_cpu profile_with_memory profile_with_module profile_record_shapes profile_ranks"
+)
+TRACED = part(_put(PROFILER, "integrated."))
 
 
 def _profiler(prefix: str, unknown: str = "") -> dict[str, Option]:
     """Return the records of a role's profiler, but for those that its version does not have."""
     records = _under(
         prefix,
-        [("enable all_ranks ranks save_path tool", _TRACED), (_put("contents level analysis", "tool_config.npu."), _TRACED)],
+        [("enable all_ranks ranks save_path tool", TRACED), (_put("contents level analysis", "tool_config.npu."), TRACED)],
     )
     for names, option in _TOOLS:
         for name in names.split():
@@ -261,8 +348,7 @@ _NOT_OF_ROLLOUT = (
 
 
 def _set_lora_targets(run: Import, option: str, value: object) -> None:
-    names = value if isinstance(value, list) else str(value).strip("[]").split(",")
-    targets = find_lora_targets(str(item).strip(" '\"") for item in names)
+    targets = find_lora_targets(list_words(value))
     if targets:
         run.note(option, f"{', '.join(targets)}: read with lora_rank", changes_nothing=False)
     else:
@@ -280,6 +366,19 @@ _LORA = (
     "rank alpha dropout target_modules exclude_modules adapter_path type merge a2a_experimental dropout_position dtype "
     "freeze_language_model freeze_vision_model freeze_vision_projection lora_A_init_method lora_B_init_method"
 )
+_DRAFTS = "only drafts in a rollout, with enable and enable_rollout, read it"
+_UNTRAINED = "prediction layers train with enable, enable_train and Megatron alone; they are left out"
+_ADAPTERS = part(LORA, off="no adapters: all weights train", by_nature=True)
+#: records of a model's own options, under the actor and the supervised trainer
+_OWN_MODEL: tuple[tuple[str, Option], ...] = (
+    ("path", part("load tokenizer_name_or_path")),
+    ("tokenizer_path", to(f"{MEGATRON}.tokenizer_name_or_path")),
+    ("enable_gradient_checkpointing",
+     part("recompute_granularity recompute_method recompute_num_layers")),
+    ("lora_rank lora_alpha lora.rank lora.alpha", _ADAPTERS),
+    ("target_modules lora.target_modules", by(lambda run, option, value: _set_lora_targets(run, option, value),
+                                              "lora_target_modules")),
+)  # fmt: skip
 _MODEL: tuple[tuple[str, Option], ...] = (
     ("hf_config_path", refused("a config.json apart from the weights")),
     ("custom_chat_template", refused("a chat template in the command; see prompt_type")),
@@ -291,12 +390,16 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("lora_adapter_path lora.adapter_path", with_others("the adapter that training continues")),
     ("use_liger use_fused_kernels fused_kernel_options.impl_backend", _HF),
     (
+        _put("enable_train enable detach_encoder mtp_loss_scaling_factor", "mtp."),
+        part(PREDICTION, off=_UNTRAINED),
+    ),
+    (
         _put(
-            "enable enable_train detach_encoder mtp_loss_scaling_factor enable_rollout method num_speculative_tokens "
-            "speculative_algorithm speculative_eagle_topk speculative_num_draft_tokens speculative_num_steps",
+            "enable_rollout method num_speculative_tokens speculative_num_steps speculative_algorithm speculative_eagle_topk "
+            "speculative_num_draft_tokens",
             "mtp.",
         ),
-        with_others("prediction layers that train, and drafts of theirs"),
+        part("speculative_config", off=_DRAFTS),
     ),
     ("lora.dropout", to(f"{MEGATRON}.lora_dropout")),
     ("lora.type", same("adapters are LoRA's", "lora")),
@@ -323,7 +426,7 @@ _SPLIT = _put(
 )
 
 _ROLLOUT: tuple[tuple[str, Option], ...] = (
-    ("n", with_others("rl_config.n_samples_per_prompt")),
+    ("n", part("n_samples_per_prompt")),
     ("temperature", to(f"{SAMPLING}.temperature", default=1.0)),
     ("top_p", to(f"{SAMPLING}.top_p", default=1.0)),
     ("top_k", to(f"{SAMPLING}.top_k", default=-1)),
@@ -341,9 +444,14 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("max_num_batched_tokens", to(f"{GENERATE}.max_num_batched_tokens", default=8192)),
     ("max_num_seqs", to(f"{GENERATE}.max_num_seqs", default=256)),
     (
-        "tensor_model_parallel_size data_parallel_size expert_parallel_size nnodes n_gpus_per_node max_model_len",
-        with_others("the layout of the engine"),
+        "tensor_model_parallel_size expert_parallel_size data_parallel_size",
+        part("infer_tensor_parallel_size enable_expert_parallel infer_expert_parallel_size"),
     ),
+    (
+        "nnodes n_gpus_per_node",
+        with_others("devices", off="the rollout's devices are those of the trainer, or of the group rollout"),
+    ),
+    ("max_model_len", to(f"{GENERATE}.max_model_len")),
     ("pipeline_model_parallel_size", refused("pipeline parallelism of the rollout engine", unless=(1,))),
     ("checkpoint_engine.update_weights_bucket_megabytes", to(f"{GENERATE}.update_weights_bucket_mb", default=2048)),
     ("checkpoint_engine.backend", no_effect("weights travel by the platform's collectives", "naive", "nccl", "hccl")),
@@ -371,12 +479,12 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
         _put("backend experiment_name max_samples_per_step_per_worker project_name token2text", "trace."),
         no_effect("rl_config.log_completions writes samples"),
     ),
-    ("val_kwargs.do_sample", with_others("greedy, or as in training")),
+    ("val_kwargs.do_sample", by(lambda run, option, value: _set_evaluation(run, option, value), "greedy, or as in training")),
     (
         "val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
         no_effect("held-out prompts get one response, greedily or as in training, which changes no update"),
     ),
-    ("agent.default_agent_loop", with_others("one turn, or tools")),
+    ("agent.default_agent_loop", by(lambda run, option, value: _set_agent_loop(run, option, value), "one turn, or tools")),
     ("agent.agent_loop_config_path", refused("your own agent loop; see rl_config.agent_loop")),
     ("agent.custom_async_server.name agent.custom_async_server.path", refused("your own rollout server")),
     ("multi_turn.enable", to(f"{RL}.multi_turn_enable")),
@@ -397,43 +505,58 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
 
 # ---------------------------------------------------------------------------------------------------------------- algorithm
 
-_OBJECTIVE = with_others("the objective")
+_KL = part(KL)
+#: numbers of single losses
+_OF_LOSSES = "tau_pos tau_neg dro_beta clip_cov_ratio clip_cov_lb clip_cov_ub kl_cov_ratio ppo_kl_coef"
 _ACTOR: tuple[tuple[str, Option], ...] = (
+    ("use_kl_loss kl_loss_coef kl_loss_type", _KL),
     (
-        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low loss_agg_mode loss_scale_factor "
-        "policy_loss.loss_mode policy_loss.dro_beta tau_pos tau_neg "
-        "use_kl_loss kl_loss_coef kl_loss_type",
-        _OBJECTIVE,
+        "clip_ratio_low clip_ratio_high clip_ratio_c clip_ratio",
+        part(CLIP, off="the loss does not clip", by_nature=True),
+    ),
+    (
+        "policy_loss.loss_mode loss_agg_mode loss_scale_factor tau_pos tau_neg policy_loss.dro_beta",
+        part(f"loss_type importance_sampling_level {_OF_LOSSES}"),
     ),
     ("entropy_coeff", to(f"{RL}.entropy_coeff", default=0)),
     ("ppo_epochs", to(f"{RL}.epochs", default=1)),
-    ("ppo_mini_batch_size", with_others("rl_config.mini_batch_size, in prompts")),
-    ("ppo_micro_batch_size_per_gpu ppo_micro_batch_size", with_others("megatron_training.micro_batch_size")),
+    ("ppo_mini_batch_size", part("mini_batch_size")),
+    (
+        "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
+        part("micro_batch_size"),
+    ),
     ("use_dynamic_bsz", to(f"{RL}.use_dynamic_bsz")),
-    ("ppo_max_token_len_per_gpu", with_others("rl_config.max_packing_token_size, times the context parallel size")),
+    ("ppo_max_token_len_per_gpu", _packed("max_packing_token_size")),
     ("shuffle", to(f"{RL}.shuffle_mini_batch")),
     ("use_prefix_grouper", to(f"{RL}.use_prefix_grouper")),
     ("data_loader_seed", no_effect("rows are shuffled by the seed of the run")),
-    ("strategy ulysses_sequence_parallel_size", with_others("the engine's layout")),
-    ("grad_clip", with_others("megatron_training.clip_grad")),
+    ("strategy", _ENGINE_NAME),
+    ("ulysses_sequence_parallel_size", _ULYSSES),
+    ("grad_clip", part("clip_grad")),
     ("calculate_entropy rollout_n", no_effect("the entropy is always logged, and the group is rollout.n")),
     ("calculate_sum_pi_squared", no_effect("the estimator that needs it asks for it")),
     ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
-    ("freeze_vision_tower", with_others("freeze_vit and freeze_aligner, of a model of images")),
+    (
+        "freeze_vision_tower",
+        part("freeze_vit freeze_aligner", off="the model reads no images"),
+    ),
     (f"{_ENTROPY} pad_to_length use_torch_compile use_fused_kernels use_remove_padding", _MEMORY),
-    (_put("clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio ppo_kl_coef", "policy_loss."), _BY_SWITCH),
+    (
+        _put("clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio ppo_kl_coef", "policy_loss."),
+        part(_OF_LOSSES, off="another policy loss reads it"),
+    ),
     (_QAT, _QUANTIZED),
     ("checkpoint.async_save", to(f"{MEGATRON}.async_save")),
     (
         "checkpoint.load_contents checkpoint.mbridge_config checkpoint.strict",
         no_effect("a checkpoint is loaded whole; finetune: true reads weights alone"),
     ),
-    ("checkpoint.save_contents", with_others("save_hf for hf_model")),
+    ("checkpoint.save_contents", _SAVED),
 )
 _REF: tuple[tuple[str, Option], ...] = (
     ("log_prob_micro_batch_size_per_gpu", to(f"{RL}.ref_forward_micro_batch_size")),
     ("log_prob_micro_batch_size", _MEMORY),
-    ("log_prob_max_token_len_per_gpu", with_others("rl_config.ref_max_packing_token_size, times the context parallel size")),
+    ("log_prob_max_token_len_per_gpu", _packed("ref_max_packing_token_size")),
     ("log_prob_use_dynamic_bsz", no_effect("rl_config.use_dynamic_bsz holds for all passes")),
     (f"strategy ulysses_sequence_parallel_size rollout_n {_ENTROPY} pad_to_length use_torch_compile", _MEMORY),
 )
@@ -441,9 +564,13 @@ _CRITIC: tuple[tuple[str, Option], ...] = (
     ("enable", no_effect("the estimator decides whether there is a critic")),
     ("cliprange_value", to(f"{RL}.cliprange_value", default=0.5)),
     (
-        "ppo_mini_batch_size ppo_epochs loss_agg_mode loss_scale_factor strategy ulysses_sequence_parallel_size grad_clip "
-        "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
+        "ppo_mini_batch_size ppo_epochs loss_agg_mode loss_scale_factor strategy ulysses_sequence_parallel_size",
         with_others("as the actor's"),
+    ),
+    ("grad_clip", part("critic_config.clip_grad")),
+    (
+        "ppo_micro_batch_size_per_gpu ppo_micro_batch_size",
+        part("critic_config.micro_batch_size"),
     ),
     (
         "forward_max_token_len_per_gpu forward_micro_batch_size forward_micro_batch_size_per_gpu ppo_max_token_len_per_gpu "
@@ -458,14 +585,17 @@ _CRITIC: tuple[tuple[str, Option], ...] = (
 )
 
 _DATA: tuple[tuple[str, Option], ...] = (
-    ("train_files train_max_samples", with_others("megatron_training.data_path")),
-    ("val_files", with_others("megatron_training.eval_data_path")),
-    ("train_batch_size gen_batch_size", with_others("prompts of a rollout")),
+    ("train_files train_max_samples", part("data_path")),
+    ("val_files", part("eval_data_path")),
+    ("train_batch_size gen_batch_size", part("global_batch_size")),
     ("max_prompt_length", to(f"{RL}.max_prompt_length", default=512)),
     ("max_response_length", to(f"{SAMPLING}.max_tokens", default=512)),
     ("prompt_key", to(f"{MEGATRON}.map_keys.prompt", default="prompt")),
     ("reward_fn_key", same("the column that chooses the reward", "data_source")),
-    ("truncation filter_overlong_prompts", with_others("long prompts")),
+    (
+        "truncation filter_overlong_prompts",
+        with_others("long prompts", off="prompts of max_prompt_length tokens and more are left out", by_nature=True),
+    ),
     ("shuffle", by(lambda run, option, value: run.translate(option, {f"{MEGATRON}.no_shuffle": not value}), "not no_shuffle")),
     (
         "seed",
@@ -498,16 +628,18 @@ _REWARD: tuple[tuple[str, Option], ...] = (
     ("reward_manager", with_others("the reward")),
 )
 _TRAINER: tuple[tuple[str, Option], ...] = (
-    ("total_epochs total_training_steps", with_others("the length of the run")),
-    ("nnodes n_gpus_per_node", with_others("devices")),
-    ("save_freq test_freq", with_others("intervals in rollouts; -1 is never")),
+    ("total_training_steps", part("train_iters")),
+    ("total_epochs", part("train_epochs train_iters")),
+    ("n_gpus_per_node nnodes", part("actor_resource.num_npus num_npus")),
+    ("save_freq", interval(f"{MEGATRON}.save_interval")),
+    ("test_freq", interval(f"{MEGATRON}.eval_interval")),
     ("default_local_dir", to(f"{MEGATRON}.save")),
     ("project_name", to(f"{RL}.wandb_project")),
     ("experiment_name", to(f"{RL}.wandb_exp_name")),
-    ("logger", with_others("rl_config.report_to")),
+    ("logger", by(lambda run, option, value: _set_trackers(run, option, value), "rl_config.report_to")),
     ("max_actor_ckpt_to_keep max_ckpt_to_keep", to(f"{MEGATRON}.keep_last")),
     ("max_critic_ckpt_to_keep", no_effect("actor and critic are kept together")),
-    ("critic_warmup", with_others("rl_config.critic_warmup")),
+    ("critic_warmup", part("critic_warmup", off="there is no critic")),
     ("balance_batch", to(f"{RL}.use_dp_batch_balance", default=True)),
     ("resume_mode resume_from_path", no_effect("a run resumes from its `save` folder where `load` names it")),
     ("log_val_generations rollout_data_dir validation_data_dir", no_effect("rl_config.log_completions writes samples")),
@@ -556,7 +688,7 @@ def _build_ppo() -> dict[str, Option]:
     )
     table |= _under(f"{ref}fsdp_config. critic.fsdp.", [("ulysses_sequence_parallel_size", _MEMORY)])
     table |= {
-        f"{actor}fsdp_config.ulysses_sequence_parallel_size": with_others("context_parallel_size"),
+        f"{actor}fsdp_config.ulysses_sequence_parallel_size": _ULYSSES,
         f"{actor}fsdp_config.param_offload": to(offload[0]),
         f"{actor}fsdp_config.optimizer_offload": to(offload[1]),
     }
@@ -571,8 +703,8 @@ def _build_ppo() -> dict[str, Option]:
         table[f"critic.megatron.{name}"] = with_others("as the actor's")
     # as Megatron, it has no effect without tensor parallelism
     table |= {
-        name: with_others("sequence_parallel, with tensor parallelism")
-        for name in (f"{actor}megatron.sequence_parallel", "critic.megatron.sequence_parallel")
+        f"{actor}megatron.sequence_parallel": _SEQUENCES,
+        "critic.megatron.sequence_parallel": with_others("as the actor's"),
     }
     table |= {
         f"{actor}megatron.param_offload": to(offload[0]),
@@ -591,8 +723,8 @@ def _build_ppo() -> dict[str, Option]:
             f"{role}veomni.", [(_VEOMNI, _OTHER_ENGINE)]
         )
     optimizer = {name: option for name, option in _under("-", _OPTIMIZER).items() if name[1:] not in _SUPERVISED_OPTIM}
-    for role in (f"{actor}optim.", "critic.optim."):
-        table |= {role + name[1:]: option for name, option in optimizer.items()}
+    for role, group in ((f"{actor}optim.", ""), ("critic.optim.", "critic_config.")):
+        table |= {role + name[1:]: option for name, option in optimizer.items()} | _under(role, _step(group))
     table |= _under(
         f"{ref}optim.",
         [("betas clip_grad decay_type eps lr lr_warmup_steps lr_warmup_steps_ratio min_lr_factor name "
@@ -610,23 +742,18 @@ def _build_ppo() -> dict[str, Option]:
          no_effect("the critic has the actor's tokenizer, recomputation and adapters"))])  # fmt: skip
     table |= {
         "critic.model.path": to("critic_config.load"),
-        f"{model}path": with_others("load and tokenizer_name_or_path"),
-        f"{model}tokenizer_path": to(f"{MEGATRON}.tokenizer_name_or_path"),
-        f"{model}enable_gradient_checkpointing": with_others("recomputation of whole layers, with FSDP"),
         f"{model}use_remove_padding": to(f"{RL}.use_remove_padding", default=True),
     }
-    table |= _under(model, [("lora_rank lora_alpha lora.rank lora.alpha", with_others("adapters")),
-                            ("target_modules lora.target_modules", by(_set_lora_targets, "lora_target_modules"))])  # fmt: skip
+    table |= _under(model, _OWN_MODEL)
     table |= _profiler(f"{actor}profiler.", _NOT_OF_ACTOR) | _profiler(f"{ref}profiler.", _NOT_OF_ACTOR)
     table |= _profiler("critic.profiler.", _NOT_OF_ACTOR) | _profiler(f"{rollout}profiler.", _NOT_OF_ROLLOUT)
     table |= _under(rollout, [
         ("log_prob_micro_batch_size_per_gpu", to(f"{RL}.actor_forward_micro_batch_size")),
         ("log_prob_micro_batch_size", _MEMORY),
-        ("log_prob_max_token_len_per_gpu", with_others("rl_config.actor_max_packing_token_size, times the "
-            "context parallel size")),
+        ("log_prob_max_token_len_per_gpu", _packed("actor_max_packing_token_size")),
         ("log_prob_use_dynamic_bsz", no_effect("rl_config.use_dynamic_bsz holds for all passes"))])  # fmt: skip
     table |= {
-        f"{a}hybrid_engine": with_others("false is the one-step-off trainer"),
+        f"{a}hybrid_engine": _DEDICATED,
         f"{a}nccl_timeout": no_effect("rl_config.deadlines limits every wait"),
     }
     table |= _under("data.", _DATA) | _under("trainer.", [item for item in _TRAINER])
@@ -644,16 +771,20 @@ def _build_global() -> dict[str, Option]:
     nsight = "trace cuda-memory-usage cuda-graph-trace"
     return {
         **_under("algorithm.", [
-            ("adv_estimator norm_adv_by_std_in_grpo gamma lam use_kl_in_reward kl_penalty kl_ctrl.kl_coef", _OBJECTIVE),
+            ("use_kl_in_reward kl_penalty kl_ctrl.kl_coef", _KL),
+            ("adv_estimator", part("adv_estimator")),
+            ("norm_adv_by_std_in_grpo", part("scale_rewards adv_epsilon", off=_UNREAD, by_nature=True)),
+            ("gamma", part("gamma", off=_UNREAD, by_nature=True)),
+            ("lam", part("lam", off=_UNREAD, by_nature=True)),
             ("kl_ctrl.type", to(f"{RL}.kl_ctrl_type", default="fixed")),
             ("kl_ctrl.horizon", to(f"{RL}.kl_horizon", default=10000)),
             ("kl_ctrl.target_kl", to(f"{RL}.kl_target", default=0.1)),
-            ("filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches", with_others("filter_groups_*")),
+            ("filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches", _FILTERS),
             ("filter_groups.max_inflight_gen_batches", _MEMORY),
             ("use_pf_ppo", refused("PF-PPO")),
             ("pf_ppo.reweight_method pf_ppo.weight_pow", _BY_SWITCH),
             ("rollout_correction.rollout_is "
-             "rollout_correction.rollout_is_threshold", with_others("rollout_importance_sampling_*")),
+             "rollout_correction.rollout_is_threshold", part(CORRECTION, off="no correction")),
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
             ("rollout_correction.rollout_rs_threshold rollout_correction.loss_type", _BY_SWITCH),
             ("rollout_correction.bypass_mode", refused("old log-probs of the rollout engine (bypass_mode)")),
@@ -661,8 +792,10 @@ def _build_global() -> dict[str, Option]:
         ]),
         **_under("reward.", [
             ("num_workers", to(f"{RL}.num_reward_workers")),
-            ("reward_manager.name reward_manager.source custom_reward_function.path custom_reward_function.name "
-             "reward_model.enable reward_model.model_path", with_others("the reward")),
+            ("reward_manager.name", with_others("the reward")),
+            ("reward_manager.source", no_effect("register: a manager of verl")),
+            ("custom_reward_function.path custom_reward_function.name", _FUNCTION),
+            ("reward_model.enable reward_model.model_path", _REWARD_MODEL),
             ("reward_manager.module.path", refused("your own reward manager")),
             ("reward_manager.module.name", _BY_SWITCH),
             ("reward_model.enable_resource_pool", refused("dedicated devices of the reward model; see "
@@ -676,26 +809,29 @@ def _build_global() -> dict[str, Option]:
             f"disaggregation.enabled {_SPLIT}", judge)]),
         **_under("reward_model.", [
             ("num_workers", to(f"{RL}.num_reward_workers")),
-            ("reward_manager enable model.path", with_others("the reward")),
+            ("reward_manager", with_others("the reward")), ("enable model.path", _REWARD_MODEL),
             ("enable_resource_pool", refused("dedicated devices of the reward model; see rl_config.reward_resource")),
             ("n_gpus_per_node nnodes", _BY_SWITCH),
             ("reward_loop_class_name reward_loop_module_path reward_loop_source", refused("your own reward loop")),
             ("model.external_lib model.trust_remote_code", judge)]),
         **_under("reward_model.rollout.", [(f"{_ENGINE} limit_images", judge)]),
-        "custom_reward_function.path": with_others("the reward"),
-        "custom_reward_function.name": with_others("the reward"),
+        "custom_reward_function.path": _FUNCTION,
+        "custom_reward_function.name": _FUNCTION,
         **_under("sandbox_fusion.", [
             ("url", refused("the sandbox of sandbox_fusion; the reward `code` has one of its own")),
             ("max_concurrent memory_limit_mb", _BY_SWITCH)]),
         **_under("distillation.", [
-            ("enabled n_gpus_per_node nnodes teacher_models.teacher_model.model_path "
-             + _put("distillation_loss_coef log_prob_min_clamp loss_max_clamp loss_mode topk use_policy_gradient "
-                    "use_task_rewards", "distillation_loss."), with_others("rl_config.distillation")),
+            ("enabled", part("distillation.enabled")),
+            ("teacher_models.teacher_model.model_path", part("distillation.teacher_models")),
+            ("n_gpus_per_node nnodes", part("teacher_resource.num_npus", off="the devices of the actor")),
+            *((f"distillation_loss.{name}", part(f"distillation.{name}", off=_NO_TEACHER))
+              for name in "loss_mode use_policy_gradient use_task_rewards distillation_loss_coef topk loss_max_clamp "
+              "log_prob_min_clamp".split()),
             ("teacher_key teacher_models.teacher_model.key teacher_models.teacher_model.num_replicas",
              no_effect("there is one teacher, on all devices of its pool")),
             (_put("policy_loss_mode", "distillation_loss."), same("the loss of the actor", "vanilla")),
             (_put("clip_ratio clip_ratio_high clip_ratio_low", "distillation_loss."),
-             with_others("the clip of the actor's loss")),
+             with_others("the clip of the actor's loss", off="the clip of the actor's loss", by_nature=True)),
             (_put(f"{_ENGINE} limit_images temperature", "teacher_models.teacher_model.inference."),
              no_effect("the teacher is a Megatron model here"))]),
         "transfer_queue.enable": by(
@@ -707,7 +843,7 @@ def _build_global() -> dict[str, Option]:
             + _put("auto_init device_name global_segment_size local_buffer_size local_hostname master_server_address "
                    "metadata_server protocol", "backend.MooncakeStore."), no_effect("storage of the data plane"))]),
         **_under("global_profiler.", [
-            ("tool steps save_path", _TRACED),
+            ("tool steps save_path", TRACED),
             (f"{_HOOKS} profile_continuous_steps", no_effect("commands and joints of traces; the run has one trace a phase")),
             (f"{_put(nsight, 'global_tool_config.nsys.controller_nsight_options.')} "
              f"{_put(nsight + ' capture-range capture-range-end kill', 'global_tool_config.nsys.worker_nsight_options.')} "
@@ -726,7 +862,7 @@ def _build_global() -> dict[str, Option]:
              "dynamic_schedule_policy use_dynamic_resource_scheduling use_trainer_do_validate",
              no_effect("read by fully_async_policy, which is refused"))]),
         **_under("rollout.", [
-            ("nnodes n_gpus_per_node", with_others("dedicated devices of the rollout")),
+            ("nnodes n_gpus_per_node", _DEDICATED),
             ("n total_rollout_steps", no_effect("read by fully_async_policy, which is refused"))]),
     }  # fmt: skip
 
@@ -736,21 +872,16 @@ def _build_sft() -> dict[str, Option]:
     table = _under("engine.", [
         (f"{_TORCHTITAN} {_VEOMNI} {_AUTOMODEL}", _OTHER_ENGINE), *_FSDP, *_MCORE, ("seed param_offload "
             "optimizer_offload", _MEMORY),
-        ("ulysses_sequence_parallel_size strategy", with_others("the engine's layout")),
-        ("sequence_parallel", with_others("sequence_parallel, with tensor parallelism")),
+        ("ulysses_sequence_parallel_size", _ULYSSES), ("strategy", _ENGINE_NAME),
+        ("sequence_parallel", _SEQUENCES),
         ("use_distributed_optimizer", to(f"{MEGATRON}.use_distributed_optimizer")),
         ("router_replay.mode", refused("replayed routing of a supervised stage", unless=("disabled",)))])  # fmt: skip
     for name, key in _PARALLEL.items():
         table[f"engine.{name}"] = to(f"{MEGATRON}.{key}")
     for name in "attention_backend recompute_granularity recompute_method recompute_modules recompute_num_layers".split():
         table[f"engine.override_transformer_config.{name}"] = TRANSFORMER[name]
-    table |= _under("optim.", _OPTIMIZER) | _under("model.", _MODEL)
-    table |= _under("model.", [
-        ("path", with_others("load and tokenizer_name_or_path")),
-        ("tokenizer_path", to(f"{MEGATRON}.tokenizer_name_or_path")),
-        ("enable_gradient_checkpointing", with_others("recomputation of whole layers, with FSDP")),
-        ("lora_rank lora_alpha lora.rank lora.alpha", with_others("adapters")),
-        ("target_modules lora.target_modules", by(_set_lora_targets, "lora_target_modules"))])  # fmt: skip
+    table |= _under("optim.", [*_step(), *_OPTIMIZER]) | _under("model.", _MODEL)
+    table |= _under("model.", _OWN_MODEL)
     profiled = {name: _PROFILED for name in _profiler("profiler.")}
     del profiled["profiler.tool_config.precision_debugger.strict"]
     unknown = ("critic_warmup max_actor_ckpt_to_keep max_critic_ckpt_to_keep log_val_generations rollout_data_dir "
@@ -765,14 +896,20 @@ def _build_sft() -> dict[str, Option]:
         **table,
         **profiled,
         **trainer,
+        "trainer.logger": no_effect("metrics.jsonl and TensorBoard files are written; trackers change no update"),
         "trainer.seed": to(f"{MEGATRON}.seed", default=1),
         "trainer.profile_interval": _PROFILED,
         "trainer.balance_batch": no_effect("the loss is the mean over all tokens of a batch, however rows are spread"),
         "checkpoint.load_contents": no_effect("a checkpoint is loaded whole; finetune: true reads weights alone"),
-        "checkpoint.save_contents": with_others("save_hf for hf_model"),
+        "checkpoint.save_contents": _SAVED,
         **_under("data.", [
-            ("train_files train_max_samples train_batch_size micro_batch_size_per_gpu max_length truncation messages_key "
-             "enable_thinking_default", with_others("the data")),
+            ("train_files train_max_samples", part("data_path")),
+            ("train_batch_size", part("global_batch_size")),
+            ("micro_batch_size_per_gpu", part("micro_batch_size")),
+            ("max_length", part("seq_length")),
+            ("truncation", with_others("long rows")),
+            ("messages_key enable_thinking_default",
+             with_others("preprocessing", off="an option of that preprocessing", by_nature=True)),
             ("val_files val_max_samples", no_effect("held-out rows change no update; see megatron_training.split")),
             ("use_dynamic_bsz max_token_len_per_gpu balance_dp_token num_workers use_shm pad_mode", _MEMORY),
             ("tools_key", same("the column of tools", "tools")), ("enable_thinking_key", same("its column", "enable_thinking")),

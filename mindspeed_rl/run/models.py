@@ -307,14 +307,7 @@ def plan_models(run: Run) -> Run:
             config, reference, iteration = rl_reference(run, source, resumes_after)
             models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
         if run.objective.has_critic:
-            critic = cfg.critic_config
-            assert critic is not None  # a rule requires it
-            if resumes_after is None and critic.pretrained_checkpoint and loads_its_save(critic):
-                # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
-                critic = dataclasses.replace(critic, load=None, load_iteration=None)
-            critic_source = find_model(critic, "critic_config")
-            check_critic_start(critic, critic_source, resumes_after)
-            models["critic"] = _plan_role("critic_config", critic, critic_source, "reward", resumes_after)
+            models["critic"] = _plan_critic(cfg, resumes_after)
         term = run.objective.distillation
         for folder, name in () if term is None else term.models.items():
             keys = cfg.read_teacher_keys(folder)
@@ -332,6 +325,25 @@ def plan_models(run: Run) -> Run:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
     cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
     return dataclasses.replace(run, config=cfg, models=models, resume=resume)
+
+
+def _plan_critic(cfg: RunConfig, resumes_after: int | None) -> RoleModel:
+    """Return the model of the critic.
+
+    Args:
+        resumes_after: the iteration after which the run resumes; None when it starts.
+
+    Raises:
+        ValueError: see `plan_models`.
+    """
+    critic = cfg.critic_config
+    assert critic is not None  # a rule requires it
+    if resumes_after is None and critic.pretrained_checkpoint and loads_its_save(critic):
+        # a run was killed between the critic's first checkpoint and the actor's: both start anew, as they did
+        critic = dataclasses.replace(critic, load=None, load_iteration=None)
+    source = find_model(critic, "critic_config")
+    check_critic_start(critic, source, resumes_after)
+    return _plan_role("critic_config", critic, source, "reward", resumes_after)
 
 
 def _decide_losses(

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 
 # no float: rules test whether a division is exact
@@ -130,7 +131,6 @@ class RolloutLayout:
         }
 
 
-
 @dataclass(frozen=True)
 class Placement:
     """Devices of a run.
@@ -167,6 +167,23 @@ def place(cfg: RunConfig) -> Placement:
     if rl is None or cfg.is_supervised:
         world = actor.num_npus or actor.model_parallel_size
         return Placement(world, layouts={"actor": Layout.from_config(actor, world)})
+    dedicated, servers = _list_dedicated(cfg, rl), () if generate is None else _list_servers(generate)
+    shared = rl.actor_resource.num_npus
+    if shared is None:
+        return Placement(None, dedicated, servers)
+    layouts = _lay_out_roles(cfg, rl, shared, dedicated)
+    if generate is None:
+        layouts["rollout"] = layouts["actor"]
+        return Placement(shared, dedicated, servers, layouts)
+    tensor, pipeline = generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size
+    # a standalone server does not report its devices: it counts with those that the file gives an engine
+    devices = dedicated.get("rollout") or len(servers) * tensor or shared
+    layouts["rollout"] = Layout(devices, tensor, pipeline, dedicated="rollout" in dedicated or bool(servers))
+    return Placement(shared, dedicated, servers, layouts, RolloutLayout.from_config(generate, devices))
+
+
+def _list_dedicated(cfg: RunConfig, rl: RLConfig) -> dict[str, int]:
+    """Return the number of devices of each role that does not share the actor's."""
     resources = {
         # a reward model may have dedicated devices next to roles that share theirs
         "reward": None if cfg.reward_config is None else rl.reward_resource,
@@ -177,16 +194,16 @@ def place(cfg: RunConfig) -> Placement:
         "judge": None if rl.served_judge is None else rl.judge_resource,
         "rollout": None if rl.use_integrated_worker else rl.rollout_resource,
     }
-    dedicated = {
+    return {
         role: resource.num_npus
         for role, resource in resources.items()
         if resource is not None and resource.num_npus is not None
     }
-    servers = () if generate is None else _list_servers(generate)
-    shared = rl.actor_resource.num_npus
-    if shared is None:
-        return Placement(None, dedicated, servers)
-    layouts = {"actor": Layout.from_config(actor, shared)}
+
+
+def _lay_out_roles(cfg: RunConfig, rl: RLConfig, shared: int, dedicated: Mapping[str, int]) -> dict[str, Layout]:
+    """Return the layout of each role that trains or judges."""
+    layouts = {"actor": Layout.from_config(cfg.actor_config, shared)}
     for role, keys, resource in (
         ("ref", None if rl.use_integrated_worker else cfg.ref_config, rl.reference_resource),
         ("reward", cfg.reward_config, rl.reward_resource),
@@ -199,14 +216,7 @@ def place(cfg: RunConfig) -> Placement:
     if rl.served_judge is not None:
         devices = dedicated.get("judge", shared)
         layouts["judge"] = Layout(devices, rl.judge_tensor_parallel_size, 1, dedicated="judge" in dedicated)
-    if generate is None:
-        layouts["rollout"] = layouts["actor"]
-        return Placement(shared, dedicated, servers, layouts)
-    tensor, pipeline = generate.infer_tensor_parallel_size, generate.infer_pipeline_parallel_size
-    # a standalone server does not report its devices: it counts with those that the file gives an engine
-    devices = dedicated.get("rollout") or len(servers) * tensor or shared
-    layouts["rollout"] = Layout(devices, tensor, pipeline, dedicated="rollout" in dedicated or bool(servers))
-    return Placement(shared, dedicated, servers, layouts, RolloutLayout.from_config(generate, devices))
+    return layouts
 
 
 def _list_servers(generate: GenerateConfig) -> tuple[tuple[str, int], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def train_every_layout(folder: Path) -> None:
                 settings = LoraSettings.from_config(engine.config)
                 save_peft(engine.model, settings, folder / f"{kind}-adapter", str(folder / kind))
                 for name, filtered in (("whole", False), ("adapters", True)):
-                    engine.config.lora_ckpt_filter = filtered
+                    engine.config = dataclasses.replace(engine.config, lora_ckpt_filter=filtered)
                     CheckpointSaver(engine, folder / f"{kind}-{name}").save(4, {})
         for name in ("whole", "adapters"):
             engine = make_engine(folder / kind, no_load_optim=True, **layouts[loader])

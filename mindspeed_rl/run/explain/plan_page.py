@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypedDict
 
-from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Distillation
+from mindspeed_rl.catalogue.objective import ROLE_TEACHERS, Distillation, Objective
+from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.schema import Range
-from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes, batch_table, round_number
 from mindspeed_rl.run.explain.effects import (
@@ -69,7 +69,7 @@ def explain(run: Run) -> Report:
         "formula": formula(run),
         "length": "",
         "unchecked": "",
-        "samples": _describe_samples(cfg),
+        "samples": _describe_samples(run),
         "learning_rate": describe_learning_rate(cfg),
         "derived": {name: {"value": item.value, "from": item.source} for name, item in cfg.derived.items()},
         "earlier_names": {name: note for name, note in cfg.deprecated.items() if note.startswith("read as ")},
@@ -120,49 +120,36 @@ def render(report: Report) -> str:
     if run:
         model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is the one of `load`
         parts.append(f"{run['config_name']}: stage {run['stage']}, {model}platform {run['platform']}")
-    if report["batch"]:
-        batch = dict(report["batch"])
-        counting = batch.pop("counting")
-        parts.append(f"Batch; global_batch_size counts {_UNITS[counting]}\n" + _table(batch))
-    if report["dispatch_sizes"]:
-        parts.append("Rows that leave the data plane at once\n" + _table(report["dispatch_sizes"]))
-    if report["resources"]:
-        parts.append(_render_resources(report["resources"]))
-    if report["formula"]:
-        parts.append("Objective\n" + "\n".join(f"  {line}" for line in report["formula"].splitlines()))
-    if report["length"]:
-        parts.append(f"Length\n  {report['length']}")
-    if report["samples"]:
-        parts.append(f"Samples\n  {report['samples']}")
-    if report["learning_rate"]:
-        parts.append(f"Learning rate\n  {report['learning_rate']}")
-    if report["derived"]:
-        rows = {name: f"{_cell(item['value'])}  from {item['from']}" for name, item in report["derived"].items()}
-        parts.append("Derived: keys that are not written\n" + _table(rows))
-    if report["changed_keys"]:
-        parts.append("Keys that differ from their defaults\n" + _table(report["changed_keys"]))
-    if report["keys_without_effect"]:
-        parts.append("Keys that are set but have no effect in this run\n" + _table(report["keys_without_effect"]))
-    if report["unavailable"]:
-        parts.append(
-            "Training refuses to start\n"
-            + "\n".join(f"  {line}" for line in report["unavailable"])
-        )
-    if report["missing"]:
-        parts.append("Still needed to start training\n" + "\n".join(f"  {line}" for line in report["missing"]))
-    if report["earlier_names"]:
-        parts.append("Keys by names of earlier releases\n" + _table(report["earlier_names"]))
-    if report["warnings"]:
-        parts.append("Warnings\n" + "\n".join(f"  - {line}" for line in report["warnings"]))
-    if report["unchecked"]:
-        parts.append(f"Not checked\n  {report['unchecked']}")
-    if report["errors"]:
-        parts.append("INVALID\n" + "\n".join(f"  - {error}" for error in report["errors"]))
+    for key, (title, show) in _SECTIONS.items():
+        if report[key]:
+            parts.append("\n".join([*([title] if title else []), show(report[key])]))
     if report["valid"]:
         reasons = ["training refuses to start"] if report["unavailable"] else []
         reasons += [f"{len(report['missing'])} key(s) are still needed"] if report["missing"] else []
         parts.append(f"not ready: {' and '.join(reasons)}; see above" if reasons else "valid")
     return "\n\n".join(parts)
+
+
+def _render_batch(batch: Mapping[str, object]) -> str:
+    numbers = dict(batch)
+    unit = _UNITS[str(numbers.pop("counting"))]
+    return f"Batch; global_batch_size counts {unit}\n{_table(numbers)}"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())
+
+
+def _list_lines(lines: list[str]) -> str:
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _list_items(lines: list[str]) -> str:
+    return "\n".join(f"  - {line}" for line in lines)
+
+
+def _render_derived(derived: Mapping[str, Mapping[str, object]]) -> str:
+    return _table({name: f"{_cell(item['value'])}  from {item['from']}" for name, item in derived.items()})
 
 
 def _table(rows: Mapping[str, object]) -> str:
@@ -194,6 +181,27 @@ def _render_resources(resources: Report) -> str:
     return "\n".join(lines)
 
 
+#: part of the report -> its title and its text, in the order of the page
+_SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "batch": ("", _render_batch),
+    "dispatch_sizes": ("Rows that leave the data plane at once", _table),
+    "resources": ("", _render_resources),
+    "formula": ("Objective", _indent),
+    "length": ("Length", _indent),
+    "samples": ("Samples", _indent),
+    "learning_rate": ("Learning rate", _indent),
+    "derived": ("Derived: keys that are not written", _render_derived),
+    "changed_keys": ("Keys that differ from their defaults", _table),
+    "keys_without_effect": ("Keys that are set but have no effect in this run", _table),
+    "unavailable": ("Training refuses to start", _list_lines),
+    "missing": ("Still needed to start training", _list_lines),
+    "earlier_names": ("Keys by names of earlier releases", _table),
+    "warnings": ("Warnings", _list_items),
+    "unchecked": ("Not checked", _indent),
+    "errors": ("INVALID", _list_items),
+}
+
+
 def _shorten_groups(groups: list[list[int]]) -> str:
     """Return groups of ranks as text, the first few of many."""
     listed: list[list[int | str]] = [[*group] if len(group) <= 8 else [*group[:3], "...", group[-1]] for group in groups]
@@ -202,44 +210,52 @@ def _shorten_groups(groups: list[list[int]]) -> str:
     return f"{text} and {others} more" if others > 0 else text
 
 
-def _describe_samples(cfg: RunConfig) -> str:
+def _describe_samples(run: Run) -> str:
     """Return phrases about turns, spare samples, drafts, int8 and exact log-probs; empty where there is none."""
-    rl = cfg.rl_config
-    if rl is None or cfg.generate_config is None:
+    if run.config.rl_config is None or run.config.generate_config is None:
         return ""
-    drafts, phrases = cfg.generate_config.drafts, list[str]()
+    rl, generate, phrases = run.rl, run.generate, list[str]()
+    if rl.agent_loop_name != "single_turn":
+        phrases.append(_describe_conversation(run))
     if rl.spare_samples_per_prompt:
         fate = "continue in its second group" if rl.keep_spare_samples else "are aborted"
         phrases.append(f"{rl.spare_samples_per_prompt} spare samples of each prompt: the unfinished ones {fate}")
-    if drafts is not None:
-        source = f" of {drafts['model']}" if drafts.get("model") else ""
-        same = "responses are those without drafts, token by token"
-        if cfg.platform in ("npu", "cuda"):
-            same = "the distribution of responses stays, but the same seed gives other tokens"
-        limit = f"{drafts.get('num_speculative_tokens')} tokens a step at most"
-        phrases.append(f"drafts by {drafts.get('method')}{source}, {limit}: {same}")
-    if cfg.generate_config.quantization is not None:
+    if generate.drafts is not None:
+        phrases.append(_describe_drafts(generate.drafts, run.config.platform))
+    if generate.quantization is not None:
         mode = rl.rollout_importance_sampling_mode or "none, and the difference of the two policies stays in the update"
-        phrases.append(f"the engine's matrices are in {cfg.generate_config.quantization}, corrected by {mode}")
+        phrases.append(f"the engine's matrices are in {generate.quantization}, corrected by {mode}")
     if rl.exact_log_probs:
-        slices = f", with sums over ranks in {cfg.exact_slices} slices" if cfg.exact_slices > 1 else ""
+        count = run.config.exact_slices
+        slices = f", with sums over ranks in {count} slices" if count > 1 else ""
         same = f"log-probs of trainer and rollout engine are equal bit for bit{slices}"
-        phrases.append(same if cfg.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine")
-    if rl.agent_loop_name == "single_turn":
-        return "; ".join(phrases)
-    loop = rl.agent_loop_name
+        phrases.append(same if run.config.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine")
+    return "; ".join(phrases)
+
+
+def _describe_drafts(drafts: Mapping[str, object], platform: str) -> str:
+    source = f" of {drafts['model']}" if drafts.get("model") else ""
+    same = "responses are those without drafts, token by token"
+    if platform in ("npu", "cuda"):
+        same = "the distribution of responses stays, but the same seed gives other tokens"
+    limit = f"{drafts.get('num_speculative_tokens')} tokens a step at most"
+    return f"drafts by {drafts.get('method')}{source}, {limit}: {same}"
+
+
+def _describe_conversation(run: Run) -> str:
+    """Return the loop of a sample of several turns, its tools, and the limits of its turns."""
+    rl, loop = run.rl, run.rl.agent_loop_name
     program = None if rl.agent is None else rl.agent.url or " ".join(rl.agent.command)
     by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment, "program": program}.get(loop)
     tools = "" if rl.tool_config_path is None else f", tools of {rl.tool_config_path}"
     calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
     turns = "as many turns as fit" if rl.max_turns is None else f"at most {rl.max_turns} turns"
-    one = cfg.generate_config.sampling_config.max_tokens
-    conversation = (
+    one = run.generate.sampling_config.max_tokens
+    return (
         f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {one} tokens, "
-        f"{cfg.response_limit} tokens after the prompt together"
+        f"{run.config.response_limit} tokens after the prompt together"
     )
-    return "; ".join([conversation, *phrases])
 
 
 # ---------------------------------------------------------------------- devices, phases and groups
@@ -334,67 +350,89 @@ def _describe_role(layout: Layout, role: MegatronConfig) -> dict[str, object]:
     return summary
 
 
+#: name of a phase, its devices and their contents
+_Row = tuple[str, str, str]
+
+
 def _list_phases(run: Run, sizes: Sizes) -> list[_Phase]:
     """Return the phases of one iteration in order, each with its devices and their contents."""
-    cfg = run.config
     shared = f"0-{sizes.actor.num_npus - 1}" if sizes.actor.num_npus > 1 else "0"
-    actor, phases = _engine(sizes.actor), list[_Phase]()
-
-    def add(phase: str, devices: str, holds: str) -> None:
-        phases.append({"phase": phase, "devices": devices, "holds": holds})
-
-    if cfg.rl_config is None or run.objective is None:
-        add("train", shared, f"{cfg.stage} on Megatron {actor}")
-        return phases
-    rl, generate, objective = cfg.rl_config, cfg.generate_config, run.objective
-    engines, servers = run.placement.engines, run.placement.servers
     dedicated = {role: f"{count} dedicated" for role, count in run.placement.dedicated.items() if count is not None}
-    critic = sizes.critic if objective.has_critic else None
-    critics = dedicated.get("critic", shared)
-    parts = ("optimizer", "grad", "param")
-    on_device = [] if generate is None else [part for part in parts if not getattr(generate, f"offload_train_{part}")]
-    training = f", next to training {', '.join(on_device)}" if on_device else ", training state off the device"
-    count, tensor = round_number(sizes.rollout.dp_size), sizes.rollout.tensor
-    ranks = 1 if engines is None else engines.expert_ranks
-    spread = f", experts over {ranks} devices (EP{ranks})" if ranks > 1 else ""
+    rows: list[_Row] = [("train", shared, f"{run.config.stage} on Megatron {_engine(sizes.actor)}")]
+    if run.config.rl_config is not None and run.objective is not None:
+        rows = [
+            *_list_rollout_phases(run, run.objective, sizes, shared, dedicated),
+            *_list_update_phases(run, run.objective, sizes, shared, dedicated),
+        ]
+    return [{"phase": phase, "devices": devices, "holds": holds} for phase, devices, holds in rows]
+
+
+def _list_rollout_phases(
+    run: Run, objective: Objective, sizes: Sizes, shared: str, dedicated: Mapping[str, str]
+) -> Iterator[_Row]:
+    """Yield the phases in which responses are generated and scored."""
+    cfg, rl, servers = run.config, run.rl, run.placement.servers
     generators = f"{len(servers)} standalone server(s)" if servers else dedicated.get("rollout", shared)
+    engines = f"{round_number(sizes.rollout.dp_size)} rollout engine(s) TP{sizes.rollout.tensor}"
     # engines on dedicated devices hold no training state
-    training = training if generators == shared else ""
-    add("generate", generators, f"{count} rollout engine(s) TP{tensor}{spread}{training}")
+    training = _describe_training_state(cfg.generate_config) if generators == shared else ""
+    yield "generate", generators, f"{engines}{_describe_spread(run)}{training}"
     scorers = [", ".join(rl.verifier_function)] if rl.rule_reward else []
-    if rl.judge_url is not None:
-        scorers.append("the judge")
+    scorers += [] if rl.judge_url is None else ["the judge"]
     if scorers:
         workers = rl.num_reward_workers or rl.verifier_parallel
-        add("rewards", "host", f"{' and '.join(scorers)} in {workers} process(es)")
+        yield "rewards", "host", f"{' and '.join(scorers)} in {workers} process(es)"
     if "greedy_baseline" in objective.needs:
-        add("greedy_baselines", generators, f"{count} rollout engine(s) TP{tensor}")
+        yield "greedy_baselines", generators, engines
     if cfg.reward_config is not None or rl.reward_model is not None:
         model = _engine(sizes.reward or sizes.actor)
-        add("reward_model", dedicated.get("reward", shared), f"reward model on Megatron {model}")
+        yield "reward_model", dedicated.get("reward", shared), f"reward model on Megatron {model}"
     if (judge := run.placement.layouts.get("judge")) is not None:
         holds = f"{judge.num_npus // judge.tensor} engine(s) TP{judge.tensor} of the judge {rl.served_judge}"
         turns = "" if judge.dedicated else ", off the device in other phases"
-        add("judge", dedicated.get("judge", shared), f"{holds}, replies of up to {rl.judge_max_tokens} tokens{turns}")
+        devices = dedicated.get("judge", shared)
+        yield "judge", devices, f"{holds}, replies of up to {rl.judge_max_tokens} tokens{turns}"
+
+
+def _list_update_phases(
+    run: Run, objective: Objective, sizes: Sizes, shared: str, dedicated: Mapping[str, str]
+) -> Iterator[_Row]:
+    """Yield the phases of log-probs, advantages and updates."""
+    rl, actor, rollout = run.rl, _engine(sizes.actor), sizes.rollout
+    critic = sizes.critic if objective.has_critic else None
     if objective.needs_reference:
         weights = "the actor with adapters off" if rl.share_backbone else "reference weights"
         holds = f"{weights} on Megatron {_engine(sizes.ref or sizes.actor)}"
-        add("ref_log_probs", dedicated.get("ref", shared), holds)
+        yield "ref_log_probs", dedicated.get("ref", shared), holds
     if objective.distillation is not None:
-        add("teacher_log_probs", *_describe_teachers(objective.distillation, sizes, dedicated.get("teacher", shared)))
+        devices, holds = _describe_teachers(objective.distillation, sizes, dedicated.get("teacher", shared))
+        yield "teacher_log_probs", devices, holds
     if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        add("old_log_probs", shared, f"actor on Megatron {actor}")
+        yield "old_log_probs", shared, f"actor on Megatron {actor}"
     if critic is not None:
-        add("values", critics, f"critic on Megatron {_engine(critic)}")
-    add("advantages", "host", rl.adv_estimator)
+        yield "values", dedicated.get("critic", shared), f"critic on Megatron {_engine(critic)}"
+    yield "advantages", "host", rl.adv_estimator
     if critic is not None:
-        add("update_critic", critics, f"critic on Megatron {_engine(critic)}")
-    add("update_actor", shared, f"actor weights, gradients, optimizer on Megatron {actor}")
+        yield "update_critic", dedicated.get("critic", shared), f"critic on Megatron {_engine(critic)}"
+    yield "update_actor", shared, f"actor weights, gradients, optimizer on Megatron {actor}"
     if rl.sync_ref_model and objective.needs_reference:
         part = f"{rl.ref_model_mixup_alpha:g} of the actor"
-        add("sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)")
-    add("update_weights", shared, f"resharding {actor} -> TP{tensor} x {count}{spread}")
-    return phases
+        yield "sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)"
+    count = round_number(rollout.dp_size)
+    yield "update_weights", shared, f"resharding {actor} -> TP{rollout.tensor} x {count}{_describe_spread(run)}"
+
+
+def _describe_training_state(generate: GenerateConfig | None) -> str:
+    """Return the parts of the training state that stay on the device next to the rollout engine."""
+    parts = ("optimizer", "grad", "param")
+    on_device = [] if generate is None else [part for part in parts if not getattr(generate, f"offload_train_{part}")]
+    return f", next to training {', '.join(on_device)}" if on_device else ", training state off the device"
+
+
+def _describe_spread(run: Run) -> str:
+    """Return the devices over which the rollout engines spread the experts of a layer."""
+    ranks = 1 if run.placement.engines is None else run.placement.engines.expert_ranks
+    return f", experts over {ranks} devices (EP{ranks})" if ranks > 1 else ""
 
 
 def _describe_teachers(term: Distillation, sizes: Sizes, devices: str) -> tuple[str, str]:

@@ -21,8 +21,9 @@ def _rewards(run: Run) -> Iterator[Broken]:
     cfg, rl = run.config, run.rl
     given, weights = rl.verifier_function, rl.verifier_weight
     # reward_funcs and its weights were copied to verifier_*; sentences name the key that the file has
-    suffixes = ("reward_funcs", "reward_weights") if rl.reward_funcs is not None else ("verifier_function", "verifier_weight")
-    functions_key, weights_key = (name for name in suffixes)
+    functions_key, weights_key = "verifier_function", "verifier_weight"
+    if rl.reward_funcs is not None:
+        functions_key, weights_key = "reward_funcs", "reward_weights"
     if rl.rule_reward and len(given) != len(weights):
         yield violate(
             "one_weight_each",

@@ -182,7 +182,23 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
             "that many devices",
             {"rl_config.rollout_resource.num_npus": -(-devices // tensor) * tensor},  # rounded up: one server at least
         )
-    judge = placement.layouts.get("judge")
+    yield from _judge(run)
+    if placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
+        key = "share_backbone" if rl.share_backbone else "sync_ref_model"
+        text = f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out"
+        yield violate("reference_beside_actor", text, {"reference_resource": None, key: False})
+    if placement.disaggregated and generate.infer_expert_parallel_size > 1:
+        yield violate(
+            "server_experts",
+            "[infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on its own devices",
+            {"infer_expert_parallel_size": 1},
+        )
+    yield from _servers(run)
+
+
+def _judge(run: Run) -> Iterator[Broken]:
+    """Check the judge that the run serves."""
+    rl, judge = run.rl, run.placement.layouts.get("judge")
     if judge is not None and judge.tensor >= 1 and (judge.num_npus < judge.tensor or judge.num_npus % judge.tensor):
         key = f"rl_config.{'judge' if judge.dedicated else 'actor'}_resource.num_npus"
         text = f"[{key}] must be divisible by [judge_tensor_parallel_size]: an engine of the judge has that many devices"
@@ -197,17 +213,6 @@ def _dedicated_devices(run: Run) -> Iterator[Broken]:
             None,
             {"verifier_function": names, "verifier_weight": weights},
         )
-    if placement.dedicated.get("ref") is not None and (rl.share_backbone or rl.sync_ref_model):
-        key = "share_backbone" if rl.share_backbone else "sync_ref_model"
-        text = f"[{key}:name] needs the reference on the actor's devices; leave [reference_resource:name] out"
-        yield violate("reference_beside_actor", text, {"reference_resource": None, key: False})
-    if placement.disaggregated and generate.infer_expert_parallel_size > 1:
-        yield violate(
-            "server_experts",
-            "[infer_expert_parallel_size] must be 1 for rollout servers, each of which holds all experts on its own devices",
-            {"infer_expert_parallel_size": 1},
-        )
-    yield from _servers(run)
 
 
 def _servers(run: Run) -> Iterator[Broken]:

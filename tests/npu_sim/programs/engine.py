@@ -6,6 +6,7 @@ tools/npu_smoke.sh runs this file without the simulator).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -213,7 +214,7 @@ def main() -> None:
     if simulated:
         result["fused"] = {name: count for name, count in simulator.calls.items() if name.startswith("npu::")}
     if settings.get("save"):
-        config.save = settings["save"]
+        engine.config = dataclasses.replace(config, save=settings["save"])
         saver = CheckpointSaver(engine, settings["save"])
         saver.save(settings["steps"], {})
         saver.finish()

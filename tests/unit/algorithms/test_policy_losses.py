@@ -591,8 +591,7 @@ def test_tensors_of_other_shapes_are_refused():
     ],
 )
 def test_settings_follow_the_run_file_and_its_stage(stage, changes, expected):
-    rl = RLConfig(**changes)
-    rl, _, _ = apply_aliases(rl, None, {"rl_config": frozenset(changes)})
+    rl, _, _ = apply_aliases(RLConfig(**changes), None, {"rl_config": frozenset(changes)})
     made = build_objective(rl, stage, max_response_length=77)
     values = made.numbers() | {"kl_coef": made.kl_in_loss}
     assert {name: values[name] for name in expected} == expected

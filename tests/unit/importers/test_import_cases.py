@@ -19,7 +19,8 @@ import yaml
 
 from mindspeed_rl.config import ConfigError
 from mindspeed_rl.importers.command import PROJECTS
-from mindspeed_rl.importers.importer import ASSUMED_ROWS, ImportSettings, import_command
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import ASSUMED_ROWS, ImportSettings
 from mindspeed_rl.importers.source_plan import find_differences
 from mindspeed_rl.rewards import REWARDS
 

@@ -10,7 +10,8 @@ import yaml
 
 from mindspeed_rl.config import ConfigError
 from mindspeed_rl.importers.command import PROJECTS
-from mindspeed_rl.importers.importer import Import, ImportSettings, import_command
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.rewards import REWARDS
 
 TRL = "trl grpo --model_name_or_path m --dataset_name d.jsonl --reward_funcs accuracy_reward "

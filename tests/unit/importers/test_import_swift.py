@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.importers.importer import Import, ImportSettings, import_command
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.swift import PROJECT
 from mindspeed_rl.rewards import REWARDS
 

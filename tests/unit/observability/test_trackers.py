@@ -80,7 +80,7 @@ def test_wandb_switches_tensorboard_off(tmp_path, fake_wandb):
 
 def test_report_to_takes_several_and_switches_none_off(tmp_path, fake_wandb):
     rl = RLConfig(report_to=["tensorboard", "wandb"])
-    apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    rl, _, _ = apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
     tracker_files(tmp_path, rl)
     assert sys.modules["wandb"].asked["finished"] and (tmp_path / "tensorboard").exists()
 
@@ -115,7 +115,7 @@ def test_an_unknown_tracker_is_an_error_that_names_the_known_ones(tmp_path):
 
 def test_a_tracker_in_report_to_is_its_use_key():
     rl = RLConfig(report_to=["swanlab", "my_module:Tracker"])
-    apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
+    rl, _, _ = apply_aliases(rl, None, {"rl_config": frozenset(("report_to",)), "sampling_config": frozenset()})
     assert rl.use_swanlab and not rl.use_wandb
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 from sample_runs import completion_level, prompt_level
 
 from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
+from mindspeed_rl.run.rules import violation as violation_module
 from mindspeed_rl.run.rules.validation import unavailable, validate
-from mindspeed_rl.run.rules.violation import Violation
+from mindspeed_rl.run.rules.violation import _KEY, Violation, find_key
 
 
 def rules_of(run: Run) -> dict[str, Violation]:
@@ -29,6 +32,8 @@ M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_conf
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 EXACT = {"exact_log_probs": True}
+#: names of a batch plan's numbers in its rules
+SIZE_NAMES = ("group_size",)
 KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
@@ -466,6 +471,16 @@ def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> 
 def test_batch_rules_of_mindspeed_rl(changes: dict[str, Any], rule: str) -> None:
     changes = dict(changes)
     assert rule in rules_of(prompt_level(changes.pop("world", 16), **changes))
+
+
+def test_every_key_that_a_sentence_names_in_brackets_is_a_key_of_a_run_file() -> None:
+    folder = Path(violation_module.__file__).parent
+    for path in (folder / f"{name}_rules.py" for name in ("batch", "layout", "objective", "rollout", "run")):
+        constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        sentences = [text for text in constants if isinstance(text, str) and " " in text]
+        for name in (match["key"] for text in sentences for match in _KEY.finditer(text)):
+            key = find_key(name).replace("actor_config.", "megatron_training.")
+            assert key in collect_keys() or key in (*ROLE_GROUPS, *SIZE_NAMES), f"{path.name}: {name}"
 
 
 def test_batch_proposals_mend_the_run() -> None:

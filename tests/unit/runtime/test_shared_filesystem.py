@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,10 +103,11 @@ def test_a_machine_may_write_to_a_disk_of_its_own_and_the_user_hears_of_it(run: 
 
 def test_a_run_that_goes_on_may_find_its_checkpoints_in_parts(run: Run, tmp_path: Path) -> None:
     copied(run, tmp_path)
-    run.config.actor_config.load = run.config.actor_config.save
-    assert run.config.actor_config.save is not None
-    Path(run.config.actor_config.save).mkdir()
-    Path(run.config.actor_config.save, "latest_checkpointed_iteration.txt").write_text("1")
+    config = cast(_Config, run.config)
+    assert config.actor_config.save is not None
+    config.actor_config = dataclasses.replace(config.actor_config, load=config.actor_config.save)
+    Path(config.actor_config.save).mkdir()
+    Path(config.actor_config.save, "latest_checkpointed_iteration.txt").write_text("1")
     names = ["worker 0", "worker 1"]
     assert len(check_shared_files(run, names, machines(tmp_path, "here", "there"), saves=["actor_config"])) == 2
 

@@ -1,0 +1,185 @@
+"""Options that several projects have alike: what turns one of them into keys, and how words and names of data are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import yaml
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.options import Option, by, read_scalar
+from mindspeed_rl.importers.recipe import ACTOR, RL
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
+
+#: trackers by their names elsewhere
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def join_words(flags: Mapping[str, list[str]]) -> dict[str, object]:
+    """Return options by name: true without words, a list of several."""
+    values = {name: [read_scalar(word) for word in words] for name, words in flags.items()}
+    return {name: True if not items else items[0] if len(items) == 1 else items for name, items in values.items()}
+
+
+def read_options(words: Iterable[str]) -> dict[str, object]:
+    """Return the options of a command line."""
+    return join_words(read_flags(tuple(words))[0])
+
+
+def read_option_file(path: Path) -> dict[str, object]:
+    """Return the options of a YAML or JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else than options.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"the file of options {path} cannot be read: {error}"]) from None
+    if not isinstance(content, dict):
+        raise ConfigError([f"the file of options {path} must hold names and values, and it is something else"])
+    # YAML reads 1e-6 as a text
+    return {str(name): read_scalar(value) if isinstance(value, str) else value for name, value in content.items()}
+
+
+def choose_training(found: list[tuple[Command, int]], absent: str) -> tuple[Command, int]:
+    """Return the only command that trains, with the place of its program.
+
+    Raises:
+        ConfigError: there is none, or the machine decides which one runs.
+    """
+    if not found:
+        raise ConfigError([absent])
+    if len(found) > 1 or found[0][0].uncertain:
+        lines = ", ".join(str(command.line) for command, _ in found)
+        raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
+    return found[0]
+
+
+def name_prompts(name: str) -> str:
+    """Return data_path for prompts: a file or folder, or hf://NAME for a dataset of the hub."""
+    # names of the hub may have a dot too, as NuminaMath-1.5, but after it no extension of letters alone
+    is_file = name.startswith(("/", ".", "~")) or Path(name).expanduser().exists() or Path(name).suffix[1:].isalpha()
+    return f"hf://{name}" if name.count("/") == 1 and not is_file else name
+
+
+def name_tokens(name: str, *, others: bool = False) -> str:
+    """Return data_path for rows that preprocessing writes."""
+    return f"./dataset/{Path(name).stem}{'_and_others' if others else ''}/data"
+
+
+def describe_preprocessing(name: str, prefix: str, tokenizer: object, options: str) -> str:
+    """Return the note of a prefix: the command that writes it."""
+    head = f"mindspeed-rl preprocess --input {name} --output-prefix {prefix} --tokenizer-name-or-path {tokenizer}"
+    return f"the prefix that is written by: {head}{options}"
+
+
+def read_mapping(option: str, value: object) -> dict[str, object]:
+    """Return an option that is a mapping, or its text in JSON; nothing for None.
+
+    Raises:
+        ConfigError: the text is no JSON.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+    return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
+
+
+# --- single options ---------------------------------------------------------------------------------------------------
+
+
+def set_model(run: Import, option: str, value: object) -> None:
+    """Set model and tokenizer, whose weights alone are read."""
+    path = str(value)
+    note = "" if Path(path).expanduser().exists() else f"a folder: hf download {path} --local-dir {path}"
+    values = {f"{ACTOR}.load": path, f"{ACTOR}.tokenizer_name_or_path": path, f"{ACTOR}.finetune": True}
+    run.translate(option, values, note)
+
+
+def set_output(run: Import, option: str, value: object) -> None:
+    """Set the folder of a run, and that of its checkpoints."""
+    run.translate(option, {"run_dir": str(value), f"{ACTOR}.save": str(Path(str(value), "checkpoints"))})
+
+
+def set_trackers(run: Import, option: str, value: object) -> None:
+    """Set the trackers; the console is always there."""
+    names = [str(item) for item in (value if isinstance(value, list) else [value])]
+    taken = [name for name in (TRACKERS if names == ["all"] else names) if name in TRACKERS]
+    others = ", ".join(name for name in names if name not in (*TRACKERS, "all", "none", "None"))
+    run.translate(option, {f"{RL}.report_to": taken}, note_trackers(others))
+
+
+def note_trackers(others: str) -> str:
+    """Return the note of trackers that there are not."""
+    return f"{others}: the console and metrics.jsonl are always there" if others else ""
+
+
+def set_recomputation(run: Import, option: str, value: object) -> None:
+    """Set the recomputation of whole layers."""
+    if value:
+        run.translate(option, RECOMPUTE_LAYERS, "each layer")
+    else:
+        run.note(option, "false: nothing is computed again", changes_nothing=False)
+
+
+def set_tensorboard(run: Import, option: str, value: object) -> None:
+    """Switch TensorBoard on for a folder."""
+    run.translate(option, {f"{RL}.use_tensorboard": bool(value)}, "files go into the run folder")
+
+
+def set_template_arguments(run: Import, option: str, value: object) -> None:
+    """Set the arguments of the chat template, of which there is one."""
+    values = read_mapping(option, value)
+    if set(values) - {"enable_thinking"}:
+        run.refuse(option, f"arguments of the chat template other than enable_thinking: {', '.join(sorted(values))}")
+    else:
+        run.translate(option, {f"{ACTOR}.{name}": item for name, item in values.items()})
+
+
+def set_rollout_format(run: Import, option: str, value: object) -> None:
+    """Set the format of the engine's matrices: int8, also by its names in vllm-ascend and SGLang; refuse others by name."""
+    if value in ("int8", "ascend", "w8a8_int8"):
+        run.translate(option, {"generate_config.quantization": "int8"}, "quantized at each weight sync")
+    elif value in (None, "", "null", "None"):
+        run.note(option, "the engine has the format of dtype")
+    else:
+        cache = ", and for keys and values alone kv_cache_dtype: fp8_e4m3" if "fp8" in str(value) else ""
+        run.refuse(option, f"a rollout engine in {value}; int8 is available, quantized at each weight sync{cache}")
+
+
+def negated(key: str) -> Option:
+    """Return an option whose opposite is a key."""
+    return by(lambda run, option, value: run.translate(option, {key: not value}), f"{key} = not value")
+
+
+def interval(key: str) -> Option:
+    """Return an option that is an interval, where -1 means never."""
+
+    def translate(run: Import, option: str, value: object) -> None:
+        if isinstance(value, int) and value > 0:
+            run.translate(option, {key: value})
+        else:
+            run.note(option, f"{value}: only at the end")
+
+    return by(translate, f"{key}; -1 is only at the end")
+
+
+def texts(*keys: str) -> Option:
+    """Return an option whose words are a list of texts."""
+
+    def translate(run: Import, option: str, value: object) -> None:
+        words = [str(item) for item in value] if isinstance(value, list) else [] if value is None else [str(value)]
+        run.translate(option, dict.fromkeys(keys, words))
+
+    return by(translate, f"{' = '.join(keys)} = the words")
