@@ -13,7 +13,7 @@ where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -445,49 +445,58 @@ class _LayerBytes:
 
 def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, layer: int) -> _LayerBytes:
     """Compute the bytes of a layer for this many tokens of a replica."""
-    has_experts, linear = layer in model_config.moe_layers, model_config.linear_attention
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     tokens /= config.context_parallel_size
-    split = tp if config.sequence_parallel and tp > 1 else 1
-    hidden = model_config.hidden_size / split
-    heads, width = model_config.num_attention_heads, model_config.kv_channels
-    index = 0.0
-    if (sparse := model_config.sparse_attention) is not None:
-        # each context-parallel rank has those of all tokens
-        index = config.context_parallel_size * sparse.count_saved(itemsize)
+    hidden = model_config.hidden_size / (tp if config.sequence_parallel else 1)
+    heads, sparse, linear = model_config.num_attention_heads, model_config.sparse_attention, model_config.linear_attention
+    # each context-parallel rank has those of all tokens
+    index = 0.0 if sparse is None else config.context_parallel_size * sparse.count_saved(itemsize)
+    is_linear = linear is not None and layer in linear.layers
+    if is_linear and not model_config.multi_latent_attention:
+        attention = linear.count_saved(itemsize) / tp
+    else:
+        attention = _count_attention(model_config, tp)
+    if model_config.multi_latent_attention and layer not in model_config.layers_without_indexer:
+        attention += index
+    recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
+    statistics = heads / tp * 64 / itemsize  # the running maximum and sum of fused attention, eight float32 each
+    mlp = _count_mlp(config, model_config, recomputed, has_experts=layer in model_config.moe_layers)
+    saved = 4 * hidden + attention + statistics + mlp
+    if "core_attn" in recomputed and not is_linear:
+        saved -= heads * model_config.kv_channels / tp  # its output
+    kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
+    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
+
+
+def _count_attention(model_config: ModelConfig, tp: int) -> float:
+    """Return the elements of a token that softmax attention saves for backward."""
+    heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
-        attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
-        if layer not in model_config.layers_without_indexer:
-            attention += index
-    elif linear is not None and layer in linear.layers:
-        attention = linear.count_saved(itemsize) / tp
-    else:
-        attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
-        if model_config.attention_output_gate:
-            attention += 2 * heads * width / tp
-        if model_config.qk_layernorm:
-            attention += (heads + model_config.num_query_groups) * width / tp
-    recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
-    statistics = heads / tp * 64 / itemsize  # the running maximum and sum of fused attention, eight float32 each
-    widths = 2 if config.recompute_activation_function or recomputed & {"moe_act", "mlp"} else 3
-    if has_experts:
-        # an expert rank receives its part of the replica's tokens
-        _, inner = config.expert_sizes
-        assert model_config.moe_ffn_hidden_size is not None
-        expert = model_config.hidden_size
-        if "moe" not in recomputed:
-            expert += (widths + 1) * model_config.moe_ffn_hidden_size / inner
-        mlp = 2 * hidden + model_config.moe_router_topk * inner / split * expert
-        mlp += widths * (model_config.moe_shared_expert_intermediate_size or 0) / tp
-    else:
-        mlp = 2 * hidden + (0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp)
-    saved = 2 * hidden + attention + statistics + mlp
-    if "core_attn" in recomputed and (linear is None or layer not in linear.layers):
-        saved -= heads * width / tp  # its output
-    kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
-    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
+        return (2 * heads * width + 2 * values) / tp + 2 * ranks
+    elements = 2 * heads + 2 * groups
+    if model_config.attention_output_gate:
+        elements += 2 * heads
+    if model_config.qk_layernorm:
+        elements += heads + groups
+    return elements * width / tp
+
+
+def _count_mlp(config: MegatronConfig, model_config: ModelConfig, recomputed: Collection[str], *, has_experts: bool) -> float:
+    """Return the elements of a token that the MLP or the experts of a layer save for backward, their input excluded."""
+    tp = config.tensor_model_parallel_size
+    widths = 2 if config.recompute_activation_function or not {"moe_act", "mlp"}.isdisjoint(recomputed) else 3
+    if not has_experts:
+        return 0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp
+    # an expert rank receives its part of the replica's tokens
+    _, inner = config.expert_sizes
+    assert model_config.moe_ffn_hidden_size is not None
+    expert = model_config.hidden_size
+    if "moe" not in recomputed:
+        expert += (widths + 1) * model_config.moe_ffn_hidden_size / inner
+    routed = model_config.moe_router_topk * inner / (tp if config.sequence_parallel else 1) * expert
+    return routed + widths * (model_config.moe_shared_expert_intermediate_size or 0) / tp
 
 
 def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, micro_batches: int, stage: int) -> float:
