@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import itertools
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal

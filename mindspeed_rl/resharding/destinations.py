@@ -241,6 +241,12 @@ def _find_runs(line: _Line) -> list[_Run] | None:
     return runs
 
 
+def _list_shared(entries: Mapping[str, Sequence[_Entry]], through_load: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters that hold slices of these tensors: what `load_weights` takes, it puts into all of them."""
+    shared = {name: {entry.tensor for entry in some} & through_load for name, some in entries.items()}
+    return {name: tuple(sorted(tensors)) for name, tensors in shared.items() if tensors}
+
+
 class _Reader:
     def __init__(
         self,
@@ -272,10 +278,7 @@ class _Reader:
         elements = self._read_elements(self._parameters.keys() - entries.keys())
         members = {name: self._find_members(indexes["tensor"]) for name, indexes in elements.items()}
         through_load = {tensor for tensors in members.values() for tensor in tensors}
-        # a tensor that `load_weights` takes goes to all its parameters through it
-        for name, some in entries.items():
-            if tensors := {entry.tensor for entry in some} & through_load:
-                members[name] = tuple(sorted(tensors))
+        members |= _list_shared(entries, through_load)
         slices = [entry for some in entries.values() for entry in some]
         direct = [entry for entry in slices if entry.tensor not in through_load]
         dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
