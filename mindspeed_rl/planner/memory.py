@@ -13,7 +13,7 @@ where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -187,8 +187,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
         return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
-    generate, objective = run.generate, run.objective
-    assert generate is not None and run.cfg.rl_config is not None and objective is not None
+    generate = run.generate
+    assert generate is not None
     resident = _resident_bytes(run, weights, state, others)
     disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
@@ -201,20 +201,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
     if judge:
         phases.append(_make_phase(Phases.JUDGE.memory, fixed, resident, judge, also))
-    for name in ("reward model", "reference", *run.teachers, "critic"):
-        if name in others:
-            transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
-            phases.append(_make_phase(f"{name} pass", fixed, resident, {name: totals[name]}, also, transient))
-    if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
-        phases.append(
-            _make_phase(
-                Phases.REFERENCE_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "ref")
-            )
-        )
-    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
-        phases.append(
-            _make_phase(Phases.ACTOR_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "actor"))
-        )
+    for name, model, transient in _list_passes(run, stage, weights, totals):
+        phases.append(_make_phase(name, fixed, resident, model, also, transient))
     if "critic" in others:
         critic = run.others["critic"]
         own_stage = stage * len(critic.elements) // stages
@@ -292,6 +280,27 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
             label = name if layout.pp == 1 else f"{name} stage {stage}"
             groups.append(DeviceGroup(label, f"{devices} of its own", devices, tuple(phases)))
     return groups
+
+
+def _list_passes(
+    run: RunShape, stage: int, weights: dict[str, int], totals: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+    """Yield (phase, bytes of its model, bytes that the pass needs) of the forward passes before an update, in order.
+
+    Args:
+        weights: those of the actor.
+        totals: bytes of each other model.
+    """
+    objective = run.objective
+    assert run.cfg.rl_config is not None and objective is not None
+    for name in ("reward model", "reference", *run.teachers, "critic"):
+        if name in totals:
+            needed = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
+            yield f"{name} pass", {name: totals[name]}, needed
+    if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
+        yield Phases.REFERENCE_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
+    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
+        yield Phases.ACTOR_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "actor")
 
 
 def _make_phase(name: str, *parts: dict[str, int]) -> Phase:
