@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,20 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
     return reduction, (masked.amax() if reduction == "max" else masked.amin(), mask.sum())
 
 
+def _read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the values of 0-d tensors, which reach the host in one transfer."""
+    # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    # one cast for all tensors of a type, not one for each
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    stacked = [torch.stack([tensors[index] for index in some]).to(wide) for some in by_dtype.values()]
+    values = torch.cat(stacked).tolist() if stacked else []
+    indexes = itertools.chain.from_iterable(by_dtype.values())
+    return [value for _, value in sorted(zip(indexes, values))]
+
+
 class PendingMetrics(Mapping[str, Metric]):
     """Metrics that stay on the device until they are read, in one transfer; those over nothing are left out then.
 
@@ -77,14 +92,7 @@ class PendingMetrics(Mapping[str, Metric]):
         unread = [metrics for metrics in waiting.values() if metrics._read is None]
         tensors = [tensor for metrics in unread for _, terms in metrics._terms.values() for tensor in terms]
         tensors += others
-        # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
-        wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-        # one cast for all tensors of a type, not one for each
-        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        indices = [index for dtype in dtypes for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        stacked = [torch.stack([tensor for tensor in tensors if tensor.dtype == dtype]).to(wide) for dtype in dtypes]
-        values = torch.cat(stacked).tolist() if stacked else []
-        ordered = iter([value for _, value in sorted(zip(indices, values))])
+        ordered = iter(_read_together(tensors))
         for metrics in unread:
             metrics._read = {}
             for name, (reduction, terms) in metrics._terms.items():

@@ -196,17 +196,8 @@ class MegatronFolder:
         Raises:
             ValueError: args and file names contradict each other, or a rank file is missing.
         """
-        args = self.args
-        parts = [match.groups() for match in map(_RANK_FOLDER.match, self.rank_folders) if match is not None]
-        tp = args.tp or len({tp for tp, _, _ in parts})
-        three = any(third is not None for _, _, third in parts)
-        second = len({second for _, second, _ in parts if second is not None}) or 1
-        if three:
-            pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
-        elif second > 1 and model_config.num_moe_experts and self._second_index_is_expert(args):
-            pp, ep = 1, args.ep or second
-        else:
-            pp, ep = args.pp or second, args.ep or 1
+        args, num_experts = self.args, model_config.num_moe_experts or 0
+        tp, pp, ep = self._count_ranks(args, num_experts)
         # counted: args say it in one way or another or not at all, the keys of the file always do
         chunks = [key for key in self._load(self.rank_folders[0]) if re.fullmatch(r"model\d+", key)]
         layout = Layout(
@@ -214,24 +205,28 @@ class MegatronFolder:
             tp=tp,
             pp=pp,
             vpp=len(chunks) or 1,
-            ep=ep if model_config.num_moe_experts else 1,
-            etp=args.etp if model_config.num_moe_experts else None,
             num_layer_list=args.num_layer_list if pp > 1 else None,
             noop_layers=args.noop_layers,
-            num_experts=model_config.num_moe_experts or 0,
-            moe_tp_extend_ep=args.moe_tp_extend_ep and bool(model_config.num_moe_experts),
             schedule="dualpipev" if args.schedule == "dualpipev" else None,
         )
+        if num_experts:
+            layout = replace(layout, ep=ep, etp=args.etp, num_experts=num_experts, moe_tp_extend_ep=args.moe_tp_extend_ep)
         expected = {_rank_folder_name(rank, layout) for rank in layout.ranks()}
-        missing = sorted(expected - set(self.rank_folders))
-        if missing:
-            raise ValueError(
-                f"{self.folder} lacks {missing[0]} (a checkpoint of TP {tp}, PP {pp}, EP {ep} has {len(expected)} ranks)"
-            )
-        surplus = sorted(set(self.rank_folders) - expected)
-        if surplus:
-            raise ValueError(f"{self.folder} has {surplus[0]}, which does not belong to TP {tp}, PP {pp}, EP {ep}")
+        sizes = f"TP {tp}, PP {pp}, EP {ep}"
+        if missing := expected - set(self.rank_folders):
+            raise ValueError(f"{self.folder} lacks {min(missing)} (a checkpoint of {sizes} has {len(expected)} ranks)")
+        if surplus := set(self.rank_folders) - expected:
+            raise ValueError(f"{self.folder} has {min(surplus)}, which does not belong to {sizes}")
         return layout
+
+    def _count_ranks(self, args: CheckpointArgs, num_experts: int) -> tuple[int, int, int]:
+        """Return the TP, PP and EP size: what args say, else as many as the folders of the ranks number."""
+        parts = [match.groups() for match in map(_RANK_FOLDER.match, self.rank_folders) if match is not None]
+        first, second, third = (len(set(column) - {None}) for column in zip(*parts, strict=True))
+        pp, ep = second or 1, third or 1
+        if not third and pp > 1 and num_experts and self._second_index_is_expert(args):
+            return args.tp or first, 1, args.ep or pp
+        return args.tp or first, args.pp or pp, args.ep or ep
 
     def _second_index_is_expert(self, args: CheckpointArgs) -> bool:
         """Return whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""

@@ -27,7 +27,7 @@ from mindspeed_rl.cli.inference_options import (
     run_command,
     running_engine,
 )
-from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.cli.options import Parser, print_status, refuse_first
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.data.images import TAG
 from mindspeed_rl.data.turns import IMAGE_MARK
@@ -91,14 +91,18 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     Raises:
         ValueError: there is no prompt, there are several sources, or a line is malformed.
     """
-    if args.prompt is not None and args.input is not None:
-        raise ValueError("--prompt and --input exclude each other")
-    if args.image and args.prompt is None:
-        raise ValueError("--image belongs to --prompt; rows of --input name their images themselves")
-    if args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir():
-        raise ValueError(f"--image-folder {args.image_folder} is not a folder")
-    if args.input_key is not None and args.input is None:
-        raise ValueError("--input-key names a column of --input")
+    refuse_first(
+        (args.prompt is not None and args.input is not None, "--prompt and --input exclude each other"),
+        (
+            args.image and args.prompt is None,
+            "--image belongs to --prompt; rows of --input name their images themselves",
+        ),
+        (
+            args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir(),
+            f"--image-folder {args.image_folder} is not a folder",
+        ),
+        (args.input_key is not None and args.input is None, "--input-key names a column of --input"),
+    )
     if args.input == "-":
         rows = read_jsonl(sys.stdin, "standard input", args.input_key, args.image_folder)
     elif args.input is not None:

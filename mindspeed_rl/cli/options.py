@@ -129,3 +129,10 @@ def report_failure(error: BaseException) -> int:
     for text in error.errors if isinstance(error, ConfigError) else [error]:
         print_status(f"error: {text}")
     return 2 if isinstance(error, ValueError) else 1
+
+
+def refuse_first(*refusals: tuple[object, str]) -> None:
+    """Raise ValueError with the text of the first (whether it applies, text) that applies."""
+    for applies, text in refusals:
+        if applies:
+            raise ValueError(text)

@@ -375,18 +375,7 @@ def build_micro_batch(
         sequences = torch.cat(rows.input_ids).split(lengths)
         placed = PlacedImages.build(sequences, located, starts.tolist(), positions, shape.vision)
         positions = placed.positions
-    if shape.packed:
-        is_shared = shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared))
-        prefixes = SharedPrefixes.build(padded, shared, device) if is_shared else None
-        local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
-        layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
-        cells, order = local[None], local  # hidden states are [t, 1, h]
-    else:
-        layout = None
-        # rows are equally wide, so one row's slice is that of all
-        local = _local_positions(padded[:1], shape)
-        cells = torch.arange(total).view(len(padded), -1)[:, local]
-        order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    layout, cells, order = _divide(padded, shared, shape, device)
     input_ids, position_ids = ids[cells], positions[..., cells]
     predictions: tuple[PredictionTargets, ...] = ()
     if shape.num_predictions:
@@ -394,22 +383,16 @@ def build_micro_batch(
         predictions = shift_targets((ids, labels, slots), padded, (cells, order), device, **size)
     slots, labels, tokens = slots[order], labels[order], tokens[order]
     images = None
-    if placed is not None and shape.vision is not None and placed.images:
-        layout_of_images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], shape.vision)
-        on_device = platform.current().to_device([layout_of_images.tokens, layout_of_images.features], device)
-        images = ImageBatch(layout_of_images.images, *on_device)
-    if layout is not None and shape.vision is not None:
-        packed_rope.expect_angles(layout.cu_seqlens_q_padded)
+    if placed is not None and shape.vision is not None:
+        images = _build_images(placed, order, shape.vision, device)
+        if layout is not None:
+            packed_rope.expect_angles(layout.cu_seqlens_q_padded)
     hidden_index = (slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
     host = [input_ids, position_ids, hidden_index, labels[hidden_index], slots[hidden_index], mask, *columns.values()]
     # one copy for all: the number of small copies costs more than their size
     input_ids, position_ids, hidden_index, labels, slots, mask, *values = platform.current().to_device(host, device)
-    routing = None
-    if rows.routing is not None:
-        routing = torch.cat(rows.routing)[tokens.clamp(min=0)]
-        routing[tokens < 0] = -1
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -425,10 +408,45 @@ def build_micro_batch(
         num_tokens=sum(computed),
         lengths=tuple(lengths),
         tokens=tokens,
-        routing=None if routing is None else routing.to(device),
+        routing=None if rows.routing is None else _order_routing(rows.routing, tokens).to(device),
         images=images,
         predictions=predictions,
     )
+
+
+def _divide(
+    padded: Sequence[int], shared: Sequence[tuple[int, int]], shape: BatchShape, device: torch.device
+) -> tuple[PackedLayout | None, Tensor, Tensor]:
+    """Divide sequences over the context-parallel ranks.
+
+    Returns:
+        Layout of the packed ones; indexes of this rank's tokens, [1, t] or [b, s]; the same in the order of hidden states.
+    """
+    if not shape.packed:
+        # rows are equally wide, so one row's slice is that of all
+        cells = torch.arange(sum(padded)).view(len(padded), -1)[:, _local_positions(padded[:1], shape)]
+        return None, cells, cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    prefixes = None
+    if shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared)):
+        prefixes = SharedPrefixes.build(padded, shared, device)
+    local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
+    layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
+    return layout, local[None], local  # hidden states are [t, 1, h]
+
+
+def _build_images(placed: PlacedImages, order: Tensor, vision: VisionConfig, device: torch.device) -> ImageBatch | None:
+    """Return the images with tokens on this rank; None where the micro-batch has none at all."""
+    if not placed.images:
+        return None
+    images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], vision)
+    return ImageBatch(images.images, *platform.current().to_device([images.tokens, images.features], device))
+
+
+def _order_routing(routing: list[Tensor], tokens: Tensor) -> Tensor:
+    """Return the rows' routing in the order of hidden states; -1 for padding."""
+    ordered = torch.cat(routing)[tokens.clamp(min=0)]
+    ordered[tokens < 0] = -1
+    return ordered
 
 
 def _local_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:

@@ -300,38 +300,54 @@ class SparseCoreAttention(CoreAttention):
         if key.size(0) > query.size(0) and layout is None:
             raise ValueError(f"sparse attention generates no more than {self.topk} tokens here, whose indexer has no cache.")
         weights = query.new_zeros(0) if tokens is None else tokens.values.view(query.size(0), -1)
-        order = layout
+        exchange = None
         if group is not None:
-            order = layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks)
-        if self.indexer is not None:
+            exchange = (layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks), group)
+        if self.indexer is None:
+            features = index.features
+        else:
             assert x is not None and qr is not None
             with contextlib.nullcontext() if tokens is not None else torch.no_grad():
-                features = self.indexer(x.detach(), qr.detach(), layout)
-            if group is not None and order is not None:
-                features = IndexFeatures(*(_gather(one, order, group) for one in features.list_tensors()))
-            if self._is_shared:
-                index.features = features
-        else:
-            features = index.features
+                features = self._gather_features(self.indexer(x.detach(), qr.detach(), layout), exchange, index)
         if layout is not None:
             query, key, value = (one.unsqueeze(1) for one in (query, key, value))
-        if group is not None and order is not None:
+        if exchange is not None:
+            order, group = exchange
             query, key, value = map(order.order_naturally, self._split_heads(query, key, value, group))
-            weights = _gather(weights, order, group) if len(weights) else weights
+            weights = _gather(weights, *exchange) if len(weights) else weights
         groups = None if tokens is None else self._list_groups()
-        tensors = (query, key, value, *features.list_tensors())
-        if layout is None:
-            query, key, value, *parts = (one.transpose(0, 1) for one in tensors)
-            results = sparse_attention(query, key, value, IndexFeatures(*parts), self.topk, self.scale, groups)
-            out, divergences = (one.transpose(0, 1) for one in results)
-        else:
-            results = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
-            out, divergences = (one.unsqueeze(1) for one in results)
+        out, divergences = self._attend((query, key, value, *features.list_tensors()), layout, groups)
         if tokens is not None:
             out = MoEAuxLossAutoScaler.apply(out, tokens.add_up(divergences, weights))
-        if group is not None and order is not None:
+        if exchange is not None:
+            order, group = exchange
             out = heads_to_sequence(order.order_by_rank(out), group)
         return out.flatten(2) if layout is None else out.squeeze(1)
+
+    def _gather_features(
+        self, features: IndexFeatures, exchange: tuple[PackedLayout, dist.ProcessGroup] | None, index: LatestIndex
+    ) -> IndexFeatures:
+        """Return the features of all context-parallel ranks, and keep them for later layers that have no indexer."""
+        if exchange is not None:
+            features = IndexFeatures(*(_gather(one, *exchange) for one in features.list_tensors()))
+        if self._is_shared:
+            index.features = features
+        return features
+
+    def _attend(
+        self, tensors: Sequence[Tensor], layout: PackedLayout | None, groups: Sequence[dist.ProcessGroup] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention of full sequences, [s, b, n, d_v], and the divergences [s, b], 0 without `groups`.
+
+        Args:
+            tensors: query, key, value and the features, [s, b, ...] each; b is 1 where they are packed.
+        """
+        if layout is not None:
+            out, divergences = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
+            return out.unsqueeze(1), divergences.unsqueeze(1)
+        query, key, value, *index = (one.transpose(0, 1) for one in tensors)
+        out, divergences = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups)
+        return out.transpose(0, 1), divergences.transpose(0, 1)
 
     def _list_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that have other heads of the same tokens."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -394,8 +394,12 @@ class TrainEngine:
             losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **metrics})
         roots = [square**0.5 for square in read]
         norm = roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
-        if not checks or (all_finite and math.isfinite(norm)):
-            return norm, not counted
+        if checks and not (all_finite and math.isfinite(norm)):
+            self._raise_non_finite(losses, micro_batches, norm)
+        return norm, not counted
+
+    def _raise_non_finite(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch], norm: float) -> NoReturn:
+        """Raise NonFiniteError on every rank, naming the first micro-batch of each that has such a loss."""
         broken = [
             f"micro-batch {index} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
             for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
@@ -420,9 +424,7 @@ class TrainEngine:
         """Return the weights of this rank under their HF names, in forward order. Not collective."""
         return list_local_weights(self.model)
 
-    def state(
-        self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
-    ) -> ShardedStateDict:
+    def state(self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool) -> ShardedStateDict:
         """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
         state: ShardedStateDict = {}
         for index, model in enumerate(self.model.models):

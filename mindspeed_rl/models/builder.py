@@ -432,10 +432,7 @@ def build_gpt_model(
     Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are built from the spec of their
     block, `prediction`, in the chunk that has it.
     """
-    scaling = model_config.rope_scaling
-    yarn = scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention
-    reward = model_config.head == "reward"
-    rotation = "yarn" if yarn else "rope" if model_config.vision is None else "mrope"
+    reward, rotation = model_config.head == "reward", _choose_rotation(model_config)
     if hasattr(config, "position_embedding_type"):  # MindSpeed's configs have it, and Megatron then ignores its own argument
         setattr(config, "position_embedding_type", rotation)  # noqa: B010  (undeclared)
     model = (reward_class if reward else lm_class)(
@@ -457,6 +454,37 @@ def build_gpt_model(
         pg_collection=pg_collection,
         **({} if prediction is None else {"mtp_block_spec": cast(Any, prediction)}),
     )
+    _fit_rotary(model, config, model_config)
+    if model_config.sparse_attention is not None:
+        for module in model.modules():
+            if isinstance(module, MLASelfAttention):
+                module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
+    if pre_process and model_config.embedding_scale is not None:
+        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
+        # and the factor is rounded to the output's dtype first, as transformers does
+        factor = model_config.embedding_scale
+        model.embedding.word_embeddings.register_forward_hook(
+            lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
+        )
+    if post_process and model_config.final_logit_softcapping is not None and not reward:
+        cap = model_config.final_logit_softcapping
+        model.output_layer.register_forward_hook(
+            lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), output[1])  # logits and bias
+        )
+    return model
+
+
+def _choose_rotation(model_config: ModelConfig) -> str:
+    """Return Megatron's name of the positions; latent attention computes its own yarn."""
+    scaling = model_config.rope_scaling
+    if scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention:
+        return "yarn"
+    return "rope" if model_config.vision is None else "mrope"
+
+
+def _fit_rotary(model: GPTModel, config: TransformerConfig, model_config: ModelConfig) -> None:
+    """Give a model the rotary angles that Megatron's own class does not compute."""
+    scaling = model_config.rope_scaling
     if model_config.vision is not None:
         # Megatron's has no interleaved sections, and slices the positions, which are this rank's already
         rotary: Any = MultimodalRotary(model.rotary_pos_emb.inv_freq, model_config.vision)
@@ -482,23 +510,6 @@ def build_gpt_model(
             return (both, *factor) if factor else both
 
         model.rotary_pos_emb.register_forward_hook(append_local, with_kwargs=True)
-    if model_config.sparse_attention is not None:
-        for module in model.modules():
-            if isinstance(module, MLASelfAttention):
-                module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
-    if pre_process and model_config.embedding_scale is not None:
-        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
-        # and the factor is rounded to the output's dtype first, as transformers does
-        factor = model_config.embedding_scale
-        model.embedding.word_embeddings.register_forward_hook(
-            lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
-        )
-    if post_process and model_config.final_logit_softcapping is not None and not reward:
-        cap = model_config.final_logit_softcapping
-        model.output_layer.register_forward_hook(
-            lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), output[1])  # logits and bias
-        )
-    return model
 
 
 def _scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:

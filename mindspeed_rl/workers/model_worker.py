@@ -164,16 +164,8 @@ class TeacherPhases(_ModelWorker):
         for index, name in enumerate(term.teachers):
             role = {"actor": self.roles.actor, "ref": self.roles.reference}.get(name) or self.roles.teachers[name]
             chosen = [row for row in range(len(rows)) if choices is None or choices[row] == keys.teacher_keys[index]]
-            # replicas that share experts, or agree on a number of micro-batches, make their passes together
-            together = list(range(len(rows))) if role.model.transformer_config.num_moe_experts else chosen or [0]
-            role.offloader.onload(params=True)
-            batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
-            outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=keys.teacher_temperature)
-            if not role.trains:
-                self._release(role)
-            for row, *values in zip(together, *(outputs or ())):
-                if row in chosen:
-                    judged[row].append((values[0], values[1]))
+            for row, values in self._ask_teacher(role, rows, chosen, judgement).items():
+                judged[row].append(values)
         if not all(judged):
             return {}
         log_probs, ids = ([torch.stack([pair[item] for pair in row], 1).flatten() for row in judged] for item in (0, 1))
@@ -181,6 +173,20 @@ class TeacherPhases(_ModelWorker):
         if term.estimator is None:
             columns["teacher_ids"] = [values.int() for values in ids]
         return columns
+
+    def _ask_teacher(
+        self, role: Role, rows: Rows, chosen: Sequence[int], judgement: HeadOutputs | TopLogProbs
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the two outputs of a teacher for each of the chosen rows; collective."""
+        # replicas that share experts, or agree on a number of micro-batches, make their passes together
+        together = range(len(rows)) if role.model.transformer_config.num_moe_experts else chosen or [0]
+        role.offloader.onload(params=True)
+        batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
+        temperature = self.run.rl.distillation.teacher_temperature
+        outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=temperature)
+        if not role.trains:
+            self._release(role)
+        return {row: (values[0], values[1]) for row, *values in zip(together, *(outputs or ())) if row in chosen}
 
 
 def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:
