@@ -204,7 +204,7 @@ def _mappings(module: Any) -> None:
         padded[: len(value)] = value
         slices = [torch.empty_like(padded) for _ in lengths]
         torch.distributed.all_gather(slices, padded, group=group)
-        return torch.cat([one[:length] for one, length in zip(slices, lengths)])
+        return torch.cat([padded[:length] for padded, length in zip(slices, lengths)])
 
     def sum_slices(value: Tensor, group: Any, lengths: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if lengths is None or len(set(lengths)) == 1 or group.size() == 1:

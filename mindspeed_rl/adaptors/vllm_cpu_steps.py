@@ -128,8 +128,8 @@ class _Turn:
         states = [runner.requests[name] for name in runner.input_batch.req_ids]
         self._texts = [state.output_token_ids for state in states]
         params = [state.sampling_params for state in states]
-        self._left = np.array([one.max_tokens - len(text) for one, text in zip(params, self._texts)])
-        stops = {token for one in params for token in (*one.stop_token_ids, one.eos_token_id) if token is not None}
+        self._left = np.array([param.max_tokens - len(text) for param, text in zip(params, self._texts)])
+        stops = {token for param in params for token in (*param.stop_token_ids, param.eos_token_id) if token is not None}
         self._stops = np.array(sorted(stops), dtype=np.int64)
 
     def finish(self) -> object:
@@ -184,7 +184,7 @@ class _Turn:
         """Regroup log-probs from steps to requests; None where no request has them."""
         if logprobs[0] is None:
             return None
-        steps, fields = len(logprobs), zip(*(one[:3] for one in logprobs))  # token ids, log-probs, ranks
+        steps, fields = len(logprobs), zip(*(step[:3] for step in logprobs))  # token ids, log-probs, ranks
         ids, values, ranks = (np.stack(each, 1).reshape(-1, *each[0].shape[1:]) for each in fields)
         return type(logprobs[0])(ids, values, ranks, list(range(0, len(ranks) + 1, steps)))
 

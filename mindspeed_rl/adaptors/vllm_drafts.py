@@ -147,9 +147,9 @@ def _keep_matching_drafts(
     sampled = target_logits.argmax(-1)
     if not sampling_metadata.all_greedy:
         seeds = [seed for _, given in getattr(sampling_metadata, _SEEDS) for seed in given[:-1]]
-        drawn = torch.ops._C.fused_gumbel_argmax(target_logits.float(), torch.tensor(seeds, dtype=torch.int64))
+        random_tokens = torch.ops._C.fused_gumbel_argmax(target_logits.float(), torch.tensor(seeds, dtype=torch.int64))
         greedy = _expand(sampling_metadata.temperature, cu_num_draft_tokens, len(sampled)) == 0
-        sampled = torch.where(greedy, sampled, drawn.view(-1))
+        sampled = torch.where(greedy, sampled, random_tokens.view(-1))
     tokens = torch.full((len(num_draft_tokens), max_spec_len + 1), _PLACEHOLDER, dtype=torch.int32)
     matches = (sampled == draft_token_ids).tolist()
     start = 0
@@ -343,29 +343,29 @@ class _SuffixDrafts:
         text = corpus.responses[name]
         if len(text) < _MIN_MATCH:
             return []
-        best, found = 0, []
+        best, matches = 0, []
         for other, end in reversed(corpus.places.get((text[-2], text[-1]), ())):
             if end == len(other):  # nothing follows, as at the end of this text itself
                 continue
             length = _MIN_MATCH
-            most = min(end, len(text), self.max_depth - 1)
-            while length < most and other[end - length - 1] == text[-length - 1]:
+            max_length = min(end, len(text), self.max_depth - 1)
+            while length < max_length and other[end - length - 1] == text[-length - 1]:
                 length += 1
             if length > best:
-                best, found = length, []
+                best, matches = length, []
             if length == best:
-                found.append((other, end))
+                matches.append((other, end))
         limit = min(limit, self.max_tokens, self.max_depth - best, int(self.max_factor * best))
         draft: list[int] = []
-        num_found = len(found)
+        num_matches = len(matches)
         while len(draft) < limit:
-            following = Counter(other[end + len(draft)] for other, end in found if end + len(draft) < len(other))
+            following = Counter(other[end + len(draft)] for other, end in matches if end + len(draft) < len(other))
             if not following:
                 break
             token, count = following.most_common(1)[0]
-            if count < self.min_probability * num_found:
+            if count < self.min_probability * num_matches:
                 break
-            found = [(other, end) for other, end in found if other[end + len(draft) : end + len(draft) + 1] == [token]]
+            matches = [(other, end) for other, end in matches if other[end + len(draft) : end + len(draft) + 1] == [token]]
             draft.append(token)
         return draft
 

@@ -51,11 +51,11 @@ def join_experts(
     awaited = set(local or range(num_experts))
     waiting: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in named:
-        found = find_stack(name)
-        if found is None:
+        place = find_stack(name)
+        if place is None:
             yield name, tensor
             continue
-        stack, expert, part = found
+        stack, expert, part = place
         if expert not in awaited:
             continue
         experts = waiting.setdefault(stack, {})

@@ -124,7 +124,7 @@ def estimate_divergence(log_probs: Tensor, teacher: Tensor, settings: Distillati
     estimator = settings.estimator
     assert estimator is not None  # of a mode over sampled tokens
     each = [kl_penalty(student, teacher[..., index], estimator, clamp=False) for index in range(len(settings.weights))]
-    return sum((weight * one for weight, one in zip(settings.weights[1:], each[1:])), settings.weights[0] * each[0])
+    return sum((weight * estimate for weight, estimate in zip(settings.weights[1:], each[1:])), settings.weights[0] * each[0])
 
 
 @dataclass

@@ -284,7 +284,7 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape, located: Sequence[_Loca
     powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
     by_prompt: dict[bytes, int] = {}
     by_blocks: dict[tuple[int, int], int] = {}  # (tokens, their digest) -> first sequence that begins with them
-    found: list[tuple[int, int]] = []
+    prefixes: list[tuple[int, int]] = []
     for index, (ids, prompt, key) in enumerate(zip(sequences, prompts, _list_prefixes(rows, located))):
         digests = (powers[: len(ids)] * (ids.astype(np.uint64) + np.uint64(1))).cumsum()[_MIN_SHARED - 1 :: _MIN_SHARED]
         blocks = [((number + 1) * _MIN_SHARED, digest) for number, digest in enumerate(digests.tolist())]
@@ -296,10 +296,10 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape, located: Sequence[_Loca
             count = _count_common(sequences[owner], ids[: prompt - 1], located[owner], located[index])
             if count > shared[1] and (count == prompt - 1 or count >= _MIN_SHARED):
                 shared = (owner, count)
-        found.append(shared)
+        prefixes.append(shared)
         for block in blocks:
             by_blocks.setdefault(block, index)
-    return found
+    return prefixes
 
 
 def _count_common(first: _IdArray, second: _IdArray, first_images: _Located, second_images: _Located) -> int:
@@ -307,15 +307,15 @@ def _count_common(first: _IdArray, second: _IdArray, first_images: _Located, sec
     width = min(len(first), len(second))
     unequal = (first[:width] != second[:width]).nonzero()[0]
     count = int(unequal[0]) if len(unequal) else width
-    for start, one, other in zip(second_images[0], second_images[1], first_images[1]):
-        if start < count and one.key != other.key:
+    for start, image, other in zip(second_images[0], second_images[1], first_images[1]):
+        if start < count and image.key != other.key:
             return start
     return count
 
 
 def _count_computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:
     """Return the computed tokens of each sequence."""
-    lengths = [length for one in rows.sequence_lengths for length in one]
+    lengths = [length for row in rows.sequence_lengths for length in row]
     return [length - count for length, (_, count) in zip(lengths, shared)]
 
 
@@ -340,8 +340,8 @@ def build_micro_batch(
     predicted_lengths = [len(tokens) for tokens in predicted]
     width = max(max(predicted_lengths), 1)
     # from here on every sequence of a row counts as a row
-    lengths = [length for one in rows.sequence_lengths for length in one]
-    spans = [span for one in rows.spans for span in one]
+    lengths = [length for row in rows.sequence_lengths for length in row]
+    spans = [span for row in rows.spans for span in row]
     count = len(lengths)
     located = _locate_images(rows, shape)
     shared = _find_shared_prefixes(rows, shape, located)
@@ -403,9 +403,9 @@ def build_micro_batch(
     hidden_index = (slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
-    host = [input_ids, position_ids, hidden_index, labels[hidden_index], slots[hidden_index], mask, *columns.values()]
+    on_host = [input_ids, position_ids, hidden_index, labels[hidden_index], slots[hidden_index], mask, *columns.values()]
     # one copy for all: the number of small copies costs more than their size
-    input_ids, position_ids, hidden_index, labels, slots, mask, *values = platform.current().to_device(host, device)
+    input_ids, position_ids, hidden_index, labels, slots, mask, *values = platform.current().to_device(on_host, device)
     routing = None
     if rows.routing is not None:
         routing = torch.cat(rows.routing)[tokens.clamp(min=0)]
@@ -466,7 +466,7 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
     if rows.sequences is None:
         return _split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
     owners = [index for index, spans in enumerate(rows.sequences) for _ in spans]
-    lengths = [length for one in rows.sequence_lengths for length in one]
+    lengths = [length for row in rows.sequence_lengths for length in row]
     # of the sequences of each group of rows
     ends = list(accumulate(rows.group_sizes or [1] * len(rows)))
     sizes = [sum(map(len, rows.sequences[first:end])) for first, end in zip([0, *ends], ends)]

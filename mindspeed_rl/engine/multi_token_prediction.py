@@ -129,7 +129,10 @@ class PredictionLosses(EnginePart):
     def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
         """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
         counted = count()
-        trained = sum((self._trained(one).sum() for one in micro_batches if not one.is_filler), torch.zeros_like(counted))
+        trained = sum(
+            (self._trained(micro_batch).sum() for micro_batch in micro_batches if not micro_batch.is_filler),
+            torch.zeros_like(counted),
+        )
         totals = torch.stack([counted, trained])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._ratio = totals[0] / totals[1].clamp(min=1)

@@ -176,8 +176,8 @@ def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: Megat
     is_expert = not getattr(parameter, "allreduce", True)
     if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-        found = ranks()
-        group = found if found is not None and found.size() > 1 else None
+        ranks_group = ranks()
+        group = ranks_group if ranks_group is not None and ranks_group.size() > 1 else None
     width = model.kv_channels
     if config.muon_split_qkv and name.endswith("linear_qkv.weight") and width and model.num_query_groups:
         per_group = (model.num_attention_heads // model.num_query_groups * width, width, width)

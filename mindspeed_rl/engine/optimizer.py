@@ -88,8 +88,8 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
 
 def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
     """Return True for a parameter of the vision tower, or of its projector."""
-    _, found, inner = name.partition(TOWER)
-    return bool(found) and (get_tower_part(inner) == "projector") == projects
+    _, mark, inner = name.partition(TOWER)
+    return bool(mark) and (get_tower_part(inner) == "projector") == projects
 
 
 def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:
@@ -149,11 +149,11 @@ def compute_squared_norms(optimizer: MegatronOptimizer, device: torch.device) ->
         read = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
         gradients.setdefault(part.get_grad_stats_parallel_group(), []).extend(read())
     squares = []
-    for group, found in gradients.items():
+    for group, grads in gradients.items():
         square = torch.zeros(1, device=device)
-        if found:
+        if grads:
             flag = torch.zeros(1, dtype=torch.int, device=device)
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [found], False)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [grads], False)
             square = norm**2.0
         dist.all_reduce(square, group=group)
         squares.append(square.reshape(()))

@@ -29,7 +29,7 @@ class EnginePart:
     """An ingredient of one model on this rank; a method that a subclass leaves out does nothing.
 
     Attributes:
-        trains_only: False for a part that is armed, and attached to the head, in passes without training too.
+        trains_only: False for a part that is prepared, and attached to the head, in passes without training too.
     """
 
     trains_only: ClassVar[bool] = True

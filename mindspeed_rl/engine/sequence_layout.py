@@ -253,7 +253,7 @@ class ChunkPlan:
         window, ends = _plan_windows(parts, places, represented, kernel, num_tokens)
         bounds = torch.tensor([0, *(length for _, length in parts)]).cumsum(0)
         moved = platform.current().to_device(
-            [restore, window, ends, bounds, *(one for _, some in phases for one in some)], device
+            [restore, window, ends, bounds, *(index for _, some in phases for index in some)], device
         )
         restore, window, ends, bounds, *indexes = moved
         built = []
@@ -503,9 +503,9 @@ def shift_targets(
     for by in range(1, num_layers + 1):
         is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
         fillers = (pad_id, 0, -1)
-        ids, labels, slots = (torch.where(is_inside, one.roll(-by), filler) for one, filler in zip(values, fillers))
+        ids, labels, slots = (torch.where(is_inside, value.roll(-by), filler) for value, filler in zip(values, fillers))
         labels, slots = labels[order], slots[order]
         index = (slots >= 0).nonzero()[:, 0]
-        host = [ids[cells], index, labels[index], slots[index]]
-        targets.append(PredictionTargets(*platform.current().to_device(host, device)))
+        on_host = [ids[cells], index, labels[index], slots[index]]
+        targets.append(PredictionTargets(*platform.current().to_device(on_host, device)))
     return tuple(targets)

@@ -43,13 +43,13 @@ from torch.utils.checkpoint import checkpoint
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.pass_arguments import PassArguments
 from mindspeed_rl.engine.sequence_layout import PackedLayout
-from mindspeed_rl.models.builder import LatestIndex
+from mindspeed_rl.models.builder import IndexerOutput
 from mindspeed_rl.models.model_config import SparseAttention
 
 #: elements of a matrix of scores, of all heads, that exists at a time
@@ -256,7 +256,7 @@ class SparseCoreAttention(CoreAttention):
         layer_number: int,
         *,
         shape: SparseAttention,
-        latest: LatestIndex,
+        last_output: IndexerOutput,
         shares: bool,
         **arguments: Any,
     ) -> None:
@@ -268,9 +268,9 @@ class SparseCoreAttention(CoreAttention):
         self._is_shared = bool(shape.shared_layers)
         if self.indexer is not None:
             self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
-        #: of passes that are not armed, and of those that are
-        self.latest, self.indexes = latest, ArmedPasses[LatestIndex]()
-        self.passes = ArmedPasses[_TokenWeights]()
+        #: for passes without arguments of their own, and for passes with them
+        self.last_output, self.outputs = last_output, PassArguments[IndexerOutput]()
+        self.passes = PassArguments[_TokenWeights]()
 
     def forward(
         self,
@@ -294,7 +294,7 @@ class SparseCoreAttention(CoreAttention):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         ranks = 1 if group is None else group.size()
         longest, tokens = key.size(0) * ranks if layout is None else max(layout.lengths), self.passes.take()
-        index = self.indexes.take_any() or self.latest
+        index = self.outputs.take_any() or self.last_output
         if longest <= self.topk and tokens is None:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         if key.size(0) > query.size(0) and layout is None:
@@ -308,25 +308,25 @@ class SparseCoreAttention(CoreAttention):
             with contextlib.nullcontext() if tokens is not None else torch.no_grad():
                 features = self.indexer(x.detach(), qr.detach(), layout)
             if group is not None and order is not None:
-                features = IndexFeatures(*(_gather(one, order, group) for one in features.list_tensors()))
+                features = IndexFeatures(*(_gather(tensor, order, group) for tensor in features.list_tensors()))
             if self._is_shared:
                 index.features = features
         else:
             features = index.features
         if layout is not None:
-            query, key, value = (one.unsqueeze(1) for one in (query, key, value))
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
         if group is not None and order is not None:
             query, key, value = map(order.order_naturally, self._split_heads(query, key, value, group))
             weights = _gather(weights, order, group) if len(weights) else weights
         groups = None if tokens is None else self._list_groups()
         tensors = (query, key, value, *features.list_tensors())
         if layout is None:
-            query, key, value, *parts = (one.transpose(0, 1) for one in tensors)
+            query, key, value, *parts = (tensor.transpose(0, 1) for tensor in tensors)
             results = sparse_attention(query, key, value, IndexFeatures(*parts), self.topk, self.scale, groups)
-            out, divergences = (one.transpose(0, 1) for one in results)
+            out, divergences = (tensor.transpose(0, 1) for tensor in results)
         else:
-            results = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
-            out, divergences = (one.unsqueeze(1) for one in results)
+            results = self._inside_rows([tensor.squeeze(1) for tensor in tensors], layout, groups)
+            out, divergences = (tensor.unsqueeze(1) for tensor in results)
         if tokens is not None:
             out = MoEAuxLossAutoScaler.apply(out, tokens.add_up(divergences, weights))
         if group is not None and order is not None:
@@ -351,15 +351,15 @@ class SparseCoreAttention(CoreAttention):
         for block in layout.view.groups:
             queries, keys = (block.gather, (block.rows, block.width)), (block.keys, (block.rows, block.key_width))
             query, key, value, *index = (
-                one.index_select(0, gather).unflatten(0, shape)
-                for one, (gather, shape) in zip(tensors, (queries, keys, keys, queries, keys, queries))
+                tensor.index_select(0, gather).unflatten(0, shape)
+                for tensor, (gather, shape) in zip(tensors, (queries, keys, keys, queries, keys, queries))
             )
             if block.key_width <= self.topk and groups is None:
                 out = adaptors.causal_attention(query, key, value, self.scale)
                 blocks.append((out, index[2].new_zeros(out.shape[:2])))
             else:
                 blocks.append(sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups))
-        out, divergences = (torch.cat([one.flatten(0, 1) for one in part]) for part in zip(*blocks))
+        out, divergences = (torch.cat([block.flatten(0, 1) for block in part]) for part in zip(*blocks))
         return out.index_select(0, layout.view.restore), divergences.index_select(0, layout.view.restore)
 
 
@@ -367,7 +367,9 @@ class SharedIndexers(EnginePart):
     """Layers of this rank's model of which some attend to the tokens that the indexer of another one chose."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._chunks = [[one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models]
+        self._chunks = [
+            [module for module in chunk.modules() if isinstance(module, SparseCoreAttention)] for chunk in model.models
+        ]
 
     @classmethod
     def build(cls, config: MegatronConfig, model: BuiltModel) -> SharedIndexers | None:
@@ -376,17 +378,17 @@ class SharedIndexers(EnginePart):
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
         """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
-        index = LatestIndex()
+        output = IndexerOutput()
         for layer in self._chunks[chunk]:
             if layer.indexer is not None:  # one for the layer and those after it that have none
-                index = LatestIndex()
-            layer.indexes.armed = index
+                output = IndexerOutput()
+            layer.outputs.pending = output
 
     def reset(self) -> None:
         """Clear the layers after a pass over all micro-batches, completed or failed."""
         for layer in (layer for chunk in self._chunks for layer in chunk):
-            layer.indexes.reset()
-            layer.latest.features = None
+            layer.outputs.reset()
+            layer.last_output.features = None
 
 
 # ---------------------------------------------------------------- the indexer's loss
@@ -442,7 +444,7 @@ class IndexerLosses(EnginePart):
     def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
         """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
         counted = count()
-        self._num_tokens = sum(sum(one.lengths) for one in micro_batches if not one.is_filler)
+        self._num_tokens = sum(sum(micro_batch.lengths) for micro_batch in micro_batches if not micro_batch.is_filler)
         totals = torch.stack([counted, torch.full_like(counted, self._num_tokens)])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._factor = self._coeff * totals[0] / totals[1].clamp(min=1)
@@ -461,7 +463,7 @@ class IndexerLosses(EnginePart):
             (values,) = platform.current().to_device([values], self._factor.device)
             self._tokens[id(micro_batch)] = _TokenWeights(values, self._factor, self._sums)
         for passes in self._chunks[chunk]:
-            passes.armed = self._tokens[id(micro_batch)]
+            passes.pending = self._tokens[id(micro_batch)]
 
     def reset(self) -> None:
         """Clear the layers after a pass over all micro-batches, completed or failed."""

@@ -156,7 +156,7 @@ class TrainEngine:
 
     def add_part(self, part: EnginePart) -> None:
         """Add a part that the model itself does not ask for, in place of an earlier one of its class. Not collective."""
-        self.parts = [*(one for one in self.parts if type(one) is not type(part)), part]
+        self.parts = [*(other for other in self.parts if type(other) is not type(part)), part]
 
     # ------------------------------------------------------------------ forward only
 
@@ -211,7 +211,7 @@ class TrainEngine:
             loss_step = partial(self.loss_step, loss, None)
             micro_batches = self._micro_batches(rows, batching)
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, training=False))
-        PendingMetrics.read(one.metrics for one in losses)
+        PendingMetrics.read(loss.metrics for loss in losses)
         return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
@@ -292,14 +292,14 @@ class TrainEngine:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
             self.num_updates += 1
-        counted = [one for one in micro_batches if self.shape.shares_prefixes and not one.is_filler]
+        counted = [micro_batch for micro_batch in micro_batches if self.shape.shares_prefixes and not micro_batch.is_filler]
         return StepResult(
             losses if parallel.is_output_source() else [],
             0.0 if is_skipped else grad_norm,
             float(lr),
             is_skipped,
-            sum(one.num_tokens for one in counted),
-            sum(sum(one.lengths) for one in counted),
+            sum(micro_batch.num_tokens for micro_batch in counted),
+            sum(sum(micro_batch.lengths) for micro_batch in counted),
         )
 
     def loss_step(
@@ -388,7 +388,7 @@ class TrainEngine:
         squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
         added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
-            [*(one.metrics for one in losses), *added], [*state.unbind(), *squares]
+            [*(loss.metrics for loss in losses), *added], [*state.unbind(), *squares]
         )
         for metrics in added if losses else ():
             losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **metrics})
@@ -565,7 +565,7 @@ class TrainEngine:
             "model": self.chunks if len(self.chunks) > 1 else self.chunks[0],
             "num_microbatches": len(micro_batches),
             # pipelines exchange real shapes, so any rank's length works
-            "seq_length": max(one.input_ids.size(1) for one in micro_batches) * self.shape.cp_size,
+            "seq_length": max(micro_batch.input_ids.size(1) for micro_batch in micro_batches) * self.shape.cp_size,
             "micro_batch_size": micro_batches[0].input_ids.size(0),
             "forward_only": not training,
         }

@@ -73,7 +73,7 @@ def find_images(ids: Tensor, images: Sequence[PreparedImage], vision: VisionConf
     marks = nn.functional.pad((ids == vision.image_token_id).to(torch.int8), (1, 1)).diff()
     starts = (marks == 1).nonzero()[:, 0]
     runs = zip(starts.tolist(), ((marks == -1).nonzero()[:, 0] - starts).tolist())
-    found = []
+    placed = []
     for index, image in enumerate(images):
         count = vision.count_tokens(image.grid)
         start = next((start for start, length in runs if length == count), None)
@@ -82,8 +82,8 @@ def find_images(ids: Tensor, images: Sequence[PreparedImage], vision: VisionConf
                 f"image {index} of {len(images)} has {count} tokens (grid {list(image.grid)}), and no run of as many tokens "
                 f"{vision.image_token_id} follows those of the images before it; text and images are not of the same processor"
             )
-        found.append(start)
-    return found
+        placed.append(start)
+    return placed
 
 
 def compute_axis_positions(length: int, starts: Sequence[int], images: Sequence[PreparedImage], vision: VisionConfig) -> Tensor:
@@ -302,16 +302,17 @@ class VisionEncoder(ImagePositions):
         if self.is_trained:
             return self._compute(images)
         missing = [image for image in images if image.key not in self._cached]
-        found = {image.key: self._cached[image.key] for image in images if image.key in self._cached}
+        features = {image.key: self._cached[image.key] for image in images if image.key in self._cached}
         if missing:
             counts = [self._vision.count_tokens(image.grid) for image in missing]
             levels = [level.split(counts) for level in self._compute(missing)]
-            found |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
+            features |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
         for key in (image.key for image in images):
-            self._cache(key, found[key])
+            self._cache(key, features[key])
         device = next(self._tower.parameters()).device
         return [
-            torch.cat([found[image.key][level].to(device) for image in images]) for level in range(len(found[images[0].key]))
+            torch.cat([features[image.key][level].to(device) for image in images])
+            for level in range(len(features[images[0].key]))
         ]
 
     def _cache(self, key: str, levels: list[Tensor]) -> None:

@@ -113,7 +113,7 @@ class _VocabLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first = head.first_id(weight)
         # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
-        found: tuple[list[Tensor], ...] = ([], [], [])
+        statistics: tuple[list[Tensor], ...] = ([], [], [])
         at_others: Tensor | None = None
         added: list[tuple[Tensor, ...]] = []
         if divergence is None:
@@ -139,10 +139,10 @@ class _VocabLogProbs(torch.autograd.Function):
                 assert others is not None and teacher is not None
                 student = (summed[:, 3:] - log_total[:, None]).masked_fill(others[chunk] < 0, float("-inf"))
                 added.append(divergence(student, teacher[chunk]))
-            for values, of_chunk in zip(found, (picked - log_total, top + log_total, log_total - weighted / total)):
+            for values, of_chunk in zip(statistics, (picked - log_total, top + log_total, log_total - weighted / total)):
                 values.append(of_chunk)
         nothing = hidden.new_empty(0, dtype=torch.float32)
-        log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in found)
+        log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in statistics)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others, teacher)
         ctx.head, ctx.divergence = head, divergence
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
@@ -220,8 +220,8 @@ def _differentiate(
         both = zip(divergence(leaf, teacher), grads)
         outputs = [(output, grad) for output, grad in both if grad is not None and output.requires_grad]
         # an entry of -inf is no token: 0 times infinity is no number
-        found = torch.autograd.grad([output for output, _ in outputs], leaf, [grad for _, grad in outputs])[0]
-    return found.masked_fill_(student == float("-inf"), 0.0)
+        gradient = torch.autograd.grad([output for output, _ in outputs], leaf, [grad for _, grad in outputs])[0]
+    return gradient.masked_fill_(student == float("-inf"), 0.0)
 
 
 def compute_vocab_log_probs(

@@ -16,7 +16,7 @@ from mindspeed_rl.checkpoint.dist import DistFolder
 from mindspeed_rl.checkpoint.hf import read_json, write_config
 from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
 from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models.model_config import ModelConfig
@@ -150,9 +150,9 @@ def _check_kind(path: Path, iteration: int | None) -> None:
         if any(name.endswith("ForSequenceClassification") for name in names):
             raise ValueError(f"--load {path} is a reward model ({names[0]}), which generates no text; give a language model")
         return
-    if not any((path / name).is_file() for name in (LATEST_NAME, "metadata.json")) and not any(path.glob("mp_rank_*")):
+    if not any((path / name).is_file() for name in (TRACKER_NAME, "metadata.json")) and not any(path.glob("mp_rank_*")):
         raise ValueError(
-            f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({LATEST_NAME})"
+            f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({TRACKER_NAME})"
         )
     record = iteration_folder(path, iteration) / "run_state.json"
     lora = read_json(record).get("lora") if record.is_file() else None

@@ -101,7 +101,7 @@ class PromptFormat:
             return self._encode_text(conversations)
         # each image is one token here, and so many in the prompt
         texts = self._encode_text([reader.write_markers(conversation) for conversation in conversations])
-        return [reader.expand([(ids, [])], one.images)[0][0][0] for ids, one in zip(texts, conversations)]
+        return [reader.expand([(ids, [])], conversation.images)[0][0][0] for ids, conversation in zip(texts, conversations)]
 
     def _encode_text(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         if self._template is None:

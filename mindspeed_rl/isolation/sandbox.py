@@ -202,12 +202,12 @@ def _supervise(
 
 def _list_descendants(pid: int) -> list[int]:
     """Return the processes below a process, those that its other threads and its orphans' parents started included."""
-    found = [pid]
-    for parent in found:  # grows during the iteration
+    processes = [pid]
+    for parent in processes:  # grows during the iteration
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
             for thread in Path(f"/proc/{parent}/task").iterdir():
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return found[1:]
+                processes += [int(child) for child in (thread / "children").read_text().split()]
+    return processes[1:]
 
 
 def _measure_memory(pid: int) -> int:

@@ -265,8 +265,8 @@ class ModelConfig:
     @property
     def is_homogeneous(self) -> bool:
         """True where all decoder layers have the same parameters."""
-        one_attention = self.linear_attention is None and not self.layers_without_indexer
-        return one_attention and len(self.moe_layers) in (0, self.num_layers)
+        has_same_attention = self.linear_attention is None and not self.layers_without_indexer
+        return has_same_attention and len(self.moe_layers) in (0, self.num_layers)
 
     @property
     def layers_without_indexer(self) -> tuple[int, ...]:

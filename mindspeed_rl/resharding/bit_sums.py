@@ -106,10 +106,10 @@ def _compute_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.
 @functools.cache
 def _cached_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     series, mask = [], (1 << 31) - 1
-    for one, other in (_ROW_FACTORS, _COLUMN_FACTORS):
+    for first, second in (_ROW_FACTORS, _COLUMN_FACTORS):
         mixed = np.arange(count, dtype=np.int64)
         # each step can be undone, so different indexes have different weights
-        for shift, factor in ((15, one), (13, other), (16, one)):
+        for shift, factor in ((15, first), (13, second), (16, first)):
             mixed = mixed * factor & mask
             mixed ^= mixed >> shift
         series.append((2 * mixed + 1).astype(np.uint32).view(np.int32))

@@ -362,12 +362,12 @@ class _Reader:
 
     def _read_elements(self, broken: set[str]) -> dict[str, dict[_Kind, Tensor]]:
         """Return the indexes of every element of these parameters; negative where there is none."""
-        found: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
-        for kind, factor in self._load_indexes() if found else ():
-            for name, indexes in found.items():
+        elements: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
+        for kind, factor in self._load_indexes() if elements else ():
+            for name, indexes in elements.items():
                 parameter = self._parameters[name]
                 _add_digit(indexes.setdefault(kind, torch.zeros(parameter.shape, dtype=torch.int64)), parameter, factor)
-        return found
+        return elements
 
     def _find_members(self, tensors: Tensor) -> tuple[str, ...]:
         return tuple(self._names[index] for index in tensors.unique().tolist() if 0 <= index < len(self._names))

@@ -409,7 +409,9 @@ class JudgeServers:
             while not future.done():
                 wait([future], timeout=_CHECK_EVERY_S)
                 if not self._pool.names:
-                    raise WorkerError(f"no judge server is left: {'; '.join(': '.join(one) for one in self._pool.lost)}")
+                    raise WorkerError(
+                        f"no judge server is left: {'; '.join(': '.join(reasons) for reasons in self._pool.lost)}"
+                    )
                 waiting.check(self._pool.names)
         finally:
             future.cancel()

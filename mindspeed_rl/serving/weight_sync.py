@@ -153,8 +153,8 @@ class WeightSync:
             join(names, invite)
         except (RayError, RuntimeError, OSError) as error:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
-            for one in attempts:
-                give_up(one.host, one.port, one.name, f"the trainers failed: {_last_line(error)}")
+            for attempt in attempts:
+                give_up(attempt.host, attempt.port, attempt.name, f"the trainers failed: {_last_line(error)}")
         is_joined = bool(joins) and joins[0].result()
         return is_joined and set(names) <= set(self._pool.names)
 

@@ -327,7 +327,7 @@ class Roles:
     """
 
     actor: Role | None = None
-    reference: Role | None = None
+    ref: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
     scoring: OutcomeScoring | None = None
@@ -335,7 +335,7 @@ class Roles:
 
     def all(self) -> list[Role]:
         """Return the models of this worker."""
-        roles = (self.actor, self.critic, self.reference, self.reward, *self.teachers.values())
+        roles = (self.actor, self.critic, self.ref, self.reward, *self.teachers.values())
         return [role for role in roles if role is not None]
 
 

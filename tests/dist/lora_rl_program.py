@@ -126,7 +126,7 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     plane.put({"prompt_ids": prompts}, range(ROWS))
     model = worker.roles.actor.model.models[0]
     base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
-    found: dict[str, Any] = {"has_reference": worker.roles.reference is not None}
+    found: dict[str, Any] = {"has_reference": worker.roles.ref is not None}
 
     found["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
     worker.generate(0)

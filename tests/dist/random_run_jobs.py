@@ -145,7 +145,7 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         plane.put(build_routing_columns(worker.run.models["actor"].plan, trajectories), everyone)
     plane.forget()
     metrics, found, names = Metrics(), dict[str, Any](), ["advantages", "returns", "scored_mask", "loss_mask"]
-    if schedule.needs_reference:
+    if schedule.needs_ref:
         metrics.merge(worker.compute_log_probs("ref", count).metrics)
         plane.exchange()
         names.append("ref_log_probs")

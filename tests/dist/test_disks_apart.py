@@ -16,7 +16,7 @@ from ranks import Ranks
 from training_jobs import Setting
 
 import mindspeed_rl.engine.disks as disks_module
-from mindspeed_rl.engine.checkpoint import _find_latest_iteration
+from mindspeed_rl.engine.checkpoint import _find_newest_iteration
 
 ZERO = {"use_distributed_optimizer": True, "bf16": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -47,7 +47,7 @@ def test_a_run_over_two_disks_resumes_to_the_bit(
     places = [str(folder) for folder in folders]
     expected = ranks(2).run(jobs.apart, job="save_then_train", setting=setting, folders=places)
     here, there = (folder / "iter_0000002" for folder in folders)
-    assert [_find_latest_iteration(folder) for folder in folders] == [2, 2]
+    assert [_find_newest_iteration(folder) for folder in folders] == [2, 2]
     assert not own_files(here) & own_files(there) and "random/rank_00001.safetensors" in own_files(there)
     small = {path.name: path.read_bytes() for path in there.iterdir() if path.suffix != ".distcp" and path.is_file()}
     assert {"run_state.json", "checksums.json", ".metadata", "metadata.json"} <= small.keys()
@@ -100,7 +100,7 @@ def test_a_machine_that_takes_anothers_place_gets_what_it_needs(
     resumed = ranks(2).run(jobs.apart, job="load_then_train", setting=setting, folders=places)
     # its random generator is lost with it, and this model draws nothing in training
     assert losses(resumed) == losses(expected) and not resumed[0]["loaded"]["random_restored"]
-    assert _find_latest_iteration(folders[1]) == 2
+    assert _find_newest_iteration(folders[1]) == 2
 
 
 @pytest.mark.slow

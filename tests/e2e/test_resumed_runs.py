@@ -18,7 +18,7 @@ from patience import patient
 from safetensors.torch import load_file
 from shared_forks import shared
 
-from mindspeed_rl.checkpoint.newest import LATEST_NAME
+from mindspeed_rl.checkpoint.newest import TRACKER_NAME
 from mindspeed_rl.runtime.fork_server import TRAINING
 
 MEASURED = ("timing/", "memory/", "rollout/push_")
@@ -169,7 +169,7 @@ def test_the_same_command_completes_a_save_that_was_cut_between_two_files(task: 
     # after the critic's first checkpoint, before the actor's
     shutil.rmtree(save)
     shutil.rmtree(tmp_path / "run")
-    (critic / LATEST_NAME).write_text("1")
+    (critic / TRACKER_NAME).write_text("1")
     (critic / "iter_0000002").rename(critic / "iter_0000001")
     again = finished(task, tmp_path, *keys)
     assert steps_of(again) == expected

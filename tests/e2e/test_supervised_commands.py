@@ -30,7 +30,7 @@ from mindspeed_rl.runtime.fork_server import TRAINING, fork_server
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.engine.checkpoint import _find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.engine.checkpoint import _find_newest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
 
@@ -238,7 +238,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
     assert found == expected, f"killed after {moment} records"
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
-    assert _find_latest_iteration(tmp_path / "save") == 40
+    assert _find_newest_iteration(tmp_path / "save") == 40
 
 
 @pytest.mark.slow

@@ -198,7 +198,7 @@ class AgentConversation:
         start_s = time.time()
         while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
             response = await self._engine.generate(context, sampling, seed, response)
-        start = sum(len(segment.token_ids) for one in self._finished for segment in one.segments)
+        start = sum(len(segment.token_ids) for sequence in self._finished for segment in sequence.segments)
         start += sum(len(segment.token_ids) for segment in self._segments)
         stop = start + len(response.token_ids)
         self._events.append(TurnEvent("model", self._last_turn, start, stop, start_s, time.time()))
@@ -371,7 +371,7 @@ class AgentConversation:
     def _list_events(self) -> tuple[TurnEvent, ...]:
         """Return the events, with the rewards of the turns."""
         rewards = iter(self._rewards)
-        return tuple(replace(one, reward=next(rewards)) if one.name == "model" else one for one in self._events)
+        return tuple(replace(event, reward=next(rewards)) if event.name == "model" else event for event in self._events)
 
 
 def _split_by_training(segment: Segment, trains: Sequence[bool]) -> list[Segment]:

@@ -116,13 +116,16 @@ def _fillable_groups(run: Run) -> Iterator[Broken]:
             off,
         )
     size, batches = rl.filter_groups_train_batch_size, rl.filter_groups_max_batches
-    if sizes is None or not sizes.can_divide or batches < 1 or size <= (most := sizes.rollout_prompts * batches):
+    if sizes is None or not sizes.can_divide or batches < 1 or size <= (max_prompts := sizes.rollout_prompts * batches):
         return
     yield violate(
         "filter_fills",
-        f"[filter_groups_train_batch_size] is more than the {most} prompts of [filter_groups_max_batches:short] "
+        f"[filter_groups_train_batch_size] is more than the {max_prompts} prompts of [filter_groups_max_batches:short] "
         "rollouts: the batch never fills",
-        {"filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts), "filter_groups_train_batch_size": int(most)},
+        {
+            "filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts),
+            "filter_groups_train_batch_size": int(max_prompts),
+        },
     )
 
 

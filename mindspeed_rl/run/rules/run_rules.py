@@ -117,7 +117,7 @@ def _roles(run: Run) -> Iterator[Broken]:
         yield violate("share_backbone_lora", text, {"share_backbone": False})
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
-    if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
+    if rl.share_backbone and rl.init_kl_coef and not objective.needs_ref:
         text = "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model"
         yield violate("share_backbone_stage", text, {"share_backbone": False})
     if objective.has_critic and cfg.critic_config is None:

@@ -56,7 +56,7 @@ def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], exp
 def test_stage_decides_where_the_kl_goes(stage: str, rl: dict[str, Any], in_loss: float, in_reward: float) -> None:
     objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     assert (objective.kl_in_loss, objective.kl_in_reward) == (in_loss, in_reward)
-    assert objective.needs_reference == bool(in_loss or in_reward)
+    assert objective.needs_ref == bool(in_loss or in_reward)
 
 
 def test_clip_higher_replaces_the_symmetric_clip() -> None:

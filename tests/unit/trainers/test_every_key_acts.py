@@ -114,7 +114,7 @@ ELSEWHERE: dict[str, str] = {
     "run/draft.py": "stage threads_per_worker",
     "run/record.py": "fault_tolerance",
     "run/length.py": "train_epochs",
-    "run/references.py": "ref_model integrated_mode_config",
+    "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
