@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 _PRECISION, _VLLM_PRECISION = "medium", "VLLM_FLOAT32_MATMUL_PRECISION"
-#: of a product's error, over the sum of its terms' sizes: float32 stays a hundred times below, bfloat16 (2^-8) far above
+#: bound of a product's error, over the sum of its terms' sizes: float32 stays a hundred times below, bfloat16 (2^-8) far above
 _ALLOWED_ERROR = 2.0**-16
 
 

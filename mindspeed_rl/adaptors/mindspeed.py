@@ -13,7 +13,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
 
-They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
+They can go when MindSpeed's parser does not change `sys.argv`, its patches stop searching all modules and its loader knows
 "fully_reshardable"; the programs of tests/npu_sim run the real one.
 
 The gated delta rule of bfloat16 models runs on MindSpeed's Triton kernel where Triton has a device (`delta_rule_kernel`).

@@ -163,7 +163,7 @@ def _read_packings(kernel: Any, hidden: int, intermediate: int, dtype: torch.dty
     for name, (rows, columns) in shapes.items():
         flat = positions[name].flatten()
         num_rows, num_columns = positions[name].shape
-        # of a block's elements the second row follows the first; the next columns are in the next block
+        # the second row of a block's elements follows the first; the next columns are in the next block
         width = min(num_columns, int((flat == columns).nonzero()))
         height = num_rows if width == num_columns else int((flat == width).nonzero()) // width
         matrix = _Packing((height, width), None, None)(positions[name])

@@ -8,8 +8,8 @@
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
 
 After a turn of one token for each request, the runner continues with the tokens it has just sampled, up to _STEPS of them, as
-long as few requests have finished; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
-cuts off the tokens after a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
+long as few requests have finished; the scheduler takes a turn's tokens as in speculative decoding, and
+cuts off the tokens after a request's end. Requests, tokens and log-probs are the same as with single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
 at a request's tokens (penalties, grammars, stop strings, all of which a server may be asked for), hands out more than tokens
 (routed experts) or has to step with others (replicas that share experts; workers apart from their scheduler).
@@ -155,7 +155,7 @@ class _Turn:
     def _room(self) -> int:
         """Return the number of tokens of this turn: within the model's length, and one request at least has room for all."""
         batch = self._runner.input_batch
-        # of a request that has as many tokens as the model takes, the last is not computed
+        # the last token of a request that has as many as the model takes is not computed
         free = self._runner.max_model_len - int(batch.num_tokens_no_spec[: self._requests].max())
         return 1 + min(_STEPS - 1, int(self._left.max()), free)
 

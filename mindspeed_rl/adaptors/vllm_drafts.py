@@ -10,8 +10,8 @@
 
 On the CPU each position of a draft is sampled from the target's distribution, with the seed that the same token would have
 without drafts; the draft stays up to the first position where it is not what was sampled. For a draft that is not sampled
-itself the probability of this, p(draft), is that of rejection sampling (arXiv:2211.17192), so as many tokens stay. But
-responses are those of a run without drafts, token by token at every temperature, whatever the drafts are: a shared cache of
+itself the probability of this, p(draft), is the one of rejection sampling (arXiv:2211.17192), so as many tokens stay. But
+responses are the same as without drafts, token by token at every temperature, whatever the drafts are: a shared cache of
 drafts, another batch or a resumed run changes none. Seeds of positions that were not reached go back to the request.
 Other devices keep vLLM's own rejection sampling: the same distribution, from the request's own generator, but other tokens
 than without drafts.
@@ -64,7 +64,7 @@ class DraftCounts:
         return result
 
 
-#: of this process
+#: counts of this process
 counts = DraftCounts()
 
 
@@ -282,8 +282,8 @@ class _Corpus:
 class _SuffixDrafts:
     """Drafts from what follows the longest match of a response's last tokens (suffix decoding, arXiv:2411.04975).
 
-    Texts that are looked at are those of the same prompt: the response itself, the other samples of its group, also while they
-    are generated, and those of earlier rollouts. Settings are vLLM's own keys of `speculative_config`.
+    Only texts of the same prompt are looked at: the response itself, the other samples of its group, also while they
+    are generated, and samples of earlier rollouts. Settings are vLLM's own keys of `speculative_config`.
 
     Attributes:
         max_tokens: largest number of tokens of a draft.
@@ -401,7 +401,7 @@ def _propose_suffixes(self: Any, *arguments: Any, **keywords: object) -> list[li
             num_prompt = int(batch.num_prompt_tokens[row])
             ids: np.ndarray = batch.token_ids_cpu[row]
             drafts.start(name, ids[:num_prompt].tolist())
-            # of a request that was put back, all that it had sampled
+            # a request that was put back keeps all that it had sampled
             drafts.extend(name, ids[num_prompt : count - len(tokens)].tolist())
         drafts.extend(name, [int(token) for token in tokens])
         result.append(drafts.propose(name, self.max_model_len - count - 1))

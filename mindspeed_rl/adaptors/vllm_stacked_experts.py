@@ -1,9 +1,9 @@
 """vLLM's gpt-oss takes the separate experts of a weight sync (GptOssForCausalLM.load_weights; vLLM 0.18 to 0.32).
 
-Its loader takes the experts of a layer as one tensor, as checkpoints have them, and a weight sync sends each expert by itself.
-So separate experts are put together before the loader sees them; under expert parallelism those of this rank, with zeros for
-the others, of which the loader takes nothing. It can go when the loader takes ``experts.0.gate_proj.weight`` and the like, as
-it does for other families; `tests/unit/adaptors` fails then.
+Its loader takes a layer's experts as one tensor, as checkpoints have them, and a weight sync sends each expert by itself.
+So separate experts are put together before the loader sees them; under expert parallelism this rank's experts, with zeros
+for the others, of which the loader takes nothing. It can go when the loader takes ``experts.0.gate_proj.weight`` and the like,
+as it does for other families; `tests/unit/adaptors` fails then.
 """
 
 from __future__ import annotations

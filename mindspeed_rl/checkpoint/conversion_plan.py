@@ -208,7 +208,7 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
     def dtype_of(op: WeightOp) -> torch.dtype:
         if op.hf[0] not in dtypes:
             raise ValueError(f"{source.path} lacks {op.hf[0]!r}")
-        # that of the first: a parameter whose tensors differ in dtype is refused when its pieces are written
+        # the first one's dtype: a parameter whose tensors differ in dtype is refused when its pieces are written
         return dtypes[op.hf[0]]
 
     staging = destination.staging

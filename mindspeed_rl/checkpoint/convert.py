@@ -39,8 +39,8 @@ _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
 _TRACKER_STAGING = TRACKER_NAME + ".partial"
 _T = TypeVar("_T")
-#: of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the other
-#: reads, and looks at what it has read
+#: threads of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the
+#: other reads, and looks at what it has read
 _THREADS = 2
 
 

@@ -191,7 +191,7 @@ def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
     """Write the GGUF file at `load_dir` as a Hugging Face folder; return what was done, in a line.
 
     Raises:
-        ValueError: there is no such file, it is not supported, or the destination exists.
+        ValueError: the file does not exist, it is not supported, or the destination exists.
     """
     path = find_gguf(options.load_dir.expanduser())
     if path is None:

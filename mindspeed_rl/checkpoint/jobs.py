@@ -384,7 +384,7 @@ def connect(
             # a copy that no target takes is read too: dropped unread, other numbers than the owner's would be lost
             needed[id(by_name[copy])] = by_name[copy]
             parent[root(id(by_name[copy]))] = root(id(by_name[owner]))
-    # in the order of the targets, which is that of their files: the result is written from front to back
+    # in the order of the targets, which is the order of their files: the result is written from front to back
     members: dict[int, list[Target]] = {}
     for target, group_id in zip(targets, first_group):
         members.setdefault(root(group_id), []).append(target)

@@ -89,7 +89,7 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     """Return (conversation, columns that the output repeats) of every prompt.
 
     Raises:
-        ValueError: there is no prompt, there are several sources, or a line is malformed.
+        ValueError: no prompt is given, or several sources, or a line is malformed.
     """
     if args.prompt is not None and args.input is not None:
         raise ValueError("--prompt and --input exclude each other")

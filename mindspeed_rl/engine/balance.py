@@ -65,7 +65,7 @@ def pack_within_budget(
         max_rows: maximum sequences in a bin.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     bins: list[list[int]] = []
@@ -117,7 +117,7 @@ def pack_families(
         max_rows: maximum sequences in a bin.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     order = sorted(range(len(lengths)), key=lambda i: families[i])
@@ -154,7 +154,7 @@ def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | No
         max_rows: maximum sequences in a batch.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     batches: list[list[int]] = []

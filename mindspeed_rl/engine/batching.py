@@ -46,7 +46,7 @@ class Rows:
             predicts the responses, one after the other. None: every row is one sequence.
         routing: one [length, routed layers of this stage, experts a token] int16 tensor a row: the experts of its tokens;
             the model's routers choose for a token with -1. None: they choose for all.
-        images: those of each row in the order of their tokens, sequence by sequence. None: text alone.
+        images: images of each row in the order of their tokens, sequence by sequence; None for a model of text.
     """
 
     input_ids: list[Tensor]
@@ -124,7 +124,7 @@ class BatchShape:
         shares_prefixes: prefix sharing: what sequences of a micro-batch begin with in common (a prompt, turns of a branch) is
             computed once, except for the last token before a sequence's own, which predicts in each of them. Packed layout
             only; a context-parallel rank then has a slice of the computed tokens, and sequence_multiple is 1.
-        vision: of a model that sees images, whose tokens have a position on three axes; None for others.
+        vision: vision config of a model that sees images, whose tokens have a position on three axes; None for others.
         num_predictions: multi-token-prediction layers, whose targets a micro-batch has too.
     """
 
@@ -185,7 +185,7 @@ class MicroBatch:
         rows, width: shape of response-aligned tensors; width is the maximum response length.
         predicted_mask: [rows, width] bool, True on real predicted tokens, of every context-parallel rank.
         columns: name -> [rows, width], [rows, width, k] or [rows].
-        indexes: of its rows in the batch.
+        indexes: indexes of its rows in the batch.
         num_tokens: real tokens that are computed, prompts included.
         lengths: tokens of each sequence, a shared prefix in all of them.
         tokens: [n] int64 on the host; for each position of the hidden states, as `hidden_index` counts them, the index of its
@@ -234,7 +234,7 @@ def _align(values: list[Tensor], width: int) -> Tensor:
 
 #: fewest tokens that sequences of different prompts share
 _MIN_SHARED = 16
-#: of the polynomial by which prefixes are found, modulo 2^64; equal tokens are compared afterwards
+#: base of the polynomial by which prefixes are found, modulo 2^64; equal tokens are compared afterwards
 _BASE = 0x9E3779B97F4A7C15
 _IdArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -383,7 +383,7 @@ def build_micro_batch(
         cells, order = local[None], local  # hidden states are [t, 1, h]
     else:
         layout = None
-        # rows are equally wide, so one row's slice is that of all
+        # rows are equally wide, so one row's slice fits all
         local = _local_positions(padded[:1], shape)
         cells = torch.arange(total).view(len(padded), -1)[:, local]
         order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
@@ -467,7 +467,7 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
         return _split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
     owners = [index for index, spans in enumerate(rows.sequences) for _ in spans]
     lengths = [length for row in rows.sequence_lengths for length in row]
-    # of the sequences of each group of rows
+    # ends and sizes of the groups of rows, in sequences
     ends = list(accumulate(rows.group_sizes or [1] * len(rows)))
     sizes = [sum(map(len, rows.sequences[first:end])) for first, end in zip([0, *ends], ends)]
     chosen = _split_micro_batches(lengths, shape, batching, min_count=min_count, group_sizes=sizes)
@@ -490,7 +490,7 @@ def _split_micro_batches(
         group_sizes: adjacent rows that stay together; `micro_batch_size` and `max_rows` count these groups.
 
     Raises:
-        ValueError: a row (or group) alone exceeds the budget.
+        ValueError: a single row (or group) exceeds the budget.
     """
     ends = list(accumulate(group_sizes)) if group_sizes is not None else list(range(1, len(lengths) + 1))
     groups = [list(range(first, end)) for first, end in zip([0, *ends], ends)]

@@ -146,7 +146,7 @@ class CheckpointSaver:
         failure: str | None = None
         if self.disks.leads:
             try:
-                # of a killed save
+                # left by a killed save
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as error:
@@ -364,7 +364,7 @@ def choose_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple
         Its iteration, and the disks of the ranks where files had to be copied.
 
     Raises:
-        ValueError: there is no finished checkpoint, or a disk cannot write the files.
+        ValueError: no checkpoint is finished, or a disk cannot write the files.
     """
     failure: str | None = None
     if iteration is None and dist.get_rank() == 0:
@@ -432,7 +432,7 @@ def verify_files(path: Path, advice: str, files: CheckpointFiles | None = None) 
 
     Args:
         advice: the fix of a damaged one, for the error.
-        files: those of each disk, where they differ.
+        files: files of each disk, where they differ.
 
     Returns:
         False where the checkpoint has no checksums.
@@ -469,7 +469,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         {"iteration": ..., "run_state": ..., "random_restored": bool}.
 
     Raises:
-        ValueError: there is no finished checkpoint, or it lacks a state that is restored.
+        ValueError: no checkpoint is finished, or it lacks a state that is restored.
     """
     config = engine.config
     engine.offloader.onload(optimizer=True)
@@ -522,7 +522,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         # a tuple is returned only where keys may be missing
         state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
     for index, model in enumerate(engine.model.models):
-        if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
+        if fresh_head and subset != "adapters":  # adapters have the head of the base weights
             _add_zero_head(model, state[f"model{index}"])
     engine.load_weights(state, strict=subset == "all")
     if with_optimizer:

@@ -136,7 +136,7 @@ def join_checksums(disks: Disks, partial: Path) -> None:
     """Write the checksums of all files on rank 0's disk, and the list of those on other disks; collective.
 
     Raises:
-        ValueError: a rank cannot read those of its disk, or rank 0 cannot write.
+        ValueError: a rank cannot read the lists of its disk, or rank 0 cannot write.
     """
     rank = dist.get_rank()
     local: checksums.Sums = {}
@@ -198,11 +198,11 @@ def _copy_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str,
 
 
 def share_small_files(folder: Path, path: Path) -> Disks | None:
-    """Copy the small files of a checkpoint to disks without them, such as that of a machine that replaced another; collective.
+    """Copy the small files of a checkpoint to disks without them, such as a replaced machine's; collective.
 
     Args:
-        folder: of the checkpoints.
-        path: of this one.
+        folder: folder of the checkpoints.
+        path: folder of this checkpoint.
 
     Returns:
         The disks of the ranks, None where every rank has the checkpoint already.
@@ -336,9 +336,9 @@ def find_missing_files(folder: Path, path: Path, disks: Disks | None) -> Checkpo
     Collective.
 
     Args:
-        folder: of the checkpoints.
-        path: of this one.
-        disks: of the ranks, where they are known.
+        folder: folder of the checkpoints.
+        path: folder of this checkpoint.
+        disks: disks of the ranks, where they are known.
 
     Raises:
         ValueError: no machine has one of its files, and it is more than a random generator's state.

@@ -49,7 +49,7 @@ _INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLay
 
 
 class _PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it.
+    """Megatron's layer with tokens that are shifted already: its `input_ids` are shifted for this layer and all after it.
 
     The decoder layer inside has the name `transformer_layer` in every release, as it has in all their checkpoints.
     """
@@ -147,7 +147,7 @@ class PredictionLosses(EnginePart):
     def attach(self, head: HeadPass, hidden_states: Tensor) -> Tensor:
         """Run the layers; return the model's hidden states with the loss in their graph.
 
-        The gradient of the loss is that of its sum.
+        The loss has the gradient of its sum.
         """
         micro_batch, model = head.micro_batch, self._model
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")

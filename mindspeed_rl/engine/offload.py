@@ -136,7 +136,7 @@ class Offloader:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Offload the named states. Optimizer before params, because its storages are identified by those of the weights."""
+        """Offload the named states. Optimizer before params, because its storages are identified by the weights'."""
         named: list[_Offload] = []
         if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())

@@ -53,7 +53,7 @@ class EnginePart:
         """
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
 
     def attach(self, head: HeadPass, hidden_states: Tensor) -> Tensor:
         """Return the hidden states that reach the head, with what the part adds to their graph."""

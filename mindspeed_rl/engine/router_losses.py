@@ -144,7 +144,7 @@ class RouterLosses(EnginePart):
         self._ratio = totals[0] / totals[1:].clamp(min=1)
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if id(micro_batch) not in self._tokens:
             self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
         for routing in self._chunks[chunk]:

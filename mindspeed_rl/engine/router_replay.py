@@ -119,7 +119,7 @@ class RoutedLayers(EnginePart):
         self._recording: _Recording | None = None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if self._recording is not None and chunk == 0:
             self._recording.micro_batches.append(micro_batch)
         if micro_batch.routing is None:
@@ -162,7 +162,7 @@ class RoutedLayers(EnginePart):
         starts = lengths.cumsum(0) - lengths
 
         def token_indices(micro_batch: MicroBatch) -> Tensor:
-            """Return the indices of its rows' tokens among those of all rows."""
+            """Return the indices of its rows' tokens among the tokens of all rows."""
             indexes = list(micro_batch.indexes)
             return expand_ranges(starts[indexes], [rows.lengths[i] for i in indexes])
 

@@ -5,7 +5,7 @@ The score of token s for query t, of the indexer's heads h, all of which share t
     I_ts = sum_h w_th relu(q_th . k_s)
 
 q comes from the query's low-rank form, k and w from the input of the layer. Scores are inside a sequence and causal. Of equal
-ones those of earlier tokens are chosen first, so that the choice does not depend on what else is in a micro-batch. DeepSeek's
+ones earlier tokens are chosen first, so that the choice does not depend on what else is in a micro-batch. DeepSeek's
 inference code turns q and k by a Hadamard matrix before it quantizes them: products, and so scores, are the same without it.
 
 The choice has no gradient: the loss of the model does not reach the indexer. By default its weights are frozen. With
@@ -132,8 +132,8 @@ def sparse_attention(
     """Compute causal attention of rows of tokens to the `topk` tokens with the highest scores.
 
     Args:
-        query, key, value: [r, s, n, d], [r, t, n, d], [r, t, n, d_v]; queries are those of the last s of t tokens.
-        features: of the same tokens.
+        query, key, value: [r, s, n, d], [r, t, n, d], [r, t, n, d_v]; queries belong to the last s of t tokens.
+        features: features of the same tokens.
         groups: the ranks that have other heads, in turn; the second result is the divergence of `IndexerLosses` then.
             Collective over them, in backward too.
 
@@ -373,11 +373,11 @@ class SharedIndexers(EnginePart):
 
     @classmethod
     def build(cls, config: MegatronConfig, model: BuiltModel) -> SharedIndexers | None:
-        """Build them for a model with layers without an indexer; those of passes without training are cleared too."""
+        """Build them for a model with layers without an indexer; they are cleared after passes without training too."""
         return cls(model) if model.plan.model_config.layers_without_indexer else None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass of training, over the micro-batch."""
         output = IndexerOutput()
         for layer in self._chunks[chunk]:
             if layer.indexer is not None:  # one for the layer and those after it that have none
@@ -409,7 +409,7 @@ class _TokenWeights:
     sums: Tensor
 
     def add_up(self, divergences: Tensor, values: Tensor) -> Tensor:
-        """Return the loss of [s, b] divergences; `values` are those of the full sequences."""
+        """Return the loss of [s, b] divergences; `values` cover the full sequences."""
         total = (divergences * values).sum()
         self.sums.add_(total.detach())
         return total * self.factor
@@ -423,7 +423,7 @@ class IndexerLosses(EnginePart):
         dsa_indexer_loss_coeff * sum over layers of the mean over tokens t of  sum_s p_ts log(p_ts / softmax_s(I_ts))
 
     over the chosen tokens s, where p_t is the sum of the attention weights of all heads, divided by their number, and constant:
-    the loss moves the indexers alone. The mean is over all tokens of the step, prompts included.
+    the loss moves only the indexers. The mean is over all tokens of the step, prompts included.
     """
 
     def __init__(self, model: BuiltModel, coeff: float) -> None:
@@ -451,12 +451,12 @@ class IndexerLosses(EnginePart):
         self._sums = torch.zeros(1, device=counted.device)
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if id(micro_batch) not in self._tokens:
             layout = micro_batch.packed
             values = (micro_batch.tokens >= 0).float() * (not micro_batch.is_filler)
             if layout is not None and layout.shared is not None and not micro_batch.is_filler:
-                # of all computed tokens, of which a context-parallel rank has a slice
+                # values of all computed tokens, of which a context-parallel rank has a slice
                 real = layout.shared.representatives[: sum(micro_batch.lengths)]
                 first = parallel_state.get_context_parallel_rank() * len(values)
                 values = torch.bincount(real, minlength=len(layout.shared.computed)).float()[first : first + len(values)]

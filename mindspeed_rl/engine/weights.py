@@ -26,7 +26,7 @@ class LocalWeight:
         op: its row in the table of weights.
         tensor: the parameter's storage; writing to it changes the model.
         num_shards, shard: the number of its shards along the op's axis, and the index of this rank's.
-        merged: computes the weight with its low-rank adapter added; None where there is no adapter.
+        merged: computes the weight with its low-rank adapter added; None without an adapter.
         parameter: owner of the storage, with Megatron's marks (its gradient among them).
     """
 

@@ -57,7 +57,7 @@ class MegatronEngine:
     """
 
     def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Join the process group (of one process where there is no other), build the model and load its weights.
+        """Join the process group (of one process where it is the only one), build the model and load its weights.
 
         Args:
             settings: settings of the engine.
@@ -98,7 +98,7 @@ class MegatronEngine:
             ValueError: a prompt has images, which its cache has no positions for.
         """
         if any(request.images for request in requests):
-            raise ValueError("--engine megatron reads text alone, and a prompt has images; use --engine vllm")
+            raise ValueError("--engine megatron reads only text, and a prompt has images; use --engine vllm")
         # tokens after the length of a batch's shortest prompt are read one by one
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         for first in range(0, len(order), self._max_rows):

@@ -115,7 +115,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
         verified: another process has checked the files against their checksums.
 
     Raises:
-        ValueError: there is no usable model, its shape is unknown, or adapter and base do not fit.
+        ValueError: the model is not usable, its shape is unknown, or adapter and base do not fit.
     """
     path = settings.load
     _check_kind(path, settings.iteration)
@@ -158,7 +158,7 @@ def _check_kind(path: Path, iteration: int | None) -> None:
     lora = read_json(record).get("lora") if record.is_file() else None
     if lora is not None and not lora["with_base"]:
         raise ValueError(
-            f"--load {path} holds adapters alone (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
+            f"--load {path} holds only adapters (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
         )
 
 

@@ -53,9 +53,9 @@ class SandboxLimits:
     """Limits of one program.
 
     Attributes:
-        memory_mib: of each process, and of all of them together.
-        file_mib: of each file.
-        disk_mib: of all files together; enforced with isolation of files.
+        memory_mib: memory of each process, and of all of them together.
+        file_mib: size of each file.
+        disk_mib: size of all files together; enforced with isolation of files.
         processes: counts threads too; not enforced for root where the user cannot be changed.
     """
 

@@ -64,7 +64,7 @@ class LinearAttention:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Rows of a key head in the projection: those of `convolved`, output gate, beta and decay of its value heads."""
+        """Rows of a key head in the projection: `convolved`, output gate, beta and decay of its value heads."""
         ratio = self.num_value_heads // self.num_key_heads
         return *self.convolved, ratio * self.value_head_dim, ratio, ratio
 

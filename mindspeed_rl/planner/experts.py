@@ -55,7 +55,7 @@ def _place_layer(counts: Sequence[int], num_devices: int) -> _LayerPlan:
         placed[device].append(expert)
         tokens[device] += counts[expert]
     before, after = (_imbalance(counts, devices) for devices in (in_order, placed))
-    # where it is no better, the usual order stays
+    # where it is not better, the usual order stays
     if after >= before:
         return _LayerPlan(in_order, before, before)
     return _LayerPlan([sorted(experts) for experts in placed], before, after)

@@ -197,7 +197,7 @@ class _Search:
         return [result for result in results if result is not None]
 
     def explain_failure(self) -> str:
-        """Return the reason why there is no layout."""
+        """Return the reason why no layout fits."""
         request, memory = self._request, self._device.memory / GIB
         text = (
             f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
@@ -358,7 +358,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     """Return the keys of a model block.
 
     Raises:
-        ValueError: there is no such block; the nearest name is given.
+        ValueError: the block does not exist; the nearest name is given.
     """
     import yaml  # here, as in run_files: help and errors need no YAML
 

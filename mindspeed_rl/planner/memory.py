@@ -361,7 +361,7 @@ def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: b
     costs = TowerCosts.count(model.plan.architecture, model.plan.model_config)
     if costs is None or stage != layout.first_chunk[0]:
         return 0
-    # of one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
+    # one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
     blocks, in_flight = 1, 1
     if trains and model.trains and not config.freeze_vit:
         blocks, in_flight = costs.depth, min(run.micro_batches, layout.pp)
@@ -385,7 +385,7 @@ def hccl_buffer_mib(cfg: RunConfig) -> int:
 
 
 def _communicator_bytes(run: RunShape) -> int:
-    """Return the bytes of the communicators of a device of the actor; none where there is no HCCL.
+    """Return the bytes of the communicators of a device of the actor; none without HCCL.
 
     Raises:
         ValueError: hccl_group_buffer is none of Megatron's groups with its MiB.
@@ -451,7 +451,7 @@ def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, token
     heads, width = model_config.num_attention_heads, model_config.kv_channels
     index = 0.0
     if (sparse := model_config.sparse_attention) is not None:
-        # each context-parallel rank has those of all tokens
+        # each context-parallel rank has all tokens'
         index = config.context_parallel_size * sparse.count_saved(itemsize)
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)

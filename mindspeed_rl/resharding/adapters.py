@@ -155,7 +155,7 @@ def find_differing_adapters(
         The modules that differ, and the number of matrices compared.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    # of models that see images, by their names in the engine
+    # models that see images have other names in the engine
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):  # the whole one joins projections that have adapters of their own
         mapper = mapper.get_rename_mapper()

@@ -1,7 +1,7 @@
 """Fingerprints of weights: sums over bits, weighted by the position of each element in the full HF tensor.
 
 The fingerprint of a tensor is the sum of x_rc a_r b_c modulo 2^64: x_rc is the element in row r and column c, its bits read as
-a signed integer; the a and b are odd 32-bit numbers that are all different. Shares of any parts add up to that of the full
+a signed integer; the a and b are odd 32-bit numbers that are all different. Shares of any parts add up to the sum of the full
 tensor, because a weight depends on the position in the tensor and on nothing else: a rank may have a part transposed, fused
 with other tensors, padded or stacked. Vectors are one row.
 

@@ -480,7 +480,7 @@ class _Reader:
                     mixed = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns)
                     expected = (mixed // factor % self._base).expand(rows, columns)
                     sides = entry.tensor_slice
-                    # of more than three dimensions the rows are full
+                    # the rows are full where there are more than three dimensions
                     matrix_sides = sides[::2] if len(sides) == 3 else sides[: 2 if len(sides) < 3 else 1]
                     expected = expected[tuple(slice(*side) for side in matrix_sides)]
                     if not _equal_codes(_squeeze(entry.view(parameter)), expected.to(self._device)):

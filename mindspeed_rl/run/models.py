@@ -138,8 +138,8 @@ def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
         )
     if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
         raise ValueError(
-            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "
-            "alone; set bfloat16"
+            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
+            "bfloat16; set it"
         )
 
 
@@ -370,7 +370,7 @@ def _decide_losses(
             decided[name] = dataclasses.replace(
                 decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
             )
-            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
+            source = "the policy's gradient comes only from its objective" if detaches else "as in pre-training"
             derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
         if model.source.adapter is not None:
             use = "trains on" if config.lora_target_modules else "is merged into it"

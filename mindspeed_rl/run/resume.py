@@ -254,7 +254,7 @@ def loads_its_save(config: MegatronConfig) -> bool:
 
 
 def resume_from_save(run: Run, launched_s: float) -> Run:
-    """Return the run as a user would resume it; itself where the same command does, or where there is no checkpoint."""
+    """Return the run as a user would resume it; itself where the same command does, or without a checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
     newest = read_newest_iteration(config, launched_s)
     if loads_its_save(config) or not newest or not newest.isdecimal():

@@ -259,7 +259,7 @@ class ServerPool:
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """Return a response, see `RolloutEngine.generate`; wait while there is no server.
+        """Return a response, see `RolloutEngine.generate`; wait while no server is left.
 
         Raises:
             ValueError: a server reports that the request is invalid.

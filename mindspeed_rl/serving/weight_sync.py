@@ -26,7 +26,7 @@ from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, Serv
 _Sent = TypeVar("_Sent")
 #: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
 _JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
-#: of each server: the reports of its workers as JSON, or its failure
+#: for each server the reports of its workers as JSON, or its failure
 _Results = Mapping[str, list[str] | Exception]
 
 _LOG = logging.getLogger(__name__)

@@ -247,5 +247,5 @@ class ModelRewards:
 
 
 def reward_totals(results: Sequence[RewardResult]) -> list[float]:
-    """Return the column `rewards`: NaN where there is no score."""
+    """Return the column `rewards`: NaN without a score."""
     return [math.nan if result.total is None else result.total for result in results]

@@ -78,7 +78,7 @@ class RemoteGroup:
             built: step of the start that is complete when the workers are built, for the console.
 
         Raises:
-            TimeoutError: there is no room for them.
+            TimeoutError: they do not fit on the cluster.
         """
         size, title = settings.world_size, settings.title
         resource = platform_class(settings.platform).ray_resource

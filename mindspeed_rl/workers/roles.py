@@ -62,7 +62,7 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
     Args:
         rl: the group of the run file.
         use: the passes that are limited.
-        size: rows of a micro-batch where there is no token budget.
+        size: rows of a micro-batch without a token budget.
     """
     if not rl.use_dynamic_bsz:
         return MicroBatching(size)
@@ -278,7 +278,7 @@ class Role:
         """Return the entries of the exported config.json that differ from the source's."""
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
-        # of its prediction layers only those that train are loaded
+        # only prediction layers that train are loaded
         predicts = mtp_keys(config, self.model.plan.model_config.mtp_num_layers)
         changes = {**without_quantization(config), **dtype_keys(config, dtype), **predicts}
         return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes

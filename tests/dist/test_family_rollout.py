@@ -23,7 +23,7 @@ def _case(*values: str) -> Any:
 
 
 def _plan(name: str, folder: Path, keys: dict[str, Any]) -> Setting:
-    """Write a family's tiny model; vLLM's CPU kernel of gated delta nets takes bfloat16 alone."""
+    """Write a family's tiny model; vLLM's CPU kernel of gated delta nets takes only bfloat16."""
     halves = {"bf16": True} if name in tiny_families.HALVES else {}
     return Setting(str(tiny_families.save(name, folder)), keys | tiny_families.KEYS.get(name, {}) | halves)
 

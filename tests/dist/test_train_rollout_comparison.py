@@ -23,7 +23,7 @@ def test_each_cause_is_named_and_none_where_there_is_none(
         "norm": "wrong conversion: model.layers.1.post_attention_layernorm.weight (of ",
         "gate": "router: model.layers.0.mlp.gate.weight",
         "conversion": "wrong conversion: the weights under their Hugging Face names are equal, but layers.1.attention is the",
-        "temperature": "temperature: the engine's log-probs are those of temperature 0.8, the trainer divides its logits by",
+        "temperature": "temperature: the engine's log-probs fit temperature 0.8, the trainer divides its logits by",
         "template": "template: the engine read other tokens than the trainer, first at position 4: 23 where the trainer has 22",
         "router": "router: the weights are equal and so is what enters layer 0",
     }

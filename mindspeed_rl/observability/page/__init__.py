@@ -1,8 +1,8 @@
 """One HTML file that shows a run, or several next to each other, without a network: curves, warnings, samples, timeline.
 
 Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. Plotly's script comes from
-its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models as text
-alone.
+its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models only as
+text.
 """
 
 from __future__ import annotations
@@ -344,7 +344,7 @@ def _describe_learning(run: RunFiles) -> list[str]:
     if series is None:
         return []
     sign = -1 if what.startswith("Loss") else 1
-    # of equal ones the latest
+    # the last one wins among equals
     ranked = sorted(range(len(series.x)), key=lambda index: (sign * series.y[index], index))
     best = ranked[-1]
     start = "before training" if series.x[0] == 0 else f"at iteration {series.x[0]}"

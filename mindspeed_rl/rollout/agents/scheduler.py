@@ -217,7 +217,7 @@ class SchedulerLoop(AgentLoop):
         return [{"role": "user", "content": text}]
 
     def _apply(self, conversation: AgentConversation, turn: Turn, prompt: list[ChatMessage], following: _Next) -> bool:
-        """Apply the plug-in's messages to the conversation; return False where there is no room for an answer."""
+        """Apply the plug-in's messages to the conversation; return False where an answer does not fit."""
         for name, value in following.metrics.items():
             if isinstance(value, (int, float)):
                 conversation.metrics[f"scheduler_{name}"] = float(value)

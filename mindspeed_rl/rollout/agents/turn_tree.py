@@ -1,6 +1,6 @@
 """Turns of one trajectory that clients request, as a tree of tokens: sampled tokens are never tokenized again.
 
-A client sends the full conversation with every request. Where its messages extend those of an earlier turn, the new turn
+A client sends the full conversation with every request. Where its messages extend an earlier turn's, the new turn
 continues that turn's tokens; where it has changed earlier messages (a summary, thoughts that it dropped, a sub-agent with a
 conversation of its own), a branch starts. Each branch becomes a sequence of the trajectory. Tokens that branches share train
 once, in the first of them; in the others they are the context in which later tokens were sampled.
@@ -273,7 +273,7 @@ class TurnTree:
         """Sample a turn and add it to the tree.
 
         Raises:
-            ContextFullError: there is no room for it.
+            ContextFullError: it does not fit.
             ValueError: the first prompt is too long.
         """
         limits, sampling = self._settings.limits, self._task.sampling

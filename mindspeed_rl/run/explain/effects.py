@@ -399,7 +399,7 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
         )
     method, trains = drafts["method"], cfg.actor_config.mtp_num_layers > 0
     if method in ("eagle", "eagle3"):
-        yield f"{key}.method {method}: the draft's weights stay those of its folder, so fewer are kept as the policy learns"
+        yield f"{key}.method {method}: the draft's weights stay as in its folder, so fewer are kept as the policy learns"
     if method == "mtp" and not trains:
         yield f"{key}.method mtp: its layers stay as in the folder; megatron_training.mtp_num_layers trains and sends them"
 

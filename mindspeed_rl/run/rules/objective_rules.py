@@ -239,7 +239,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         yield violate(
             "two_sided_clip",
             f"[delta] must be at least 1 + the upper clip ratio ({upper:g}): below it the bound cuts ratios that the "
-            "clip leaves alone",
+            "clip does not change",
             {"delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
@@ -255,7 +255,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         ]
         yield violate(
             "gspo_level",
-            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is that of the {loss.level}",
+            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is per {loss.level}",
             {"importance_sampling_level": loss.level},
             *({"loss_type": name} for name in others),
             keys={**given, "importance_sampling_level": objective.level},
@@ -344,7 +344,7 @@ _TERM = "rl_config.distillation"
 def _distillation(run: Run) -> Iterator[Broken]:
     """Check `rl_config.distillation`."""
     cfg, rl, keys = run.config, run.rl, run.rl.distillation
-    # another group, and other devices, than those of the actor
+    # another group, and other devices, than the actor's
     has_devices = rl.teacher_resource is not None or "teacher_config" in cfg.set_keys
     if keys.enabled:
         yield from _teachers(run, has_devices)
@@ -387,7 +387,7 @@ def _teachers(run: Run, has_devices: bool) -> Iterator[Broken]:
         return
     temperature = None if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
     if (keys.teacher_temperature or temperature or 1.0) != 1.0:
-        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling"
+        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is the sampling temperature"
         text = f"[{_TERM}.teacher_temperature:name] ({keys.teacher_temperature}) {text} ({temperature})"
         yield violate("server_temperature", text, {f"{_TERM}.teacher_temperature": 1.0})
     if has_devices:

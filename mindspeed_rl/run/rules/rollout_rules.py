@@ -165,7 +165,7 @@ def _turns(run: Run) -> Iterator[Broken]:
         program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
         yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
-        text = f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent"
+        text = f"[verifier_reads:is] belongs to a program, but the loop is {loop}: set rl_config.agent"
         yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
 
 

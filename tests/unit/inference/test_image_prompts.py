@@ -64,7 +64,7 @@ def test_rows_of_every_form_are_prompts_with_all_tokens_of_their_images(prompt_f
     assert [one.images for one in conversations] == [(wide,), (small, wide), (small,), ()]
     expected = [(6, "what?"), (1, "and", 6, "?"), (1, "what?"), ("a tag <image> of text",)]
     assert prompt_format.encode(conversations) == [ids_of(prompt_format, *row) for row in expected]
-    with pytest.raises(ValueError, match=r"the prompts have images, and the model reads text alone"):
+    with pytest.raises(ValueError, match=r"the prompts have images, and the model reads only text"):
         PromptFormat(prompt_format.tokenizer, "hf").encode(conversations)
 
 
@@ -107,11 +107,11 @@ def test_an_image_that_the_chat_cannot_show_is_refused_in_a_sentence(prompt_form
     assert "gone.png cannot be read" in shown and f"a question may have at most {MAX_IMAGES} images\n" in shown
     assert "/image is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
     text = History(PromptFormat(prompt_format.tokenizer, "hf"), None, 3, 200)
-    assert "this model reads text alone" in talk(engine, text, [f"/image {small}"])
+    assert "this model reads only text" in talk(engine, text, [f"/image {small}"])
     assert not engine.requests
 
 
 def test_beams_read_no_images(prompt_format: PromptFormat) -> None:
     settings = GenerationSettings("beam_search", Sampling(0.0, 4, ()), 64)
-    with pytest.raises(ValueError, match="--task beam_search reads text alone, and a prompt has images; use greedy"):
+    with pytest.raises(ValueError, match="--task beam_search reads only text, and a prompt has images; use greedy"):
         generate(ScriptedEngine(prompt_format.tokenizer), prompt_format, [[1]], settings, [("a.png",)])

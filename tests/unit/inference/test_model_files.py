@@ -140,7 +140,7 @@ def test_what_contradicts_the_trained_adapters_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         open_model(ModelSettings(base, lora_load=tmp_path / "run", **changes))
-    with pytest.raises(ValueError, match="holds adapters alone .* pass it as --lora-load, and the base as --load"):
+    with pytest.raises(ValueError, match="holds only adapters .* pass it as --lora-load, and the base as --load"):
         open_model(ModelSettings(tmp_path / "run"))
 
 

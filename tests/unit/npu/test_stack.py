@@ -62,7 +62,7 @@ def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
 def test_the_line_of_megatron_is_told_and_where_it_was_verified(version: str, line: str | None) -> None:
     found = stack.examine_stack({"megatron-core": version})
     assert (found.megatron.name if found.megatron else None) == line
-    assert ("Megatron: second line (megatron-core 0.17, 0.18 and 0.19), verified on the CPU alone." in found.as_text()) == (
+    assert ("Megatron: second line (megatron-core 0.17, 0.18 and 0.19), verified only on the CPU." in found.as_text()) == (
         line == "second"
     )
 
@@ -70,7 +70,7 @@ def test_the_line_of_megatron_is_told_and_where_it_was_verified(version: str, li
 def test_on_an_npu_the_second_line_is_not_verified() -> None:
     found = stack.examine_stack({"megatron-core": "0.17.1", "torch-npu": "2.10.0.post4"})
     megatron = next(member for member in found.members if member.name == "megatron-core")
-    assert (megatron.state, megatron.text) == ("not verified", "verified on the CPU alone; for the NPU take 0.16")
+    assert (megatron.state, megatron.text) == ("not verified", "verified only on the CPU; for the NPU take 0.16")
 
 
 @pytest.mark.parametrize(
