@@ -27,7 +27,7 @@ _BUILD_AND_TRAIN = (
 )
 #: what else a release can change: on the newest
 _PATHS_OF_TRAINING = (
-    "tests/dist/test_broken_steps.py tests/dist/test_disks_apart.py tests/dist/test_muon_layouts.py "
+    "tests/dist/test_broken_steps.py tests/dist/test_separate_disks.py tests/dist/test_muon_layouts.py "
     "tests/dist/test_prediction_layers.py tests/dist/test_random_runs.py tests/dist/test_router_losses.py "
     "tests/dist/test_router_replay.py tests/dist/test_shared_prefixes.py tests/dist/test_supervised_layouts.py "
     "tests/dist/test_weight_transfer.py tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"

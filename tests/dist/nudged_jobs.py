@@ -110,8 +110,8 @@ def _count_cached(engine: VllmEngine) -> list[int]:
 
 
 def _differences(trajectories: Sequence[Trajectory], log_probs: Sequence[Tensor]) -> list[float]:
-    apart = []
+    differences = []
     for one, ours in zip(trajectories, log_probs):
         sampled = torch.tensor(one.sampled)
-        apart.append((ours - torch.tensor(one.log_probs))[sampled].abs().max().item())
-    return apart
+        differences.append((ours - torch.tensor(one.log_probs))[sampled].abs().max().item())
+    return differences

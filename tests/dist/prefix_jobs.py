@@ -20,10 +20,10 @@ def grouped_rows() -> Rows:
     """Ten rows with a weight for every response token, group after group."""
     generator = torch.Generator().manual_seed(7)
 
-    def draw(count: int) -> torch.Tensor:
+    def sample(count: int) -> torch.Tensor:
         return torch.randint(2, 128, (count,), generator=generator)
 
-    rows = [(prompt, draw(length)) for size, lengths in GROUPS for prompt in [draw(size)] for length in lengths]
+    rows = [(prompt, sample(length)) for size, lengths in GROUPS for prompt in [sample(size)] for length in lengths]
     return Rows(
         input_ids=[torch.cat(row) for row in rows],
         prompt_lengths=[len(prompt) for prompt, _ in rows],

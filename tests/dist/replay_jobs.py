@@ -59,16 +59,16 @@ def train_replayed(setting: Setting, steps: int = 3) -> dict[str, Any]:
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
 
-def train_drawn(setting: Setting, steps: int = 3) -> dict[str, Any]:
-    """Trains any family with experts that are drawn for each token of each layer; a rank has all layers."""
+def train_random_routing(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """Trains any family with experts that are sampled for each token of each layer; a rank has all layers."""
     with engine_of(setting) as engine:
         routed = add_routed(engine)
         num_layers = sum(len(chunk) for chunk in engine.model.plan.routed_layers(0))
         model = engine.model.plan.model_config
         generator = torch.Generator().manual_seed(11)
         chances = [torch.rand(length, num_layers, model.num_moe_experts, generator=generator) for length in all_rows().lengths]
-        drawn = [one.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for one in chances]
-        rows = my_rows(replace(all_rows(), routing=drawn))
+        experts = [one.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for one in chances]
+        rows = my_rows(replace(all_rows(), routing=experts))
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 

@@ -213,9 +213,9 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
             completions = pair.generate(iteration)
             rows = sampled_rows(completions)
             report["tokens"].append([completion.token_ids for completion in completions])
-            apart = differences(pair, rows, setting)
-            report["differences"].append(apart.max().item())
-            report["medians"].append(apart.median().item())
+            difference = differences(pair, rows, setting)
+            report["differences"].append(difference.max().item())
+            report["medians"].append(difference.median().item())
             if iteration < updates:
                 results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})

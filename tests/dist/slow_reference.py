@@ -86,7 +86,7 @@ class SlowModel:
         return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
     def named(self, gradients: bool) -> dict[str, np.ndarray]:
-        """Weights or gradients by the names of a checkpoint, where experts are apart."""
+        """Weights or gradients by the names of a checkpoint, where experts are separate."""
         found = {}
         for name, weight in self.model.named_parameters():
             value = weight.grad if gradients else weight.detach()

@@ -104,9 +104,11 @@ def test_adapters_train_alike_on_one_rank_and_on_two(
 def test_given_routing_trains_as_one_process_does(
     ranks: Callable[[int], Ranks], folders: dict[str, Path], one_process: Callable[..., list[dict[str, Any]]], name: str
 ) -> None:
-    alone = ranks(1).run(replay_jobs.train_drawn, setting=Setting(str(folders[name])))
+    alone = ranks(1).run(replay_jobs.train_random_routing, setting=Setting(str(folders[name])))
     assert losses(alone)[0] != losses(one_process(name))[0]  # tokens go elsewhere than the router says
-    reports = ranks(2).run(replay_jobs.train_drawn, setting=Setting(str(folders[name]), EP | tiny_families.KEYS.get(name, {})))
+    reports = ranks(2).run(
+        replay_jobs.train_random_routing, setting=Setting(str(folders[name]), EP | tiny_families.KEYS.get(name, {}))
+    )
     assert_same_training(reports, alone, tolerance=2e-5)
     agreed, compared = (sum(report["agreement"][part] for report in reports) for part in (0, 1))
     assert 0 < agreed < compared

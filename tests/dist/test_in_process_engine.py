@@ -57,7 +57,7 @@ def test_a_response_that_was_cut_goes_on_behind_its_tokens(ranks: Ranks, models:
         assert ended.versions == (0,) * kept + (1,) * (len(ended.token_ids) - kept)
 
 
-def test_a_frozen_response_says_which_weights_drew_each_token(ranks: Ranks, models: dict[str, Path]) -> None:
+def test_a_frozen_response_records_the_weights_of_each_token(ranks: Ranks, models: dict[str, Path]) -> None:
     report = run(ranks, jobs.freeze, models)
     mixed = [one for one in report["ended"] if set(one.versions) == {0, 1}]
     assert mixed

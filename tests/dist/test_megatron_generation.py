@@ -68,7 +68,7 @@ def test_greedy_answers_are_those_of_transformers(
         assert len(found["allowed"]) == 2 and set(found["allowed"]) <= {7, 8}
 
 
-def test_drawn_answers_depend_on_their_own_seed_alone(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
+def test_sampled_answers_depend_only_on_their_own_seed(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
     (together,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5)
     (alone,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5, rows=1)
     assert together["tokens"] == alone["tokens"]

@@ -16,7 +16,7 @@ import random_run_jobs as jobs
 import tiny_hf
 import torch
 import transformers
-from random_runs import SEED_OF_ATTEMPT, RandomRun, all_layouts, draw
+from random_runs import SEED_OF_ATTEMPT, RandomRun, all_layouts, generate
 from ranks import RankFailureError, Ranks
 from slow_reference import TIE, SlowRun, Step
 
@@ -66,8 +66,8 @@ def _check_steps(name: str, found: Any, expected: list[Step]) -> None:
         assert sorted(gradients) == sorted(step.gradients) or set(step.gradients) - set(gradients) == {"lm_head.weight"}
         for key, value in gradients.items():
             right = step.gradients[key]
-            apart = np.linalg.norm(value - right)
-            assert apart <= _TOLERANCE * (np.linalg.norm(right) + 0.01 * total) + 1e-8, (name, number, key, apart, total)
+            distance = np.linalg.norm(value - right)
+            assert distance <= _TOLERANCE * (np.linalg.norm(right) + 0.01 * total) + 1e-8, (name, number, key, distance, total)
 
 
 def _check_weights(name: str, found: dict[str, Any], model: Any, folder: str) -> None:
@@ -124,7 +124,7 @@ def _run(
     seed: int, ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], path: Path, sizes: tuple[int, ...]
 ) -> None:
     for attempt in range(5):
-        run = draw(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS)
+        run = generate(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS)
         try:
             if not _check(run, ranks, folders[run.model]):
                 return

@@ -80,7 +80,7 @@ def test_log_probs_under_given_routing_are_those_of_transformers(ranks: Callable
 
 
 @pytest.mark.parametrize(("size", "changes"), marked(LAYOUTS, _SLOW))
-def test_training_with_given_routing_is_that_of_one_process(
+def test_training_with_given_routing_equals_a_single_process(
     ranks: Callable[[int], Ranks], one_process: list[dict[str, Any]], folder: str, size: int, changes: dict[str, Any]
 ) -> None:
     reports = ranks(size).run(jobs.train_replayed, setting=Setting(folder, **changes), timeout_s=240)

@@ -43,10 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    draw = np.random.RandomState(5)
+    rng = np.random.RandomState(5)
 
     def tokens(low: int, high: int) -> list[int]:
-        return draw.randint(3, 90, draw.randint(low, high)).tolist()
+        return rng.randint(3, 90, rng.randint(low, high)).tolist()
 
     pairs, packs, steps = [], [], []
     for _ in range(20):
@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs.append({f"{side}_input_ids": prompt + answer for side, answer in sides.items()})
         pairs[-1] |= {f"{side}_labels": [-100] * len(prompt) + answer for side, answer in sides.items()}
         pack: dict[str, list[int]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for number in range(1, draw.randint(2, 5)):
+        for number in range(1, rng.randint(2, 5)):
             prompt, answer = tokens(1, 5), [*tokens(1, 6), EOS]
             pack["input_ids"] += prompt + answer
             pack["labels"] += [-100] * len(prompt) + answer
             pack["attention_mask"] += [number] * len(prompt + answer)
         rest = 48 - len(pack["input_ids"])
         packs.append({name: row + [-100 if name == "labels" else 0] * rest for name, row in pack.items()})
-        judged = [(tokens(1, 6), int(draw.choice((GOOD, BAD)))) for _ in range(draw.randint(1, 4))]
+        judged = [(tokens(1, 6), int(rng.choice((GOOD, BAD)))) for _ in range(rng.randint(1, 4))]
         steps.append(
             {
                 "input_ids": [token for step, _ in judged for token in [*step, STEP]],

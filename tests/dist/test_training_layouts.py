@@ -226,8 +226,8 @@ def test_half_precision_stays_close_to_full_precision(
     ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], size: int, name: str, keys: dict[str, Any]
 ) -> None:
     reports = ranks(size).run(jobs.train, setting=Setting(str(models[name]), keys | {"bf16": True}))
-    apart = distances(reports, one_process(name))
-    assert apart["grad_norm"] < 0.05 and apart["weights"] < 0.02
+    distance = distances(reports, one_process(name))
+    assert distance["grad_norm"] < 0.05 and distance["weights"] < 0.02
     assert losses(reports)[-1] == pytest.approx(losses(one_process(name))[-1], rel=0.02)
 
 

@@ -79,7 +79,7 @@ def one_process(models: dict[str, Path]) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("size", "infer_tp", "name", "keys"), MARKED)
-def test_weights_arrive_and_the_update_is_that_of_one_process(
+def test_weights_arrive_and_the_update_equals_a_single_process(
     pools: Callable[..., Ranks],
     one_process: Callable[[str], dict[str, Any]],
     models: dict[str, Path],

@@ -72,11 +72,11 @@ def all_rows() -> Rows:
     """Eight rows of different lengths with a weight for every response token."""
     generator = torch.Generator().manual_seed(3)
 
-    def draw(low: int, high: int) -> int:
+    def sample(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    prompts = [draw(1, 7) for _ in range(8)]
-    responses = [draw(1, 16) for _ in range(8)]
+    prompts = [sample(1, 7) for _ in range(8)]
+    responses = [sample(1, 16) for _ in range(8)]
     return Rows(
         input_ids=[torch.randint(2, 128, (p + r,), generator=generator) for p, r in zip(prompts, responses)],
         prompt_lengths=prompts,

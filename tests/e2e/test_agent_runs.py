@@ -56,7 +56,7 @@ def prompts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in process", "one_step_off", "async"])
-def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
+def test_a_run_with_a_function_as_its_tool_trains_the_sampled_tokens(
     task: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -93,20 +93,20 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
     for row in range(len(mask)):
         width = int((batch["weight_versions"][row] >= 0).nonzero().max()) + 1
         tokens = batch["input_ids"][row, prompt : prompt + width]
-        drawn = mask[row, :width]
+        sampled = mask[row, :width]
         versions = batch["weight_versions"][row, :width]
-        assert not batch["rollout_log_probs"][row, :width][~drawn].any()
-        assert (versions[~drawn] == -1).all() and (versions[drawn] >= num_iteration - 1 - age).all()
+        assert not batch["rollout_log_probs"][row, :width][~sampled].any()
+        assert (versions[~sampled] == -1).all() and (versions[sampled] >= num_iteration - 1 - age).all()
         if mode == "one_step_off":
-            assert (versions[drawn] == num_iteration - 2).all()
+            assert (versions[sampled] == num_iteration - 2).all()
         # where the same weights drew and train, their log-probs are the same
         fresh = versions == num_iteration - 1
         ours, theirs = (batch[name][row, :width][fresh] for name in ("log_probs", "rollout_log_probs"))
         assert torch.allclose(ours, theirs, atol=1e-3)
-        said = "".join(map(chr, tokens[~drawn].tolist()))
+        said = "".join(map(chr, tokens[~sampled].tolist()))
         if said:
             told += 1
-            first = "".join(map(chr, tokens[: int((~drawn).nonzero()[0]) - 1].tolist()))
+            first = "".join(map(chr, tokens[: int((~sampled).nonzero()[0]) - 1].tolist()))
             assert said == f"{first[::-1]}=" if first.isdigit() else said.startswith("Error")
     assert told
 

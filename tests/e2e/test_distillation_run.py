@@ -49,9 +49,9 @@ def test_teachers_on_devices_of_their_own_give_the_figures_of_shared_ones(task: 
     ]
     shared = finished(task, tmp_path / "shared", *common)
     other = ["+rl_config.teacher_resource.num_npus=2", "+teacher_config.tensor_model_parallel_size=2"]
-    apart = finished(task, tmp_path / "apart", *common, *other, "+teacher_config.micro_batch_size=4")
-    assert "starting 1 workers and 2 for the teachers" in apart.output
-    for ours, theirs in zip(apart.metrics, shared.metrics, strict=True):
+    dedicated = finished(task, tmp_path / "separate", *common, *other, "+teacher_config.micro_batch_size=4")
+    assert "starting 1 workers and 2 for the teachers" in dedicated.output
+    for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
         found, expected = figures(ours), figures(theirs)
         assert found.keys() == expected.keys() and found["distillation/divergence"] > 0.001
         for name, value in expected.items():

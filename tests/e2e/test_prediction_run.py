@@ -18,7 +18,7 @@ from grpo_command import ONE_PROCESS, Command, finished
 from patience import patient
 from ports import find_free_port
 from safetensors.torch import load_file, save_file
-from test_rollout_apart import completions
+from test_disaggregated_rollout import completions
 from tiny_task import make_other_task
 
 _LAYER = "model.layers.2."

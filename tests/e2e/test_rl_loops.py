@@ -389,7 +389,7 @@ def test_an_environment_gives_turns_and_rewards(world: World) -> None:
         assert lengths[row].tolist() == [len(prompts[row]), len(responses[row])]
         mask = masks[row]
         assert not log_probs[row][~mask].any() and bool((log_probs[row][mask] < 0).all())
-        assert versions[row].tolist() == [1 if drawn else -1 for drawn in mask.tolist()]
+        assert versions[row].tolist() == [1 if is_sampled else -1 for is_sampled in mask.tolist()]
         assert not losses[row][~mask].any()
         told = "".join(map(chr, responses[row][~mask].tolist()))
         if told:

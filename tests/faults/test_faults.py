@@ -258,9 +258,9 @@ class TestServers:
     @pytest.fixture(scope="class")
     def served(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
         """A run of one worker and two rollout servers; it leaves nothing behind."""
-        apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
+        disaggregated = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
         silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
-        yield from lasting(task, tmp_path_factory.mktemp("served"), *apart, *silence, "actor_config.save=null")
+        yield from lasting(task, tmp_path_factory.mktemp("served"), *disaggregated, *silence, "actor_config.save=null")
 
     @pytest.mark.parametrize("fault", SERVED, ids=lambda fault: fault.id)
     def test_a_rollout_server_that_is_lost_or_slow_ends_nothing(self, served: FaultRun, fault: Fault) -> None:
@@ -530,16 +530,16 @@ def test_a_killed_worker_ends_dpo(quickstart: Path, tmp_path: Path) -> None:
 
 def _damage(fault: Fault, save: Path) -> list[str]:
     """Damages the checkpoints; returns what is changed in the command."""
-    latest = save / "latest_checkpointed_iteration.txt"
+    tracker = save / "latest_checkpointed_iteration.txt"
     newest = max(save.glob("iter_*"))
     weights = newest / "__0_0.distcp"
     if fault.id == "checkpoint-no-tracker":
-        latest.unlink()
+        tracker.unlink()
     elif fault.id == "checkpoint-absent-iteration":
-        latest.write_text("99")
+        tracker.write_text("99")
     elif fault.id == "checkpoint-garbage-tracker":
-        latest.write_bytes(b"\xff\xfe12")
-        latest.write_text("twelve")
+        tracker.write_bytes(b"\xff\xfe12")
+        tracker.write_text("twelve")
     elif fault.id == "checkpoint-truncated":
         os.truncate(weights, weights.stat().st_size // 2)
     elif fault.id == "checkpoint-missing-file":

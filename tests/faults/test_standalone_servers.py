@@ -126,10 +126,10 @@ def engines(command: Command) -> list[psutil.Process]:
 @pytest.mark.timeout(SOAK_MINUTES * 60 + 900)
 def test_an_asynchronous_run_outlives_servers_that_die_every_minute(task: Path, tmp_path: Path) -> None:
     """For SOAK_MINUTES of the environment; two servers, of which one is killed each minute, engine or whole process in turn."""
-    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2", "actor_config.keep_last=2"]
-    apart += ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "rl_config.rollout_server_restarts=10000"]
-    apart += ["generate_config.vllm_server_timeout=30", "megatron_training.save_interval=20"]
-    with struck(task, tmp_path, *ONE_PROCESS, *apart, LONG) as run:
+    keys = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2", "actor_config.keep_last=2"]
+    keys += ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "rl_config.rollout_server_restarts=10000"]
+    keys += ["generate_config.vllm_server_timeout=30", "megatron_training.save_interval=20"]
+    with struck(task, tmp_path, *ONE_PROCESS, *keys, LONG) as run:
         run.wait_until(lambda: len(run.metrics) > 5)
         driver, kills = psutil.Process(run.process.pid), 0
         before: dict[str, Any] = {}

@@ -61,8 +61,8 @@ def counted(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, An
     return json.loads(text[text.index("{") :])
 
 
-def check(found: dict[str, Any], most: dict[str, int]) -> None:
-    check_kernels(found, most)
+def check(found: dict[str, Any], limits: dict[str, int]) -> None:
+    check_kernels(found, limits)
     ours, plain = found["phases"]["ours"], found["phases"]["plain"]
     waits = found["counted"]["ours"]["waits"]
     assert [wait for wait in waits if wait[0] not in OUTSIDE] == []
@@ -82,8 +82,8 @@ def check(found: dict[str, Any], most: dict[str, int]) -> None:
         assert ours[phase]["kernels"] >= found["least"][phase]["kernels"]
 
 
-def check_kernels(found: dict[str, Any], most: dict[str, int]) -> None:
-    assert {phase: kernels for phase in most if (kernels := found["phases"]["ours"][phase]["kernels"]) > most[phase]} == {}
+def check_kernels(found: dict[str, Any], limits: dict[str, int]) -> None:
+    assert {phase: kernels for phase in limits if (kernels := found["phases"]["ours"][phase]["kernels"]) > limits[phase]} == {}
 
 
 def check_push(ours: dict[str, float], least: dict[str, float]) -> None:

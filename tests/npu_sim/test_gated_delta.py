@@ -25,12 +25,12 @@ def run(device: str, lengths: Sequence[int]) -> tuple[list[Tensor], list[int]]:
     """Output and gradients of convolution and rule, on the host; kernels of the forward and of the backward pass."""
     generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
 
-    def draw(*shape: int) -> Tensor:
+    def sample(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device).requires_grad_()
 
-    x, weight = draw(tokens, HEADS * SIZE), draw(HEADS * SIZE, KERNEL)
-    k, v = draw(tokens, HEADS, SIZE), draw(tokens, HEADS * RATIO, SIZE)
-    decay, beta = draw(tokens, HEADS * RATIO), draw(tokens, HEADS * RATIO)
+    x, weight = sample(tokens, HEADS * SIZE), sample(HEADS * SIZE, KERNEL)
+    k, v = sample(tokens, HEADS, SIZE), sample(tokens, HEADS * RATIO, SIZE)
+    decay, beta = sample(tokens, HEADS * RATIO), sample(tokens, HEADS * RATIO)
     plan = ChunkPlan.build(list(lengths), KERNEL, torch.device(device))
     leaves, kernels = (x, weight, k, v, decay, beta), []
     with Counted() as forward:

@@ -75,7 +75,7 @@ def test_int8_products_of_vllm_ascend_have_the_log_probs_of_their_definition_aft
 
 
 @pytest.mark.slow
-def test_two_dies_of_one_replica_draw_the_same_tokens() -> None:
+def test_two_devices_of_a_replica_sample_the_same_tokens() -> None:
     first, second = run_ranks("rollout", 2, {"tensor_parallel": 2, "rounds": 1})
     assert first["tokens"] == second["tokens"] and first["worst"] < BF16
     assert first["equal"] == second["equal"] == [True]
@@ -109,7 +109,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize(("tensor", "sharing", "prompts"), SHARES.values(), ids=list(SHARES))
-def test_dies_that_share_experts_draw_the_tokens_of_one_process(
+def test_devices_that_share_experts_sample_the_tokens_of_a_single_process(
     all_experts: dict[str, Any], tensor: int, sharing: int, prompts: list[list[int]]
 ) -> None:
     layout = {"tensor_parallel": tensor, "sharing": sharing, "prompts": prompts, "rounds": 1}

@@ -74,7 +74,7 @@ def test_random_numbers_follow_the_device_generator() -> None:
     assert torch.equal(torch.rand(4, device="npu"), first) and not torch.equal(first, second)
 
 
-def test_a_generator_of_its_own_decides_what_is_drawn_and_leaves_the_devices_alone() -> None:
+def test_a_separate_generator_decides_the_samples_and_does_not_change_the_device_s() -> None:
     device = NpuPlatform()
     device.rng_module.manual_seed(3)
     state = device.rng_module.get_rng_state()

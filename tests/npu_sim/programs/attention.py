@@ -46,13 +46,13 @@ def plain() -> list[torch.Tensor]:
 
 def held() -> torch.Tensor:
     """Positions of this rank's two zigzag chunks of each sequence."""
-    pieces, start = [], 0
+    slices, start = [], 0
     for length in lengths:
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
-            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+            slices.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
         start += length
-    return torch.cat(pieces)
+    return torch.cat(slices)
 
 
 def difference(got: list[torch.Tensor], index: torch.Tensor) -> float:

@@ -131,7 +131,7 @@ def main() -> None:
             changed |= {new: t for name, old in changed.items() if "_proj.weight" in name for new, t in in_int8(name, old)}
         engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
 
-    def drawn() -> list[tuple[list[int], list[float]]]:
+    def sample_tokens() -> list[tuple[list[int], list[float]]]:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
     if config.quantization:  # the reference computes as int8 is defined
@@ -142,7 +142,7 @@ def main() -> None:
     engine.restore_memory("weights")
     push(0)
     engine.restore_memory("cache")
-    first = drawn()
+    first = sample_tokens()
     result["tokens"], memory, equal = [tokens for tokens, _ in first], [], []
     # greedy responses, which must be what transformers decodes
     greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
@@ -186,13 +186,13 @@ def main() -> None:
         engine.restore_memory("weights")
         push(version)
         engine.restore_memory("cache")
-        equal.append(drawn() == first)
+        equal.append(sample_tokens() == first)
     result |= {"memory": memory, "equal": equal}
     engine.release_memory()
     engine.restore_memory("weights")
     push(9, 3.0)
     engine.restore_memory("cache")
-    result["other_weights_differ"] = drawn() != first
+    result["other_weights_differ"] = sample_tokens() != first
     import simulator
 
     result["calls"] = {name: count for name, count in simulator.calls.items() if not name.startswith("aten::")}

@@ -53,10 +53,10 @@ core = engine._llm.llm_engine.engine_core.engine_core
 runner = core.model_executor.driver_worker.worker.model_runner
 
 #: name -> (prompt, sampling): lengths from 1 token to what the model takes, stops, a cut-off, a request alone that is greedy
-draw = torch.Generator().manual_seed(1)
+generator = torch.Generator().manual_seed(1)
 REQUESTS = {}
 for number in range(20):
-    prompt = torch.randint(8, 64, (3 + number % 5,), generator=draw).tolist()
+    prompt = torch.randint(8, 64, (3 + number % 5,), generator=generator).tolist()
     tokens = [1, 2, 17, 40, LONGEST][number % 5]
     sampling = Sampling(0.7 if number % 3 else 1.0, tokens, (STOP,) if number % 2 else (), top_k=9 if number == 8 else -1)
     REQUESTS[str(number)] = prompt, Sampling(0.0, 30, ()) if number == 11 else sampling

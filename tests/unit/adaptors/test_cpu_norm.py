@@ -23,9 +23,9 @@ def exact(x: Tensor, weight: Tensor, direction: Tensor, eps: float) -> list[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norm_and_gradients_are_those_of_the_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(sum(shape))
-    x, direction = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
-    weight = (1.0 + torch.randn(shape[-1], generator=draw) / 4).to(dtype)
+    generator = torch.Generator().manual_seed(sum(shape))
+    x, direction = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = (1.0 + torch.randn(shape[-1], generator=generator) / 4).to(dtype)
     # of very different sizes: where eps counts, and where it does not
     x = (x * torch.logspace(-3, 2, shape[0]).view(-1, *[1] * (x.dim() - 1)).to(dtype)).requires_grad_()
     weight.requires_grad_()

@@ -322,7 +322,7 @@ def test_a_poisoned_torch_dist_index_is_refused(hf: Path, tmp_path: Path, capsys
     assert "refusing to load json.loads" in capsys.readouterr().err
 
 
-def test_a_torch_dist_checkpoint_is_read_in_pieces_of_many_layers_and_a_poisoned_one_is_refused(
+def test_a_torch_dist_checkpoint_is_read_in_chunks_of_many_layers_and_a_poisoned_checkpoint_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--load-dir", hf, "--save-dir", tmp_path / "dist", "--ckpt-format", "torch_dist"]
@@ -336,14 +336,14 @@ def test_a_torch_dist_checkpoint_is_read_in_pieces_of_many_layers_and_a_poisoned
     load({name: whole}, checkpoint_id=folder, no_dist=True)
     # as Megatron cuts it: two layers and half of the rows a piece
     rows = stored.size[1] // 2
-    pieces = {(layer, row, 0): whole[layer : layer + 2, row : row + rows].clone() for layer in (0, 2) for row in (0, rows)}
-    stored.chunks[:] = [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in pieces.items()]
+    chunks = {(layer, row, 0): whole[layer : layer + 2, row : row + rows].clone() for layer in (0, 2) for row in (0, rows)}
+    stored.chunks[:] = [ChunkStorageMetadata(torch.Size(at), chunk.shape) for at, chunk in chunks.items()]
     for index in [index for index in metadata.storage_data if index.fqn == name]:
         del metadata.storage_data[index]
     with (folder / "pieces.distcp").open("wb") as file:
-        for number, (at, piece) in enumerate(pieces.items()):
+        for number, (at, chunk) in enumerate(chunks.items()):
             start = file.tell()
-            torch.save(piece, file)
+            torch.save(chunk, file)
             place = _StorageInfo("pieces.distcp", start, file.tell() - start)
             metadata.storage_data[MetadataIndex(name, torch.Size(at), number)] = place
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

@@ -213,13 +213,13 @@ def rows_of_prompts(seed: int) -> Rows:
     """Nine rows of three prompts, mixed, the first two of which begin alike."""
     source = random.Random(seed)
 
-    def draw(count: int) -> list[int]:
+    def sample(count: int) -> list[int]:
         return [source.randint(1, 999) for _ in range(count)]
 
-    first = draw(4)
-    prompts = [first, [*first, *draw(2)], draw(1)]
+    first = sample(4)
+    prompts = [first, [*first, *sample(2)], sample(1)]
     chosen = [prompts[number % 3] for number in range(9)]
-    return Rows([torch.tensor(prompt + draw(source.randint(0, 6))) for prompt in chosen], [len(prompt) for prompt in chosen])
+    return Rows([torch.tensor(prompt + sample(source.randint(0, 6))) for prompt in chosen], [len(prompt) for prompt in chosen])
 
 
 def test_a_prompt_in_common_is_computed_once_but_for_its_last_token() -> None:

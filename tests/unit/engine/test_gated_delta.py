@@ -25,12 +25,12 @@ def random_inputs(tokens: int, dtype: torch.dtype, *, decay: float = 0.3) -> lis
     """q, k, v, g and beta of 2 key heads with 2 value heads each."""
     generator = torch.Generator().manual_seed(tokens)
 
-    def draw(*shape: int) -> Tensor:
+    def sample(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q, k = functional.normalize(draw(tokens, 2, 8), dim=-1) * 8**-0.5, functional.normalize(draw(tokens, 2, 8), dim=-1)
-    g = -decay * functional.softplus(draw(tokens, 4))
-    inputs = [q, k, draw(tokens, 4, 12), g, draw(tokens, 4).sigmoid()]
+    q, k = functional.normalize(sample(tokens, 2, 8), dim=-1) * 8**-0.5, functional.normalize(sample(tokens, 2, 8), dim=-1)
+    g = -decay * functional.softplus(sample(tokens, 4))
+    inputs = [q, k, sample(tokens, 4, 12), g, sample(tokens, 4).sigmoid()]
     return [one.to(dtype).requires_grad_() for one in inputs]
 
 

@@ -66,7 +66,7 @@ def test_sequences_that_never_end_are_cut_at_the_limit() -> None:
     assert not any(beam.finished for beam in found)
 
 
-def test_sampled_beams_draw_first_tokens_by_their_tempered_and_cut_probability() -> None:
+def test_sampled_beams_choose_first_tokens_by_their_tempered_and_cut_probability() -> None:
     # top-k 2 keeps 1 and 2; temperature 2 makes 0.5 : 0.4 into sqrt(0.5) : sqrt(0.4); one beam, one step: 2 of 2 are drawn
     roots = {token: math.sqrt(CHAIN[9][token]) for token in (1, 2)}
     settings = [BeamSettings(1, 1, frozenset(), sampling=(2.0, 2, 1.0), seed=seed) for seed in range(20)]
@@ -76,12 +76,12 @@ def test_sampled_beams_draw_first_tokens_by_their_tempered_and_cut_probability()
 
 
 def test_sampled_beams_with_top_p_keep_the_smallest_set_that_holds_the_mass() -> None:
-    drawn = Counter(
+    counts = Counter(
         beam.token_ids[0]
         for seed in range(40)
         for beam in beam_search([9], next_tokens, BeamSettings(2, 1, frozenset(), sampling=(1.0, 3, 0.6), seed=seed))
     )
-    assert set(drawn) == {1, 2}  # 0.5 alone is below 0.6, 0.5 + 0.4 is above
+    assert set(counts) == {1, 2}  # 0.5 alone is below 0.6, 0.5 + 0.4 is above
 
 
 def test_sampled_beams_vary_with_the_seed_and_with_nothing_else() -> None:

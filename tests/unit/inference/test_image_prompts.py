@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import ScriptedEngine
-from test_chat import talk
+from test_chat import chat
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from vision_folder import encode, make_folder
@@ -87,7 +87,7 @@ def test_an_image_of_the_chat_belongs_to_its_question_until_that_is_forgotten(
     engine, history = ScriptedEngine(prompt_format.tokenizer), History(prompt_format, None, 1, 200)
     engine.script = ["a", "b", "c", "d"]
     wide, small = str(pictures / "wide.png"), str(pictures / "small.png")
-    shown = talk(engine, history, [f"/image {wide}", "what?", f"/image {small}", "and?", "/history", "then?", "/new", "so?"])
+    shown = chat(engine, history, [f"/image {wide}", "what?", f"/image {small}", "and?", "/history", "then?", "/new", "so?"])
     assert f"{wide} belongs to the next question.\n" in shown and "You >> <image>and?" in shown
     end = prompt_format.tokenizer.eos_token
     expected = [
@@ -103,11 +103,11 @@ def test_an_image_of_the_chat_belongs_to_its_question_until_that_is_forgotten(
 def test_an_image_that_the_chat_cannot_show_is_refused_in_a_sentence(prompt_format: PromptFormat, pictures: Path) -> None:
     engine, small = ScriptedEngine(prompt_format.tokenizer), str(pictures / "small.png")
     history = History(prompt_format, None, 3, 200)
-    shown = talk(engine, history, [f"/image {pictures}/gone.png", *[f"/image {small}"] * (MAX_IMAGES + 1), "/image"])
+    shown = chat(engine, history, [f"/image {pictures}/gone.png", *[f"/image {small}"] * (MAX_IMAGES + 1), "/image"])
     assert "gone.png cannot be read" in shown and f"a question may have at most {MAX_IMAGES} images\n" in shown
     assert "/image is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
     text = History(PromptFormat(prompt_format.tokenizer, "hf"), None, 3, 200)
-    assert "this model reads only text" in talk(engine, text, [f"/image {small}"])
+    assert "this model reads only text" in chat(engine, text, [f"/image {small}"])
     assert not engine.requests
 
 

@@ -88,11 +88,13 @@ def test_a_long_text_is_scored_once_in_windows(unigram: Unigram, tokenizer: PreT
     assert all(len(context) + len(scored) <= 5 or "<" in context for context, scored in unigram.scored)
 
 
-def test_answers_end_at_the_stop_text_and_are_drawn_as_asked(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_end_at_the_stop_text_and_are_sampled_as_requested(
+    unigram: Unigram, tokenizer: PreTrainedTokenizerFast
+) -> None:
     model = _HarnessModel(unigram, tokenizer, settings())
     keys = {"until": ["\n"], "max_gen_toks": 9}
-    drawn = keys | {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
-    found = model.generate_until([asked("generate_until", "x", keys), asked("generate_until", "y", drawn)])
+    sampling = keys | {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+    found = model.generate_until([asked("generate_until", "x", keys), asked("generate_until", "y", sampling)])
     assert found == ["x= 4", "x= 4"]
     (_, greedy, stops), (_, sampled, _) = unigram.asked
     assert greedy == Sampling(0.0, 9, (1,)) and stops == ("\n",)

@@ -159,12 +159,12 @@ def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return model(tokens, positions, None)
-    talk = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), model.config)
+    communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), model.config)
     shape = (tokens.size(1), tokens.size(0), model.config.hidden_size)
     if parallel_state.is_pipeline_first_stage():
-        talk.send_forward(model(tokens, positions, None), False)
+        communicator.send_forward(model(tokens, positions, None), False)
         return None
-    model.set_input_tensor(talk.recv_forward(shape, False))
+    model.set_input_tensor(communicator.recv_forward(shape, False))
     return model(tokens, positions, None)
 
 

@@ -71,7 +71,7 @@ def test_versions_are_compared_number_by_number() -> None:
     assert not stack.at_least("8.5.1", "9.0.0") and not stack.at_least("25.3", "25.5")
 
 
-def test_the_line_is_the_one_most_packages_belong_to() -> None:
+def test_the_line_is_chosen_by_the_majority_of_packages() -> None:
     fallback = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0.post2", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
     assert stack.find_line(fallback).name == "fallback"
     assert stack.find_line({}).name == "main"

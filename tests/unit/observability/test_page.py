@@ -226,7 +226,7 @@ def browse(page, *options):
 
 
 @needs_browser
-def test_a_browser_draws_every_chart_and_every_token(tmp_path):
+def test_a_browser_renders_every_chart_and_every_token(tmp_path):
     page = write_page(tmp_path / "report.html", [read_run(write_run(tmp_path / "run", 40))])
     dom = browse(page, "--window-size=1300,900", "--dump-dom")
     body = dom[dom.index("<body") :]
@@ -259,7 +259,7 @@ addEventListener("load", () => setTimeout(() => {
 
 @needs_browser
 @pytest.mark.parametrize(("width", "theme"), [(1300, "light"), (1300, "dark"), (500, "light")])
-def test_nothing_overlaps_and_a_constant_is_drawn_at_its_value(tmp_path, width, theme):
+def test_nothing_overlaps_and_a_constant_is_shown_at_its_value(tmp_path, width, theme):
     page = write_page(tmp_path / "report.html", [read_run(write_evaluated_run(tmp_path / "run"))])
     page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     options = ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
@@ -269,7 +269,7 @@ def test_nothing_overlaps_and_a_constant_is_drawn_at_its_value(tmp_path, width, 
 
 
 @needs_browser
-def test_a_page_that_follows_a_run_draws_what_is_new(tmp_path):
+def test_a_page_that_follows_a_run_adds_new_points(tmp_path):
     folder = write_run(tmp_path / "run", 40, samples=False)
     page = write_page(tmp_path / "report.html", [read_run(folder)])
     with (folder / "metrics.jsonl").open("a") as file:

@@ -43,7 +43,7 @@ def child(folder: Path, name: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_one_that_works_one_that_is_stopped_and_one_that_is_gone_are_told_apart(tmp_path: Path) -> None:
+def test_working_stopped_and_ended_processes_are_distinguished(tmp_path: Path) -> None:
     processes = [child(tmp_path, f"worker {rank}") for rank in range(3)]
     try:
         processes[1].send_signal(signal.SIGSTOP)

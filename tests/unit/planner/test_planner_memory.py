@@ -322,13 +322,13 @@ def test_a_plan_imports_no_heavy_library() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
-    apart = {
+def test_engines_on_dedicated_devices_leave_the_trainers_theirs() -> None:
+    dedicated = {
         "rl_config__use_integrated_worker": False,
         "rl_config__rollout_resource": {"num_npus": 16},
         "rl_config__trainer_mode": "one_step_off",
     }
-    plan = planned("dapo_qwen3_32b_A3", **apart)
+    plan = planned("dapo_qwen3_32b_A3", **dedicated)
     trainers, engines = plan.groups[:-1], plan.groups[-1]
     assert (engines.name, engines.count) == ("rollout", 16)
     assert not any("KV cache" in phase.owners or "rollout weights" in phase.owners for one in trainers for phase in one.phases)
@@ -336,9 +336,9 @@ def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
     assert {"KV cache", "rollout weights"} <= set(engines.phases[0].owners)
 
 
-def test_a_critic_on_dies_of_its_own_is_told_by_owner() -> None:
-    apart = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
-    plan = planned("ppo_qwen25_32b_A3", **apart)
+def test_a_critic_on_dedicated_devices_is_reported_by_owner() -> None:
+    dedicated = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
+    plan = planned("ppo_qwen25_32b_A3", **dedicated)
     (critic, *_) = [one for one in plan.groups if one.name.startswith("critic")]
     assert [phase.name for phase in critic.phases] == ["critic pass", "update critic"]
     forward, update = (phase.owners for phase in critic.phases)
@@ -476,11 +476,11 @@ def test_teachers_are_counted_as_their_folders_say_on_either_devices(tmp_path: P
     alone = {"rl_config__actor_resource__num_npus": 1, "actor_config__tensor_model_parallel_size": 1}
     plan = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys)
     assert [owners(plan, name) for name in ("teacher", "teacher_1")] == sizes
-    apart = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys, rl_config__teacher_resource__num_npus=1)
-    group = next(group for group in apart.groups if group.name == "teacher")
+    dedicated = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys, rl_config__teacher_resource__num_npus=1)
+    group = next(group for group in dedicated.groups if group.name == "teacher")
     assert group.count == 1 and "1 of its own" in group.ranks
     assert group.phases[0].owners["teacher_1"] == sizes[1]
-    assert not any("teacher" in phase.owners for phase in apart.groups[0].phases)
+    assert not any("teacher" in phase.owners for phase in dedicated.groups[0].phases)
 
 
 def test_a_draft_model_is_counted_from_its_files(tmp_path: Path) -> None:

@@ -38,11 +38,11 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
     generator = random.Random(1)
     median = lengths.mean  # found by the draw itself: the mean of what is cut must come out as asked
     for _ in range(60):
-        drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(20000)]
-        median *= 1000.0 / (sum(drawn) / len(drawn))
-    drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(50000)]
-    assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in drawn) / len(drawn), abs=0.01)
-    assert lengths.mean_square == pytest.approx(sum(one * one for one in drawn) / len(drawn), rel=0.03)
+        sampled = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(20000)]
+        median *= 1000.0 / (sum(sampled) / len(sampled))
+    sampled = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(50000)]
+    assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in sampled) / len(sampled), abs=0.01)
+    assert lengths.mean_square == pytest.approx(sum(one * one for one in sampled) / len(sampled), rel=0.03)
     assert lengths.above(4000.0) == 0.0 and lengths.above(0.0) == 1.0
     assert lengths.max_of(10_000) == 4000.0 and lengths.max_of(4) < 4000.0
 
@@ -200,13 +200,13 @@ def test_a_push_of_adapters_takes_as_long_as_they_are_large() -> None:
     assert plan.phases["resharding_to_infer"] == pytest.approx(adapters / (DEVICES["A3"].link * NPU.push))
 
 
-def test_models_with_dies_of_their_own_pass_there(tmp_path: Path) -> None:
-    apart = {
+def test_models_with_dedicated_devices_run_there(tmp_path: Path) -> None:
+    dedicated = {
         "rl_config__use_integrated_worker": False,
         "rl_config__actor_resource": {"num_npus": 16},
         "rl_config__reference_resource": {"num_npus": 32},
     }
-    shared, own = planned("grpo_qwen3_8b_A3"), planned("grpo_qwen3_8b_A3", **apart)
+    shared, own = planned("grpo_qwen3_8b_A3"), planned("grpo_qwen3_8b_A3", **dedicated)
     assert own.devices == 48
     assert own.parts["reference_model"]["computing"] == pytest.approx(shared.parts["reference_model"]["computing"] / 2)
     assert own.parts["update"] == shared.parts["update"]

@@ -80,7 +80,7 @@ def ops_of(name: str, packing: ExpertPacking | None = None, **network_changes: A
     return architecture.weight_ops(architecture.read_model_config(values), packing)
 
 
-def draw(seed: int) -> Pair | None:
+def make_pair(seed: int) -> Pair | None:
     """A pair of layouts; None where what was drawn cannot be cut."""
     dice = random.Random(seed)
     name = dice.choice(list(CONFIGS))
@@ -116,8 +116,8 @@ def draw(seed: int) -> Pair | None:
 @functools.cache
 def pairs() -> dict[int, tuple[Pair, Plan]]:
     """Seed -> the layouts that were drawn, and their plan."""
-    drawn = {seed: draw(seed) for seed in range(600)}
-    return {seed: (pair, pair.plan()) for seed, pair in drawn.items() if pair is not None}
+    by_seed = {seed: make_pair(seed) for seed in range(600)}
+    return {seed: (pair, pair.plan()) for seed, pair in by_seed.items() if pair is not None}
 
 
 def counted(shape: tuple[int, ...], slices: Iterable[Slice]) -> numpy.ndarray:

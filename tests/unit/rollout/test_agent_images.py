@@ -119,7 +119,7 @@ def test_a_sequence_that_starts_anew_has_the_images_of_its_own_messages() -> Non
     prompt = turns.render([{"role": "user", "content": "6 times 7?"}])
     engine = Viewer("42", "Yes.", "No.")
 
-    async def talk() -> AgentConversation:
+    async def converse() -> AgentConversation:
         made = AgentConversation(prompt, SAMPLING, 1, engine, turns, TOKENIZER, TrajectoryLimits(4000, 1000, 4000), READER, 3)
         await made.reply()
         assert made.add_messages([{"role": "user", "content": [{"type": "image", "image": RED_URL}]}])
@@ -131,7 +131,7 @@ def test_a_sequence_that_starts_anew_has_the_images_of_its_own_messages() -> Non
         assert made.add_messages([{"role": "user", "content": [{"type": "image", "image": RED_URL}]}])
         return made
 
-    found = asyncio.run(talk()).end()
+    found = asyncio.run(converse()).end()
     assert engine.seen == [(), (RED_URL,), (TALL_URL,)]
     assert [one.images for one in found.sequences] == [(RED_URL,), (TALL_URL,)] and found.images == (RED_URL, TALL_URL)
     assert prompt != PROMPT or shown(3) in TOKENIZER.decode(list(engine.made[2][0]))

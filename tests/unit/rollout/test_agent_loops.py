@@ -147,12 +147,12 @@ def test_turns_can_be_counted_out() -> None:
     assert found.metrics["turns"] == 3 and found.finish == "stop"
 
 
-def sampled_turns(most: int) -> Trajectory:
+def sampled_turns(max_turns: int) -> Trajectory:
     return sampled(
         "scheduler",
         Speaker(["so"]),
         multi_turn_scheduler=f"{__name__}:Endless",
-        limits=TrajectoryLimits(2000, 1000, 4000, most),
+        limits=TrajectoryLimits(2000, 1000, 4000, max_turns),
     )
 
 
@@ -326,15 +326,15 @@ class Waiting(AgentLoop):
 def samples_of(waits: Sequence[Callable[[], Any]], ended: list[int]) -> tuple[list[Trajectory], Stepped]:
     """The trajectories of one rollout in process, each with its wait."""
     stepped: Any = Stepped()
-    host = InProcessEngine(stepped)
+    engine = InProcessEngine(stepped)
     agents = AgentRunner(Waiting(settings()))
 
     async def all_of() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, None, {"wait": wait, "ended": ended}) for seed, wait in enumerate(waits)]
-        return list(await asyncio.gather(*(agents.sample(host, one) for one in tasks)))
+        return list(await asyncio.gather(*(agents.sample(engine, one) for one in tasks)))
 
-    found = host.run(all_of)
-    host._loop.close()
+    found = engine.run(all_of)
+    engine._loop.close()
     assert found is not None
     return found, stepped
 
@@ -397,11 +397,11 @@ class InTokens(MultiTurnScheduler):
     """Lets the model go on behind what a tool says, in tokens, as ms-swift's plug-ins do."""
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
-        said, drawn = " [42]", list(response_choice.token_ids)
+        said, sampled = " [42]", list(response_choice.token_ids)
         told = TOKENIZER.encode(said, add_special_tokens=False)
         infer_request.messages[-1]["content"] += said
-        mask = [0, *[1] * (len(drawn) - 1), *[0] * len(told)]
-        return {"infer_request": infer_request, "response_token_ids": drawn + told, "response_loss_mask": mask}
+        mask = [0, *[1] * (len(sampled) - 1), *[0] * len(told)]
+        return {"infer_request": infer_request, "response_token_ids": sampled + told, "response_loss_mask": mask}
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn == 2
@@ -426,7 +426,7 @@ class ShortMask(InTokens):
         return dict(super().step(infer_request, response_choice, current_turn)) | {"response_loss_mask": [1]}
 
 
-def test_a_scheduler_may_say_tokens_behind_those_that_were_drawn() -> None:
+def test_a_scheduler_may_add_tokens_after_the_sampled_ones() -> None:
     engine = Speaker(["6x7", "so 42"])
     found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:InTokens")
     (sequence,) = found.sequences
@@ -434,12 +434,12 @@ def test_a_scheduler_may_say_tokens_behind_those_that_were_drawn() -> None:
     assert found.token_ids == [*first, END, *told_ids, *second, END]
     # the first token was drawn, but shall not train
     assert found.sampled == [False, *[True] * 3, *[False] * len(told_ids), *[True] * (len(second) + 1)]
-    assert found.log_probs == [-1.0 if is_drawn else 0.0 for is_drawn in found.sampled]
+    assert found.log_probs == [-1.0 if is_sampled else 0.0 for is_sampled in found.sampled]
     # nothing stands between what was told and what the model writes there
     assert engine.asked[1] == engine.asked[0] + "6x7<|im_end|> [42]" and sequence.prompt_ids == PROMPT
 
 
-def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> None:
+def test_a_scheduler_that_changes_sampled_tokens_starts_another_sequence() -> None:
     engine = Speaker(["41", "42"])
     found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:WithoutItsEnd")
     first, second = found.sequences
@@ -456,6 +456,6 @@ def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> No
         ("ShortMask", "step returned 9 response_token_ids, so that response_loss_mask must be as many"),
     ],
 )
-def test_tokens_that_nobody_drew_cannot_train(name: str, words: str) -> None:
+def test_tokens_that_were_not_sampled_cannot_train(name: str, words: str) -> None:
     found = sampled("scheduler", Speaker(["6x7", "so 42"]), multi_turn_scheduler=f"{__name__}:{name}")
     assert re.search(words, found.failure)

@@ -78,7 +78,7 @@ class Stepped:
         self.calls.append(part)
 
 
-def host() -> tuple[InProcessEngine, Stepped]:
+def build_engine() -> tuple[InProcessEngine, Stepped]:
     engine = Stepped()
     return InProcessEngine(engine), engine  # type: ignore[arg-type]
 
@@ -93,7 +93,7 @@ def expected(prompt: tuple[int, ...], seed: int, versions: Sequence[int]) -> tup
 
 
 def test_what_is_asked_for_at_once_enters_the_same_step() -> None:
-    served, engine = host()
+    served, engine = build_engine()
 
     async def work() -> list[Generated]:
         return await asyncio.gather(*(served.generate((number,), SAMPLING, number) for number in range(5)))
@@ -106,7 +106,7 @@ def test_what_is_asked_for_at_once_enters_the_same_step() -> None:
 
 
 def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_place() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def work() -> tuple[Generated, Generated]:
         first = asyncio.ensure_future(served.generate((3,), SAMPLING, 9))
@@ -129,7 +129,7 @@ def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_plac
 
 
 def test_frozen_responses_outlive_a_run_and_name_both_versions() -> None:
-    served, _ = host()
+    served, _ = build_engine()
     waiting: list[asyncio.Future[Generated]] = []
 
     async def begin() -> None:
@@ -150,7 +150,7 @@ def test_frozen_responses_outlive_a_run_and_name_both_versions() -> None:
 
 
 def test_a_pause_can_wait_for_what_runs_while_others_wait_for_it() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def work() -> list[Generated]:
         first = asyncio.ensure_future(served.generate((1,), SAMPLING, 1))
@@ -169,7 +169,7 @@ def test_a_pause_can_wait_for_what_runs_while_others_wait_for_it() -> None:
 
 
 def test_requests_that_cannot_be_answered_are_refused_and_complete_ones_come_back() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def too_long() -> Generated:
         return await served.generate(tuple(range(101)), SAMPLING, 1)

@@ -63,8 +63,8 @@ def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None,
         assert TOKENIZER.decode(one.token_ids[:2]) == "1<|im_end|>" and "No." in told(one)
         assert one.final_reward == 0.5 and one.finish == "stop" and not one.failure
         assert one.metrics == {"turns": 2.0, "branches": 0.0, "environment_turns": 2.0}
-        drawn = [token for token, is_drawn in zip(one.token_ids, one.sampled) if is_drawn]
-        assert TOKENIZER.decode(drawn) == "1<|im_end|>2<|im_end|>"
+        sampled = [token for token, is_sampled in zip(one.token_ids, one.sampled) if is_sampled]
+        assert TOKENIZER.decode(sampled) == "1<|im_end|>2<|im_end|>"
 
 
 def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_path: Path) -> None:
@@ -96,22 +96,22 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
     file = tmp_path / "guess.yaml"
     file.write_text(yaml.safe_dump({"environment": "verifiers:guess", "args": {"number": 2}}))
     stepped: Any = Stubborn()
-    host = InProcessEngine(stepped)
+    engine = InProcessEngine(stepped)
     agents = AgentRunner(load_agent_loop("environment")(settings(turns=ALONE, environment=str(file))))
-    host.run_without_steps(agents.start)
+    engine.run_without_steps(agents.start)
 
     async def rollout() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, "2", {"prompt": QUESTION}) for seed in range(4)]
-        return list(await asyncio.gather(*(agents.sample(host, task) for task in tasks)))
+        return list(await asyncio.gather(*(agents.sample(engine, task) for task in tasks)))
 
     for _ in range(2):
-        found = host.run(rollout)
+        found = engine.run(rollout)
         assert found is not None
         # three turns, none of them right, and two tokens a turn
         assert [one.final_reward for one in found] == [pytest.approx(1 / 3)] * 4
         assert all(sum(one.sampled) == 6 and one.metrics["turns"] == 3 and not one.failure for one in found)
-    host.run_without_steps(agents.close)
-    host._loop.close()
+    engine.run_without_steps(agents.close)
+    engine._loop.close()
     assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 

@@ -34,7 +34,7 @@ def on_cpu() -> Iterator[None]:
     yield
 
 
-def test_what_an_owner_holds_and_what_only_passes_are_told_apart() -> None:
+def test_lasting_and_temporary_memory_of_an_owner_are_distinguished() -> None:
     kept: list[torch.Tensor] = []
     memory = PhaseMemory(lambda: {"weights": 3 * MIB, "KV cache": sum(tensor.nbytes for tensor in kept)})
     metrics = Metrics()

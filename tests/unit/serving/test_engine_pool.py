@@ -44,7 +44,7 @@ def whole(prompt: tuple[int, ...], seed: int, version: int = 0) -> Generated:
     return Generated(tokens, (-0.5,) * 4, (version,) * 4, "length")
 
 
-def test_requests_are_dealt_evenly_and_answered_with_what_their_server_drew() -> None:
+def test_requests_are_dealt_evenly_and_answered_by_their_server() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         asked = [asyncio.create_task(pool.generate((number,), FOUR, number)) for number in range(6)]
         await until(lambda: sum(len(server.engine.seen) for server in servers) == 6)
@@ -128,7 +128,7 @@ def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_name
     in_pool(body, timeout_s=1.0)
 
 
-def test_a_server_that_answers_but_draws_no_token_is_taken_out() -> None:
+def test_a_server_that_replies_but_generates_no_token_is_removed() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         asked = asyncio.create_task(pool.generate((4,), FOUR, 9))
         servers[1].engine.release(4)

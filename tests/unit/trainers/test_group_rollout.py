@@ -75,8 +75,8 @@ class Source:
 
     def _group(self, number: int) -> PromptGroup:
         scores = [1.0, 1.0 if number % 3 == 0 else 0.0]
-        drawn = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
-        samples: list[Trajectory | None] = [Trajectory.from_response(prompt(number)["prompt_ids"], one) for one in drawn]
+        generated = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
+        samples: list[Trajectory | None] = [Trajectory.from_response(prompt(number)["prompt_ids"], one) for one in generated]
         results = [RewardResult(score, {"exact_match": score}) for score in scores]
         return PromptGroup(number, prompt(number), self._version, samples, results)
 
@@ -154,7 +154,7 @@ def test_weights_are_pushed_when_a_version_ends_and_after_the_last_iteration(tmp
     assert source.calls == ["before", ("after", 0), "before", ("after", 1), "before", ("after", 2), "before"]
 
 
-def test_a_filter_draws_only_as_many_further_groups_as_are_missing(tmp_path: Path) -> None:
+def test_a_filter_samples_only_as_many_further_groups_as_are_missing(tmp_path: Path) -> None:
     keys = [
         "rl_config.filter_groups_enable=true",
         "rl_config.filter_groups_metric=exact_match",
@@ -172,7 +172,7 @@ def test_a_filter_draws_only_as_many_further_groups_as_are_missing(tmp_path: Pat
     assert [one["prompt"] for one in line["prompts"]] == [1, 2, 4, 5]
 
 
-def test_a_filter_that_may_draw_no_more_fills_up_or_gives_up(tmp_path: Path) -> None:
+def test_a_filter_that_may_sample_no_more_fills_up_or_gives_up(tmp_path: Path) -> None:
     filling = ["rl_config.dynamic_sample=true", "rl_config.max_resample_times=0"]
     run = run_of(tmp_path / "fill", "rl_config.trainer_mode=async", *filling)
     rollout, source, plane = rollout_of(run)

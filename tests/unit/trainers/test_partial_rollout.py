@@ -46,15 +46,15 @@ class Engines:
         self.version = self.num_tokens = 0
         self.rounds: list[int] = []
 
-    def __call__(self, pieces: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
-        self.rounds.append(len(pieces))
-        return [], [self._grown(piece, num_tokens) for piece in pieces]
+    def __call__(self, responses: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
+        self.rounds.append(len(responses))
+        return [], [self._grown(response, num_tokens) for response in responses]
 
-    def _grown(self, piece: PartialResponse, num_tokens: int) -> Generated:
-        partial = piece.partial or Generated((), (), (), "aborted")
-        kept, wanted = len(partial.token_ids), length(piece.seed)
+    def _grown(self, response: PartialResponse, num_tokens: int) -> Generated:
+        partial = response.partial or Generated((), (), (), "aborted")
+        kept, wanted = len(partial.token_ids), length(response.seed)
         places = range(kept, min(wanted, kept + num_tokens))
-        new = tuple(token(piece.seed, place, self.version) for place in places)
+        new = tuple(token(response.seed, place, self.version) for place in places)
         self.num_tokens += len(new)
         finish = ("length" if wanted == MOST else "stop") if kept + len(new) == wanted else "aborted"
         return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
@@ -258,11 +258,11 @@ def test_staleness_is_measured_token_by_token() -> None:
     assert _staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
 
 
-def test_what_nobody_drew_has_no_age() -> None:
+def test_tokens_that_were_not_sampled_have_no_age() -> None:
     rows = [torch.tensor([5, -1, -1, 4]), torch.tensor([-1, 5])]
     check_versions(rows, 5, 1, iteration=5)
-    drawn = [torch.tensor([5, 4]), torch.tensor([5])]
-    assert _staleness_metrics(rows, 5).results() == _staleness_metrics(drawn, 5).results()
+    sampled = [torch.tensor([5, 4]), torch.tensor([5])]
+    assert _staleness_metrics(rows, 5).results() == _staleness_metrics(sampled, 5).results()
 
 
 @pytest.mark.parametrize(("limit", "young"), [(None, [1, 1, 1]), (2, [1, 1, 1]), (1.5, [0, 1, 1]), (0, [0, 0, 1])])
@@ -271,7 +271,7 @@ def test_old_tokens_can_be_left_out(limit: float | None, young: list[int]) -> No
     assert _young_tokens(rows, 5, limit, 4).int().tolist() == [[*young, 0], [1, 0, 0, 0]]
 
 
-def test_pieces_of_a_response_fit_together() -> None:
+def test_partial_responses_fit_together() -> None:
     first = Generated((1,), (-1.0,), (0,), "aborted")
     assert first.concat(Generated((2,), (-2.0,), (1,), "stop")) == Generated((1, 2), (-1.0, -2.0), (0, 1), "stop")
     with pytest.raises(ValueError, match="1 tokens has 0 log-probs"):

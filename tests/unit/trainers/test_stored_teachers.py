@@ -85,9 +85,7 @@ def test_the_loss_over_the_full_vocabulary_is_the_divergence_from_the_teacher(
     assert found["train/teacher_mass"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_what_is_stored_are_the_teacher_s_most_probable_tokens(
-    model: Qwen2ForCausalLM, tiny_model: Path, server: str, tmp_path: Path
-) -> None:
+def test_the_teacher_s_top_tokens_are_stored(model: Qwen2ForCausalLM, tiny_model: Path, server: str, tmp_path: Path) -> None:
     prefix = write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in SAMPLES])
     assert store(prefix, tiny_model, server, 5) == 0
     stored = StoredLogProbs(prefix)

@@ -36,8 +36,8 @@ async def score(group: PromptGroup) -> list[RewardResult]:
 
 def long_tail(seed: int) -> int:
     """1 to 9 tokens, or now and then 40."""
-    drawn = random.Random(seed)
-    return 40 if drawn.random() < 0.1 else drawn.randint(1, 9)
+    rng = random.Random(seed)
+    return 40 if rng.random() < 0.1 else rng.randint(1, 9)
 
 
 _clocks: list[JumpingClock] = []
@@ -124,7 +124,7 @@ class Driver:
         return [[group.index for group in groups] for _, groups in self.batches]
 
 
-def drawn(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
+def expected_tokens(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of a sample, computed from its versions."""
     seed = group.index * 100 + sample
     tokens = [token(seed, place, version) for place, version in enumerate(group.trajectories[sample].versions)]
@@ -147,7 +147,7 @@ def test_no_token_trains_that_is_older_than_the_bound(strategy: Any, interrupts:
     for _, groups in driver.batches:
         for group in groups:
             for sample, response in enumerate(group.trajectories):
-                assert (list(response.token_ids), list(response.log_probs)) == drawn(group, sample)
+                assert (list(response.token_ids), list(response.log_probs)) == expected_tokens(group, sample)
                 assert len(response.token_ids) == long_tail(group.index * 100 + sample)
                 assert list(response.versions) == sorted(response.versions)
 

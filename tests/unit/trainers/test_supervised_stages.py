@@ -156,12 +156,12 @@ def test_the_end_of_a_document_is_learnt(start: Callable[..., Any], tmp_path: Pa
     assert (item["labels"] == EOS).any() and bool(item["loss_mask"].bool().all())
 
 
-def test_blends_draw_by_weight_and_hold_documents_back_for_evaluation(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_blends_sample_by_weight_and_hold_documents_back_for_evaluation(start: Callable[..., Any], tmp_path: Path) -> None:
     first = write_documents(tmp_path / "first", [[3, 3, 3, EOS]] * 400)
     second = write_documents(tmp_path / "second", [[4, 4, 4, EOS]] * 400)
     stage = start("pretrain", [0.25, first, 0.75, second], seq_length=8, train_iters=10, split="90,10,0", eval_iters=2)
-    drawn = [3 in stage.train_items[number]["tokens"].tolist() for number in range(80)]
-    assert sum(drawn) == 20
+    is_from_third = [3 in stage.train_items[number]["tokens"].tolist() for number in range(80)]
+    assert sum(is_from_third) == 20
     assert stage.data().num_held_out >= 16 and stage.evaluate().metrics.results()["eval/loss"] > 0
 
 
@@ -214,12 +214,12 @@ STEP, GOOD, BAD = 90, 91, 92
 
 def steps_row(seed: int) -> dict[str, list[int]]:
     """Three steps, each closed by a placeholder; the last token is one."""
-    draw = np.random.RandomState(seed)
+    rng = np.random.RandomState(seed)
     ids, labels = [], []
     for _ in range(3):
-        step = draw.randint(3, 90, draw.randint(1, 6)).tolist()
+        step = rng.randint(3, 90, rng.randint(1, 6)).tolist()
         ids += [*step, STEP]
-        labels += [-100] * len(step) + [int(draw.choice((GOOD, BAD)))]
+        labels += [-100] * len(step) + [int(rng.choice((GOOD, BAD)))]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -294,10 +294,10 @@ def test_every_row_is_seen_once_an_epoch_and_all_epochs_shuffle_together_on_requ
         full_shuffle_instruction_dataset=full_shuffle,
     )  # fmt: skip
     order = stage.stage.order(10, stage.run.plan, 0)
-    drawn = [number for _ in range(4) for number in next(order)]
-    assert sorted(drawn) == sorted([*range(10)] * 2)
-    assert (sorted(drawn[:10]) != list(range(10))) == full_shuffle
-    assert drawn[:10] != sorted(drawn[:10])
+    order_seen = [number for _ in range(4) for number in next(order)]
+    assert sorted(order_seen) == sorted([*range(10)] * 2)
+    assert (sorted(order_seen[:10]) != list(range(10))) == full_shuffle
+    assert order_seen[:10] != sorted(order_seen[:10])
 
 
 def test_positions_that_restart_without_the_attention_are_refused(start: Callable[..., Any], tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ def prompt(number: int) -> PromptItem:
     return PromptItem(prompt_ids=[number, 1], label=str(number), columns={})
 
 
-def drawn(*tokens: int, version: int = 3) -> Segment:
+def sampled_segment(*tokens: int, version: int = 3) -> Segment:
     return Segment.from_generated(Generated(tokens, (-0.25,) * len(tokens), (version,) * len(tokens), "stop"))
 
 
 SPLIT = Trajectory(
     (
-        TokenSequence((7, 1), (drawn(11, 12), Segment.from_context((21,)), drawn(13, version=4))),
-        TokenSequence((7, 1, 11, 22), (drawn(14),)),
+        TokenSequence((7, 1), (sampled_segment(11, 12), Segment.from_context((21,)), sampled_segment(13, version=4))),
+        TokenSequence((7, 1, 11, 22), (sampled_segment(14),)),
     ),
     "length",
     turn_rewards=(None, 0.5, 1.0),
@@ -46,7 +46,7 @@ SPLIT = Trajectory(
 )
 
 
-def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
+def test_a_row_has_sampled_and_given_tokens_with_a_single_mask() -> None:
     columns = build_response_columns([SPLIT, Trajectory.from_response((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
     assert columns["responses"][0].tolist() == [11, 12, 21, 13, 14]
     assert columns["response_mask"][0].tolist() == [True, True, False, True, True]
@@ -58,7 +58,7 @@ def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
     assert columns["response_mask"][1].tolist() == [True, True] and columns["trajectories"][1] == {}
 
 
-def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
+def test_figures_count_trajectories_and_sampled_tokens_once() -> None:
     results = compute_response_metrics([SPLIT, SPLIT]).results()
     assert results["rollout/tokens"] == 8 and results["response_length/mean"] == 5 and results["prompt_length/max"] == 2
     assert results["tool_call_num/mean"] == results["tool_call_num/max"] == 1 and results["turns/mean"] == 3
@@ -69,7 +69,9 @@ def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
 def test_the_last_turn_begins_behind_what_was_told_last() -> None:
     assert SPLIT.reward_columns()["last_turn_start"] == 4
     told_last = Trajectory(
-        (TokenSequence((7,), (drawn(11), Segment.from_context((21, 22)), drawn(13))),), "stop", metrics={"turns": 2.0}
+        (TokenSequence((7,), (sampled_segment(11), Segment.from_context((21, 22)), sampled_segment(13))),),
+        "stop",
+        metrics={"turns": 2.0},
     )
     assert told_last.token_ids[told_last.reward_columns()["last_turn_start"] :] == [13]
 
