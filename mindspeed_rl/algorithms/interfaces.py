@@ -130,7 +130,7 @@ class LossOutput:
 
     Attributes:
         loss_sum: 0-d, carries the gradient.
-        count: 0-d integer: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns alone,
+        count: 0-d integer: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns only,
             since the losses of routers need it before the forward pass.
         metrics: by the name in the log; with `PendingMetrics` the host does not wait in every micro-batch.
     """
@@ -149,11 +149,11 @@ class LossInputs:
     """One micro-batch as the input of a loss. A response has as many tokens as its row predicts.
 
     Attributes:
-        outputs: of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
+        outputs: outputs of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
             tokens of a language model, and NUM_DIVERGENCES more where it is compared with a teacher's tokens; one logit a
             choice where it is restricted to choices; the values of a value head.
         mask: [B, R] bool; True on predicted tokens.
-        columns: of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
+        columns: columns of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
     """
 
     outputs: tuple[Tensor, ...]
@@ -173,11 +173,12 @@ class PolicyBatch:
         advantages: one value a token.
         response_mask: bool; tokens the actor sampled. A row without any is a filler and is not counted.
         loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
-        old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
-        ref_log_probs: of the reference policy; required when the KL is in the loss.
-        rollout_log_probs: those of the inference engine.
+        old_log_probs: log-probs of the policy at the start of the update; None means exactly on-policy (log_probs
+            without gradient).
+        ref_log_probs: log-probs of the reference policy; required when the KL is in the loss.
+        rollout_log_probs: log-probs of the inference engine.
         entropy: per-token entropy; required for entropy_coeff (with gradient).
-        old_entropy: of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
+        old_entropy: entropy of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
         divergence: to the teachers over their most probable tokens, with gradient, and the student's and the teachers'
             probability there; None without.
@@ -252,11 +253,12 @@ class PolicyInputs:
         mask: bool; tokens that train.
         drift: log_probs - old_log_probs; carries the gradient.
         log_ratio: the drift within `policy_losses.LOG_RATIO_LIMIT`; carries the gradient.
-        old_log_probs: of the policy at the start of the update; log_probs without gradient where there is one step a rollout.
-        ref_log_probs: of the reference; set for a loss that needs "reference".
-        rollout_log_probs: of the inference engine; None where the caller has none.
+        old_log_probs: log-probs of the policy at the start of the update; log_probs without gradient where there is one step
+            per rollout.
+        ref_log_probs: log-probs of the reference; set for a loss that needs "reference".
+        rollout_log_probs: log-probs of the inference engine; None where the caller has none.
         entropy: with gradient; None where the caller has none.
-        old_entropy: of the policy at the start of the update; set for a loss that needs "entropies".
+        old_entropy: entropy of the policy at the start of the update; set for a loss that needs "entropies".
         marked: bool; set for a loss that marks tokens of the batch.
     """
 
@@ -320,7 +322,7 @@ class AdvantageInputs:
         if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
             raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
         self.valid = torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
-        # one NaN would reach all advantages of its group, and by whitening those of the batch
+        # one NaN would reach all advantages of its group, and by whitening all of the batch
         bad = ~torch.isfinite(self.rewards) & self.valid
         if bad.any():
             raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")

@@ -37,7 +37,7 @@ def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: 
     Raises:
         ValueError: r or alpha contradicts the adapter, or alpha is stated nowhere.
     """
-    ranks = {piece.shape[0] for _, a, _ in adapters.values() for piece in a}
+    ranks = {shard.shape[0] for _, a, _ in adapters.values() for shard in a}
     if len(ranks) != 1:
         raise ValueError(f"the adapters have different ranks {sorted(ranks)}; one rank for all is supported")
     actual = ranks.pop()
@@ -187,8 +187,8 @@ def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> di
     records = read_safetensors_header(path / "adapter_model.safetensors")
     pairs: dict[str, tuple[TensorRecord, TensorRecord]] = {}
     for key, record in records.items():
-        module, found, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
-        if not found:
+        module, separator, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
+        if not separator:
             continue
         other = records.get(key.replace(".lora_A.", ".lora_B."))
         # PEFT has the names of transformers' modules, which a checkpoint of Qwen2.5-VL has not

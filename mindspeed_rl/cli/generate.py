@@ -89,7 +89,7 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     """Return (conversation, columns that the output repeats) of every prompt.
 
     Raises:
-        ValueError: there is no prompt, there are several sources, or a line is malformed.
+        ValueError: no prompt is given, or several sources, or a line is malformed.
     """
     refuse_first(
         (args.prompt is not None and args.input is not None, "--prompt and --input exclude each other"),
@@ -208,8 +208,10 @@ def _generate_responses(
         _build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
     ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
-    most = max(1, *(len(conversation.images) for conversation, _ in prompts))
-    opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=most, agents=agents)
+    max_images = max(1, *(len(conversation.images) for conversation, _ in prompts))
+    opened = running_engine(
+        session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images, agents=agents
+    )
     with opened as engine:
         if args.stream:
             _stream(session, engine, ids[0], settings[0], prompts[0][0].images)

@@ -49,11 +49,11 @@ class RunParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         for word in unknown if unknown and unknown[0].startswith("-") else ():
             name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-            found = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
+            key = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
             if name == "config_name":
                 message += "; the option is --config-name"
-            elif found is not None:
-                message += f"; keys of the run file are written without dashes: {found}={value or 'VALUE'}"
+            elif key is not None:
+                message += f"; keys of the run file are written without dashes: {key}={value or 'VALUE'}"
         if "--config-name" in message and not unknown:
             names = [word for word in self._words if "=" not in word and not word.startswith("-")]
             message += f"; did you mean --config-name {names[0]}?" if names else ""

@@ -179,14 +179,14 @@ def _read_top_level(tree: Mapping[str, Any], errors: list[str]) -> tuple[Any, st
 
 def _find_ignored(groups: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """Return the values of the keys that are accepted without effect, by dotted name."""
-    found: dict[str, object] = {}
+    without_effect: dict[str, object] = {}
     for group, values in groups.items():
         ignored = IGNORED.get(TOP_LEVEL[group].__name__, {})
-        found |= {f"{group}.{name}": value for name, value in values.items() if name in ignored}
+        without_effect |= {f"{group}.{name}": value for name, value in values.items() if name in ignored}
         if group == "generate_config" and isinstance(sampling := values.get("sampling_config"), Mapping):
             ignored = IGNORED["SamplingConfig"]
-            found |= {f"{group}.sampling_config.{name}": value for name, value in sampling.items() if name in ignored}
-    return found
+            without_effect |= {f"{group}.sampling_config.{name}": value for name, value in sampling.items() if name in ignored}
+    return without_effect
 
 
 def _read_model_blocks(value: object, errors: list[str]) -> dict[str, dict[str, Any]]:

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rl.adaptors.megatron_loads import reading_with
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
 from mindspeed_rl.checkpoint.torch_file import load_with_records
@@ -69,7 +69,7 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
     return Path(folder, f"iter_{iteration:07d}")
 
 
-def _find_latest_iteration(folder: str | Path) -> int | None:
+def _find_newest_iteration(folder: str | Path) -> int | None:
     """Return the iteration of the newest finished checkpoint, None when there is none.
 
     Raises:
@@ -77,7 +77,7 @@ def _find_latest_iteration(folder: str | Path) -> int | None:
     """
     newest = newest_checkpoint(folder)
     if newest == "release":
-        raise ValueError(f"{Path(folder, LATEST_NAME)}: has 'release', not the number of an iteration.")
+        raise ValueError(f"{Path(folder, TRACKER_NAME)}: has 'release', not the number of an iteration.")
     return None if newest is None else int(newest)
 
 
@@ -146,7 +146,7 @@ class CheckpointSaver:
         failure: str | None = None
         if self.disks.leads:
             try:
-                # of a killed save
+                # left by a killed save
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as error:
@@ -333,7 +333,7 @@ def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
         if others:
             _name_newest(folder, max((saved for saved in others if saved < iteration), default=max(others)))
         else:
-            (folder / LATEST_NAME).unlink(missing_ok=True)
+            (folder / TRACKER_NAME).unlink(missing_ok=True)
         os.replace(final, final.with_name(f"{final.name}.old.partial"))
     os.replace(partial, final)
     _name_newest(folder, iteration)
@@ -342,11 +342,11 @@ def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
 
 
 def _name_newest(folder: Path, iteration: int) -> None:
-    latest = folder / LATEST_NAME
+    tracker = folder / TRACKER_NAME
     # replaced atomically, so that no reader gets half a number
-    temporary = latest.with_suffix(".tmp")
+    temporary = tracker.with_suffix(".tmp")
     temporary.write_text(str(iteration))
-    os.replace(temporary, latest)
+    os.replace(temporary, tracker)
 
 
 def _record_layout(engine: TrainEngine) -> dict[str, int]:
@@ -364,19 +364,19 @@ def choose_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple
         Its iteration, and the disks of the ranks where files had to be copied.
 
     Raises:
-        ValueError: there is no finished checkpoint, or a disk cannot write the files.
+        ValueError: no checkpoint is finished, or a disk cannot write the files.
     """
     failure: str | None = None
     if iteration is None and dist.get_rank() == 0:
         try:
-            iteration = _find_latest_iteration(folder)
+            iteration = _find_newest_iteration(folder)
         except ValueError as error:
             failure = str(error)
     iteration, failure = gather_objects((iteration, failure))[0]
     if failure is not None:
         raise ValueError(failure)
     if iteration is None:
-        raise ValueError(f"load: {folder} has no finished checkpoint (no {LATEST_NAME}).")
+        raise ValueError(f"load: {folder} has no finished checkpoint (no {TRACKER_NAME}).")
     return iteration, share_small_files(Path(folder), iteration_folder(folder, iteration))
 
 
@@ -387,7 +387,7 @@ def has_base_weights(folder: str | Path, iteration: int | None = None) -> bool:
         iteration: another checkpoint than the newest.
     """
     if iteration is None:
-        iteration = _find_latest_iteration(folder)
+        iteration = _find_newest_iteration(folder)
     assert iteration is not None
     saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
     return saved is None or saved["with_base"]
@@ -432,7 +432,7 @@ def verify_files(path: Path, advice: str, files: CheckpointFiles | None = None) 
 
     Args:
         advice: the fix of a damaged one, for the error.
-        files: those of each disk, where they differ.
+        files: files of each disk, where they differ.
 
     Returns:
         False where the checkpoint has no checksums.
@@ -469,7 +469,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         {"iteration": ..., "run_state": ..., "random_restored": bool}.
 
     Raises:
-        ValueError: there is no finished checkpoint, or it lacks a state that is restored.
+        ValueError: no checkpoint is finished, or it lacks a state that is restored.
     """
     config = engine.config
     engine.offloader.onload(optimizer=True)

@@ -133,7 +133,7 @@ def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
         unread = _list_unread(family, expected, hf_config, keys)
         if 2 * len(unread) > len(keys):
             continue  # it has defaults of its own for what it does not read
-        # of two that read as much, the one that adds less by itself
+        # where two read as much, the one that adds less by itself wins
         fields = dataclasses.fields(expected)
         added = sum(field.default not in (dataclasses.MISSING, getattr(expected, field.name)) for field in fields)
         candidates.append((len(unread), added, unread, family))

@@ -261,7 +261,7 @@ def layer_spec(
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
-        core_attention: for a model with indexers one that takes their shape, a `LatestIndex` and `shares`, too.
+        core_attention: for a model with indexers one that takes their shape, an `IndexerOutput` and `shares`, too.
         linear_attention: the gated delta net of hybrid models.
         layout: the layout the config was made with; needed when it has no-op layers.
         vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
@@ -270,7 +270,7 @@ def layer_spec(
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
     kinds: dict[tuple[bool, bool, bool, bool], ModuleSpec] = {}
-    linear, latest = model_config.linear_attention, LatestIndex()
+    linear, last_output = model_config.linear_attention, IndexerOutput()
     layers = []
     for layer in slots[first : first + count]:
         if layer is None:
@@ -280,8 +280,8 @@ def layer_spec(
         is_linear, shares = linear is not None and layer in linear.layers, layer in model_config.layers_without_indexer
         kind = (layer in model_config.moe_layers, windowed, is_linear, shares)
         if kind not in kinds:
-            core = _core_attention(model_config, core_attention, latest, shares=shares)
-            kinds[kind] = _one_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
+            core = _core_attention(model_config, core_attention, last_output, shares=shares)
+            kinds[kind] = _build_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
         layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
@@ -296,23 +296,23 @@ def prediction_layer_spec(
     model_config: ModelConfig, config: TransformerConfig, *, norm: type[nn.Module], core_attention: type[nn.Module]
 ) -> TransformerBlockSubmodules:
     """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
-    core = _core_attention(model_config, core_attention, LatestIndex(), shares=False)
-    layer = _one_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
+    core = _core_attention(model_config, core_attention, IndexerOutput(), shares=False)
+    layer = _build_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
     return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
 
 
-class LatestIndex:
+class IndexerOutput:
     """Output of the last indexer that ran in a forward pass of a model chunk; the layers after it that have none read it."""
 
     features: Any = None
 
 
 def _core_attention(
-    model_config: ModelConfig, core_attention: type[nn.Module], latest: LatestIndex, *, shares: bool
+    model_config: ModelConfig, core_attention: type[nn.Module], last_output: IndexerOutput, *, shares: bool
 ) -> type[nn.Module] | ModuleSpec:
     if model_config.sparse_attention is None:
         return core_attention
-    params = {"shape": model_config.sparse_attention, "latest": latest, "shares": shares}
+    params = {"shape": model_config.sparse_attention, "last_output": last_output, "shares": shares}
     return ModuleSpec(module=core_attention, params=params)
 
 
@@ -344,7 +344,7 @@ def _normalize_before(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> 
     return build
 
 
-def _one_layer(
+def _build_layer(
     model_config: ModelConfig,
     config: TransformerConfig,
     norm: type[nn.Module],
@@ -474,7 +474,7 @@ def build_gpt_model(
     return model
 
 
-def _choose_rotation(model_config: ModelConfig) -> str:
+def _choose_rotation(model_config: ModelConfig) -> Literal["yarn", "rope", "mrope"]:
     """Return Megatron's name of the positions; latent attention computes its own yarn."""
     scaling = model_config.rope_scaling
     if scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention:

@@ -69,8 +69,8 @@ def check_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Pa
     if config.num_layers is None:
         return
     optional = _expected_where_set(config, model_config)
-    set_ones = {key: value for key, value in optional.items() if getattr(config, key) is not None}
-    _refuse(_expected(config, model_config) | set_ones, config, path)
+    set_values = {key: value for key, value in optional.items() if getattr(config, key) is not None}
+    _refuse(_expected(config, model_config) | set_values, config, path)
 
 
 def _refuse(expected: Mapping[str, _Value], config: MegatronConfig, path: Path) -> None:

@@ -103,7 +103,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
     """Read config.json and lay out its layers.
 
     Raises:
-        ValueError: there is no config.json, a model key of the run file contradicts it, the layout does not fit, or the
+        ValueError: config.json is missing, a model key of the run file contradicts it, the layout does not fit, or the
             installed megatron-core lacks what the keys require.
     """
     architecture, model_config, hf_config = read_model(hf_folder)
@@ -244,7 +244,7 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
     """Read a Hugging Face folder's model: its architecture, its shape, and the config.json.
 
     Raises:
-        ValueError: there is no config.json, or it is of a model or of weights that are not supported.
+        ValueError: config.json is missing, or it is of a model or of weights that are not supported.
     """
     path = Path(hf_folder, "config.json")
     if not path.is_file():

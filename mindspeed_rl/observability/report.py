@@ -28,7 +28,7 @@ from mindspeed_rl.observability.run_files import read_files
 
 _LOG = logging.getLogger(__name__)
 
-#: of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
+#: times of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
 _INTERVAL_S, _PAUSE_S, _LAST_S = 30.0, 50.0, 30.0
 #: packages with an influence on results
 _PACKAGES = (

@@ -69,8 +69,8 @@ def find_relieving_changes(tree: Mapping[str, object], run: Run, phase: str, dev
 
     def count_bytes(planned: MemoryPlan) -> int:
         """Return the bytes of the fullest device in the phase, or of the peak, without those that no key changes."""
-        phases = [one for group in planned.groups for one in group.phases if one.name == phase] or [planned.fullest.peak]
-        return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in phases)
+        phases = [item for group in planned.groups for item in group.phases if item.name == phase] or [planned.fullest.peak]
+        return max(item.total - item.owners.get("driver", 0) - item.owners.get("runtime", 0) for item in phases)
 
     limit = 0.9 * count_bytes(plan)
     changes = (_apply(tree, values, costs, device, run.num_nodes) for values, costs in _list_candidates(run))

@@ -133,12 +133,12 @@ class MemoryPlan:
 
     def only(self, *names: str) -> MemoryPlan:
         """Return the plan of only these phases."""
-        groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
-        return replace(self, groups=tuple(one for one in groups if one.phases))
+        groups = (replace(group, phases=tuple(phase for phase in group.phases if phase.name in names)) for group in self.groups)
+        return replace(self, groups=tuple(group for group in groups if group.phases))
 
     def without(self, names: Iterable[str]) -> MemoryPlan:
         """Return the plan without these phases and without the problems of the engine."""
-        left = {phase.name for one in self.groups for phase in one.phases} - set(names)
+        left = {phase.name for group in self.groups for phase in group.phases} - set(names)
         return replace(self.only(*left), problems=())
 
 
@@ -297,8 +297,8 @@ def _list_passes(
         if name in totals:
             needed = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
             yield f"{name} pass", {name: totals[name]}, needed
-    if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
-        yield Phases.REFERENCE_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
+    if run.cfg.rl_config.share_backbone and objective.needs_ref:  # the actor without its adapters
+        yield Phases.REF_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
     if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
         yield Phases.ACTOR_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "actor")
 
@@ -372,7 +372,7 @@ def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: b
     costs = TowerCosts.count(model.plan.architecture, model.plan.model_config)
     if costs is None or stage != layout.first_chunk[0]:
         return 0
-    # of one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
+    # one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
     blocks, in_flight = 1, 1
     if trains and model.trains and not config.freeze_vit:
         blocks, in_flight = costs.depth, min(run.micro_batches, layout.pp)
@@ -396,7 +396,7 @@ def hccl_buffer_mib(cfg: RunConfig) -> int:
 
 
 def _communicator_bytes(run: RunShape) -> int:
-    """Return the bytes of the communicators of a device of the actor; none where there is no HCCL.
+    """Return the bytes of the communicators of a device of the actor; none without HCCL.
 
     Raises:
         ValueError: hccl_group_buffer is none of Megatron's groups with its MiB.
@@ -526,16 +526,16 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
             if layer is None:
                 continue
             moe = layer in model_config.moe_layers
-            one = compute_layer_bytes(config, model_config, tokens, layer)
+            layer_bytes = compute_layer_bytes(config, model_config, tokens, layer)
             is_uneven = moe and layout.num_expert_groups > 1
-            working = max(working, one.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
-            saved = one.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
+            working = max(working, layer_bytes.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
+            saved = layer_bytes.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
             if config.recompute_granularity == "full":
                 num_layers = config.recompute_num_layers or 1
                 if config.recompute_method != "block":
-                    saved = one.input / num_layers + one.index
+                    saved = layer_bytes.input / num_layers + layer_bytes.index
                 elif index < num_layers:
-                    saved = one.input + one.index
+                    saved = layer_bytes.input + layer_bytes.index
             total += saved
     if layout.pp == 1:
         in_flight = 1.0
@@ -551,8 +551,10 @@ def _compute_forward_bytes(config: MegatronConfig, plan: ModelPlan, tokens: floa
     """Compute the bytes of a forward pass without backward: the largest layer and its input."""
     moe = bool(plan.model_config.moe_layers)
     layers = plan.model_config.moe_layers or range(plan.model_config.num_layers)
-    one = max((compute_layer_bytes(config, plan.model_config, tokens, layer) for layer in layers), key=lambda one: one.saved)
-    return one.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + one.input
+    largest = max(
+        (compute_layer_bytes(config, plan.model_config, tokens, layer) for layer in layers), key=lambda layer: layer.saved
+    )
+    return largest.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + largest.input
 
 
 def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, trains: bool) -> float:

@@ -162,7 +162,7 @@ def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, Lowe
         cells = []
         for name, text in formats.items():
             values = (mine.get(phase), theirs.get(phase), least.get(phase))
-            cells.append(" / ".join("-" if one is None or name not in one else text(one[name]) for one in values))
+            cells.append(" / ".join("-" if value is None or name not in value else text(value[name]) for value in values))
         outer, _, inner = phase.rpartition(" / ")
         rows.append([f"  {inner}" if outer else phase, *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]

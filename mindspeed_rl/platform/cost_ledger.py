@@ -170,8 +170,8 @@ class CostLedger(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.ScriptObject):
                 with contextlib.suppress(Exception):  # options of a call are of this type too
-                    found = torch.distributed.ProcessGroup.unbox(leaf)
-                    group = f"{found.group_desc or found.group_name} ({found.size()})"
+                    process_group = torch.distributed.ProcessGroup.unbox(leaf)
+                    group = f"{process_group.group_desc or process_group.group_name} ({process_group.size()})"
                     break
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.device.type != self._kind for tensor in tensors):

@@ -376,12 +376,12 @@ class _Reader:
 
     def _read_elements(self, broken: Collection[str]) -> dict[str, dict[_Kind, Tensor]]:
         """Return the indexes of every element of these parameters; negative where there is none."""
-        found: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
-        for kind, factor in self._load_indexes() if found else ():
-            for name, indexes in found.items():
+        elements: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
+        for kind, factor in self._load_indexes() if elements else ():
+            for name, indexes in elements.items():
                 parameter = self._parameters[name]
                 _add_digit(indexes.setdefault(kind, torch.zeros(parameter.shape, dtype=torch.int64)), parameter, factor)
-        return found
+        return elements
 
     def _find_members(self, tensors: Tensor) -> tuple[str, ...]:
         return tuple(self._names[index] for index in tensors.unique().tolist() if 0 <= index < len(self._names))
@@ -494,7 +494,7 @@ class _Reader:
                     mixed = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns)
                     expected = (mixed // factor % self._base).expand(rows, columns)
                     sides = entry.tensor_slice
-                    # of more than three dimensions the rows are full
+                    # the rows are full where there are more than three dimensions
                     matrix_sides = sides[::2] if len(sides) == 3 else sides[: 2 if len(sides) < 3 else 1]
                     expected = expected[tuple(slice(*side) for side in matrix_sides)]
                     if not _equal_codes(_squeeze(entry.view(parameter)), expected.to(self._device)):

@@ -68,7 +68,7 @@ def build_engine_arguments(
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": True,
-        # of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
+        # log-probs of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
         "logprobs_mode": "raw_logprobs",
         # the model folder's own sampling defaults would change the distribution
         "generation_config": "vllm",

@@ -184,7 +184,7 @@ class Advantages:
             loss_mask,
             kl_coef,
             has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
-            has_ref_log_probs=self._schedule.needs_reference,
+            has_ref_log_probs=self._schedule.needs_ref,
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )

@@ -173,7 +173,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
         load_item: (index of a prompt) -> the prompt.
 
     Raises:
-        ValueError: there is no such file, or it is another.
+        ValueError: the file does not exist, or it is another.
     """
     if not path.is_file():
         raise ValueError(f"{path}: responses that were on their way when the checkpoint was written are not there.")

@@ -107,8 +107,8 @@ def check_supervised(run: Run) -> SupervisedInputs:
     num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:
         run = resolve_length(run, num_rows)
-    if (reference := run.models.get("ref")) is not None:
-        check_weights(reference.config, reference.source)
+    if (ref := run.models.get("ref")) is not None:
+        check_weights(ref.config, ref.source)
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size

@@ -39,7 +39,7 @@ VARIABLES = (
     _Variable("ASCEND_RT_VISIBLE_DEVICES", "devices this process may use", "", "no device, or error 107001"),
     _Variable(
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-        "Ray leaves ASCEND_RT_VISIBLE_DEVICES alone; any value switches it on, 0 too",
+        "Ray does not change ASCEND_RT_VISIBLE_DEVICES; any value switches it on, 0 too",
         "1",
         "all ranks on die 0, or visibility narrowed twice",
     ),

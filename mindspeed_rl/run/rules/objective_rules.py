@@ -122,13 +122,16 @@ def _fillable_groups(run: Run) -> Iterator[Broken]:
             off,
         )
     size, batches = rl.filter_groups_train_batch_size, rl.filter_groups_max_batches
-    if sizes is None or not sizes.can_divide or batches < 1 or size <= (most := sizes.rollout_prompts * batches):
+    if sizes is None or not sizes.can_divide or batches < 1 or size <= (max_prompts := sizes.rollout_prompts * batches):
         return
     yield violate(
         "filter_fills",
-        f"[filter_groups_train_batch_size] is more than the {most} prompts of [filter_groups_max_batches:short] "
+        f"[filter_groups_train_batch_size] is more than the {max_prompts} prompts of [filter_groups_max_batches:short] "
         "rollouts: the batch never fills",
-        {"filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts), "filter_groups_train_batch_size": int(most)},
+        {
+            "filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts),
+            "filter_groups_train_batch_size": int(max_prompts),
+        },
     )
 
 
@@ -242,7 +245,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         yield violate(
             "two_sided_clip",
             f"[delta] must be at least 1 + the upper clip ratio ({upper:g}): below it the bound cuts ratios that the "
-            "clip leaves alone",
+            "clip does not change",
             {"delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
@@ -258,7 +261,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         ]
         yield violate(
             "gspo_level",
-            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is that of the {loss.level}",
+            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is per {loss.level}",
             {"importance_sampling_level": loss.level},
             *({"loss_type": name} for name in others),
             keys={**given, "importance_sampling_level": objective.level},
@@ -347,7 +350,7 @@ _TERM = "rl_config.distillation"
 def _distillation(run: Run) -> Iterator[Broken]:
     """Check `rl_config.distillation`."""
     cfg, rl, keys = run.config, run.rl, run.rl.distillation
-    # another group, and other devices, than those of the actor
+    # another group, and other devices, than the actor's
     has_devices = rl.teacher_resource is not None or "teacher_config" in cfg.set_keys
     if keys.enabled:
         yield from _teachers(run, has_devices)
@@ -395,7 +398,7 @@ def _teacher_servers(run: Run, has_devices: bool) -> Iterator[Broken]:
     generate, keys = run.config.generate_config, run.rl.distillation
     temperature = None if generate is None else generate.sampling_config.temperature or 1.0
     if (keys.teacher_temperature or temperature or 1.0) != 1.0:
-        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling"
+        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is the sampling temperature"
         text = f"[{_TERM}.teacher_temperature:name] ({keys.teacher_temperature}) {text} ({temperature})"
         yield violate("server_temperature", text, {f"{_TERM}.teacher_temperature": 1.0})
     if has_devices:
