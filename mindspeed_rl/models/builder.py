@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from megatron.core.activations import quick_gelu
@@ -474,7 +474,7 @@ def build_gpt_model(
     return model
 
 
-def _choose_rotation(model_config: ModelConfig) -> str:
+def _choose_rotation(model_config: ModelConfig) -> Literal["yarn", "rope", "mrope"]:
     """Return Megatron's name of the positions; latent attention computes its own yarn."""
     scaling = model_config.rope_scaling
     if scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention:
