@@ -128,44 +128,47 @@ _TABLES = {
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command among those of a script, else the one that serves or generates."""
-    found: list[tuple[Command, str, Mapping[str, object], tuple[str, ...]]] = []
-    for command in commands:
-        program, words = _find_program(command.words)
-        if not program:
-            continue
-        flags, trailing = read_flags(words)
-        values = {name: _read_value(value) for name, value in flags.items()}
-        files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
-        for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
-            values = read_option_file(Path(file)) | values
-        options = {_EARLIER.get(name, name): value for name, value in values.items()}
-        if "log_interval" in options and program not in _SERVING:
-            options["logging_steps"] = options.pop("log_interval")
-        if program.endswith("rlhf"):
-            kind = str(options.get("rlhf_type", "dpo"))
-            if kind in _OTHER_KINDS:
-                raise ConfigError([f"--rlhf_type {kind}: not available here: {_OTHER_KINDS[kind]}"])
-            program = program.replace("rlhf", kind)
-        if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
-            raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
-        found.append((command, program, options, tuple(trailing)))
+    found = [(command, parsed) for command in commands if (parsed := _read_command(command)) is not None]
     if not found:
         raise ConfigError(["there is no command of ms-swift, such as swift rlhf --rlhf_type grpo --model Qwen/Qwen3-4B ..."])
-    training = [item for item in found if item[1] not in _SERVING]
-    different = [item for item in training if item[2] != training[0][2]]
+    training = [item for item in found if item[1].program not in _SERVING]
+    different = [item for item in training if item[1].options != training[0][1].options]
     if different or (training and training[0][0].uncertain):
-        lines = ", ".join(str(item[0].line) for item in training)
+        lines = ", ".join(str(command.line) for command, _ in training)
         raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
-    command, program, options, trailing = (training or found)[0]
-    environment = dict(command.environment)
-    servers = [item for item in found if item[1] == "rollout"] if training else []
+    command, parsed = (training or found)[0]
+    environment = dict(parsed.environment)
+    servers = [item.options for _, item in found if item.program == "rollout"] if training else []
     if servers:
         # the servers of the script are those of the run
         environment |= {"SWIFT_SERVERS": str(len(servers))}
-        environment |= {"SWIFT_SERVER_TP": str(servers[0][2].get("vllm_tensor_parallel_size", 1))}
-        environment |= {"SWIFT_SERVER_DP": str(servers[0][2].get("vllm_data_parallel_size", 1))}
-    world = devices or _count_devices(environment, command.words, program)
-    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], trailing)
+        environment |= {"SWIFT_SERVER_TP": str(servers[0].get("vllm_tensor_parallel_size", 1))}
+        environment |= {"SWIFT_SERVER_DP": str(servers[0].get("vllm_data_parallel_size", 1))}
+    world = devices or _count_devices(environment, command.words, parsed.program)
+    return replace(parsed, environment=environment, devices=world)
+
+
+def _read_command(command: Command) -> SourceCommand | None:
+    """Return a command of ms-swift; None for others."""
+    program, words = _find_program(command.words)
+    if not program:
+        return None
+    flags, trailing = read_flags(words)
+    values = {name: _read_value(value) for name, value in flags.items()}
+    files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
+    for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
+        values = read_option_file(Path(file)) | values
+    options = {_EARLIER.get(name, name): value for name, value in values.items()}
+    if "log_interval" in options and program not in _SERVING:
+        options["logging_steps"] = options.pop("log_interval")
+    if program.endswith("rlhf"):
+        kind = str(options.get("rlhf_type", "dpo"))
+        if kind in _OTHER_KINDS:
+            raise ConfigError([f"--rlhf_type {kind}: not available here: {_OTHER_KINDS[kind]}"])
+        program = program.replace("rlhf", kind)
+    if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
+        raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
+    return SourceCommand(program, options, command.environment, 1, _RETIRED | _TABLES[program], tuple(trailing))
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -225,31 +225,15 @@ def _find_argument(name: str) -> Option | None:
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    found: list[tuple[str, Command]] = []
-    for command in commands:
-        modules = [re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "=" not in word]
-        parts = {part for module in modules for part in module}
-        for name, feature in _REFUSED_PROGRAMS.items():
-            if name in parts:
-                raise ConfigError([f"line {command.line}: not available here: {feature}"])
-        program = next((table for name, table in _PROGRAMS.items() if name in parts), None)
-        if program is not None:
-            found.append((program, command))
+    """Return the command of verl among those of a script, or keys alone."""
     # keys alone, or keys on lines of their own after the program
     keys = [command for command in commands if all(_is_key(word) for word in command.words)]
-    if len({command.line for _, command in found}) > 1:
-        lines = ", ".join(str(command.line) for _, command in found)
-        raise ConfigError([f"the script has several commands of verl, in lines {lines}; import one of them"])
-    if not found and not keys:
-        raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
-    program, command = found[0] if found else ("ppo", keys[0])
-    if command.uncertain:
-        raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
+    program, command = _find_command(commands, keys)
     words = [*command.words, *(word for item in keys if item is not command for word in item.words)]
     options: dict[str, object] = {}
     # a word that is nothing but a variable may stand for any option
     start = next((index for index, word in enumerate(words) if "=" not in word and "verl" in word or "main_" in word), 0)
-    trailing = tuple(word for word in words[start:] if not _is_key(word) and list_unknown(word) and word.startswith("\0"))
+    trailing = [word for word in words[start:] if not _is_key(word) and word.startswith("\0")]
     for word in words:
         if word.startswith("--config-name"):
             options["--config-name"] = word.partition("=")[2]
@@ -263,6 +247,30 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
     is_disaggregated = any("one_step_off" in word for word in command.words)
     return _complete(program, options, launched or devices, recipe, is_disaggregated=is_disaggregated)
+
+
+def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Command]:
+    """Return the table of a program and its command; the first of the keys without a program.
+
+    Raises:
+        ConfigError: there is none, or several, or one that has no counterpart.
+    """
+    found: list[tuple[str, Command]] = []
+    for command in commands:
+        modules = [re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "=" not in word]
+        parts = {part for module in modules for part in module}
+        if feature := next((feature for name, feature in _REFUSED_PROGRAMS.items() if name in parts), None):
+            raise ConfigError([f"line {command.line}: not available here: {feature}"])
+        found += [(table, command) for name, table in _PROGRAMS.items() if name in parts][:1]
+    if len({command.line for _, command in found}) > 1:
+        lines = ", ".join(str(command.line) for _, command in found)
+        raise ConfigError([f"the script has several commands of verl, in lines {lines}; import one of them"])
+    if not found and not keys:
+        raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
+    program, command = found[0] if found else ("ppo", keys[0])
+    if command.uncertain:
+        raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
+    return program, command
 
 
 def _count_processes(words: Sequence[str]) -> int | None:
@@ -815,99 +823,13 @@ def _limit_rows(command: SourceCommand) -> int | None:
 
 def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout: _Layout, shared: Recipe) -> Recipe:
     """Return the run of main_ppo."""
-    estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
-    reads, has_critic = ADVANTAGES[estimator].reads or frozenset(), "values" in ADVANTAGES[estimator].needs
+    has_critic = "values" in ADVANTAGES[_read_estimator(command)].needs
     if not has_critic:
         _drop_critic(run, command)
-    _refuse_objective(run, command, loss, kl, has_critic=has_critic)
-    correction, tensor = _read_correction(command), command.count(f"{_ROLLOUT}tensor_model_parallel_size", 2)
-    divides = command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
-    # ReMax sums rewards without a discount there
-    gamma = 1.0 if estimator == "remax" else command.number("algorithm.gamma", 1.0)
-    files, response = _read_files(run, command), command.count("data.max_response_length", 512)
-    data = files[0] + (f"#{limit}" if (limit := _limit_rows(command)) else "")
-    rewards, reward_keys = _read_rewards(run, command, data)
-    micro, tokens = _read_micro_batches(command, layout)
-    critic = _read_critic(run, command, batch) if has_critic else None
-    dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
-    engine_devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
-    defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
-    if command.flag(f"{_ROLLOUT}multi_turn.enable"):
-        defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
-    bounds = "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else ""
-    recipe = replace(
-        shared,
-        stage="ray_ppo" if has_critic else "ray_grpo",
-        rollout_completions=batch.rollout * batch.group,
-        step_samples=min(batch.mini, batch.trained) * batch.group,
-        loss=loss.name,
-        level=loss.level,
-        clip_low=loss.low,
-        clip_high=loss.high,
-        clip_c=loss.dual,
-        aggregation=loss.aggregation,
-        kl_coef=kl.coefficient,
-        kl_estimator=kl.estimator,
-        kl_place=kl.place,
-        advantage=estimator,
-        advantage_scale=("group" if divides else "none") if "scale_rewards" in reads else None,
-        entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
-        gamma=gamma if "gamma" in reads else None,
-        lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        temperature=command.number(f"{_ROLLOUT}temperature", 1.0),
-        top_p=command.number(f"{_ROLLOUT}top_p", 1.0),
-        top_k=int(command.number(f"{_ROLLOUT}top_k", -1)),
-        min_p=0.0,
-        prompt_length=command.count("data.max_prompt_length", 512),
-        response_length=response,
-        infer_tp=tensor,
-        data=(data,),
-        placement=Placement(
-            actor=command.devices,
-            rollout=engine_devices if dedicated else None,
-            mode="one_step_off" if dedicated else None,
-        ),
-        batch=Batch(micro, batch.group),
-        objective=Objective(
-            loss_type=loss.loss_type,
-            level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
-            clip=None if loss.low is None or loss.high is None else (loss.low, loss.high),
-            clip_c=loss.dual if loss.low is not None else None,
-            epsilon=1e-6 if divides and "scale_rewards" in reads else None,
-            correction=correction,
-        ),
-        rewarding=rewards,
-        keys={
-            **shared.keys,
-            **_read_engine(run, command, tensor),
-            **_read_filters(run, command, batch, rewards),
-            **_read_teacher(run, command),
-            **_read_profiler(run, command),
-            **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()},
-            **tokens,
-            **reward_keys,
-            f"{ACTOR}.data_path": data,
-            f"{ACTOR}.eval_data_path": next(iter(list_words(command.get("data.val_files") or "")), None),
-        },
-        notes={
-            **shared.notes,
-            "stage": "the loop for the estimator",
-            "global_batch_size": "prompts of a rollout",
-            "mini_batch_size": "prompts of an optimizer step",
-            "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
-            **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
-            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}",
-            "clip_ratio_low": bounds,
-            "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
-            "trainer_mode": "the rollout has devices of its own",
-            "overlong_buffer": "grows over the last `len` tokens before max_resp_len",
-            "critic_warmup": "rollouts",
-        },
-        defaults=tuple(defaults),
-    )
-    if critic is None:
+    recipe = _describe_generation(run, command, batch, layout, _describe_objective(run, command, shared, has_critic=has_critic))
+    if not has_critic:
         return recipe
-    warmup = command.number("trainer.critic_warmup", 0)
+    critic, warmup = _read_critic(run, command, batch), command.number("trainer.critic_warmup", 0)
     return replace(
         recipe,
         value_clip=command.number("critic.cliprange_value", 0.5),
@@ -918,6 +840,107 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
             "critic_config.micro_batch_size": command.count("critic.ppo_micro_batch_size_per_gpu", 1),
             f"{RL}.critic_warmup": int(warmup) if command.has("trainer.critic_warmup") else None,
         },
+    )
+
+
+def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
+    """Return the run with loss, estimator, KL and correction."""
+    estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
+    _refuse_objective(run, command, loss, kl, has_critic=has_critic)
+    reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
+    has_scale = "scale_rewards" in reads
+    # ReMax sums rewards without a discount there
+    gamma = 1.0 if estimator == "remax" else command.number("algorithm.gamma", 1.0)
+    return replace(
+        shared,
+        stage="ray_ppo" if has_critic else "ray_grpo",
+        loss=loss.name,
+        level=loss.level,
+        clip_low=loss.low,
+        clip_high=loss.high,
+        clip_c=loss.dual,
+        aggregation=loss.aggregation,
+        kl_coef=kl.coefficient,
+        kl_estimator=kl.estimator,
+        kl_place=kl.place,
+        advantage=estimator,
+        advantage_scale=("group" if divides else "none") if has_scale else None,
+        entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
+        gamma=gamma if "gamma" in reads else None,
+        lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
+        objective=Objective(
+            loss_type=loss.loss_type,
+            level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
+            clip=None if loss.low is None or loss.high is None else (loss.low, loss.high),
+            clip_c=loss.dual if loss.low is not None else None,
+            epsilon=1e-6 if divides and has_scale else None,
+            correction=_read_correction(command),
+        ),
+        keys={**shared.keys, **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()}},
+        notes={
+            **shared.notes,
+            "stage": "the loop for the estimator",
+            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}",
+            "clip_ratio_low": "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
+            "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
+        },
+    )
+
+
+def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, layout: _Layout, shared: Recipe) -> Recipe:
+    """Return the run with its batch, data, rewards, engine and devices."""
+    response, tensor = (
+        command.count("data.max_response_length", 512), command.count(f"{_ROLLOUT}tensor_model_parallel_size", 2)
+    )  # fmt: skip
+    data = _read_file(run, command)
+    rewards, columns = _read_rewards(run, command, data)
+    micro, tokens = _read_micro_batches(command, layout)
+    dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
+    devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
+    defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
+    if command.flag(f"{_ROLLOUT}multi_turn.enable"):
+        defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
+    return replace(
+        shared,
+        rollout_completions=batch.rollout * batch.group,
+        step_samples=min(batch.mini, batch.trained) * batch.group,
+        temperature=command.number(f"{_ROLLOUT}temperature", 1.0),
+        top_p=command.number(f"{_ROLLOUT}top_p", 1.0),
+        top_k=int(command.number(f"{_ROLLOUT}top_k", -1)),
+        min_p=0.0,
+        prompt_length=command.count("data.max_prompt_length", 512),
+        response_length=response,
+        infer_tp=tensor,
+        data=(data,),
+        placement=Placement(
+            actor=command.devices,
+            rollout=devices if dedicated else None,
+            mode="one_step_off" if dedicated else None,
+        ),
+        batch=Batch(micro, batch.group),
+        rewarding=rewards,
+        keys={
+            **shared.keys,
+            **_read_engine(run, command, tensor),
+            **_read_filters(run, command, batch, rewards),
+            **_read_teacher(run, command),
+            **_read_profiler(run, command),
+            **tokens,
+            **columns,
+            f"{ACTOR}.data_path": data,
+            f"{ACTOR}.eval_data_path": next(iter(list_words(command.get("data.val_files") or "")), None),
+        },
+        notes={
+            **shared.notes,
+            "global_batch_size": "prompts of a rollout",
+            "mini_batch_size": "prompts of an optimizer step",
+            "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
+            **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
+            "trainer_mode": "the rollout has devices of its own",
+            "overlong_buffer": "grows over the last `len` tokens before max_resp_len",
+            "critic_warmup": "rollouts",
+        },
+        defaults=tuple(defaults),
     )
 
 
@@ -943,20 +966,21 @@ def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
     return {name: command.number(f"{_ACTOR}policy_loss.{name}", value) for name, value in numbers.items()}
 
 
-def _read_files(run: Import, command: SourceCommand) -> list[str]:
-    """Return the files of prompts, of which one is read; note what becomes of long prompts."""
+def _read_file(run: Import, command: SourceCommand) -> str:
+    """Return the file of prompts with the number of its first rows; note what becomes of long prompts."""
     files = list_words(command.get("data.train_files") or "")
     if not files:
         raise ConfigError(["the command names no data: data.train_files is missing"])
     if len(files) > 1:
         feature = f"prompts of {len(files)} files, with a reward by the source of each row; put them into one folder"
         run.refuse("data.train_files", feature)
-    if not _limit_rows(command):
+    limit = _limit_rows(command)
+    if limit is None:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
     if not command.flag("data.filter_overlong_prompts") and command.text("data.truncation", "error") != "error":
         reason = "prompts of max_prompt_length tokens and more are left out, where verl would cut them"
         run.note("data.truncation", reason)
-    return files
+    return files[0] if limit is None else f"{files[0]}#{limit}"
 
 
 def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, dict[str, object]]:

@@ -280,15 +280,17 @@ class WorkerPool:
         created = self._forks[worker_id] = asyncio.get_running_loop().create_future()
         self._channel.send({"op": "fork", "id": worker_id})
         try:
-            return await asyncio.wait_for(created, timeout_s)
-        except asyncio.TimeoutError:
-            self.kill(worker_id)
-            raise WorkerError(f"no process could be created for {self.owner}", "timeout") from None
+            # `wait_for` would lose a cancellation in the moment in which the process is there
+            await asyncio.wait([created], timeout=timeout_s)
         except asyncio.CancelledError:
             self.kill(worker_id)
             raise
         finally:
             self._forks.pop(worker_id, None)
+        if not created.done():
+            self.kill(worker_id)
+            raise WorkerError(f"no process could be created for {self.owner}", "timeout")
+        return created.result()
 
     async def call(self, message: Message, timeout_s: float) -> Message:
         """Send a stateless request to an idle process, or to a new one; return the reply.

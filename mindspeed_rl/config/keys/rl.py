@@ -135,7 +135,7 @@ class DistillationKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class _BatchKeys:
-    """Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest."""
+    """Sizes. Prompt-level and completion-level keys describe the same plan; `Run.plan` has the rest."""
 
     n_samples_per_prompt: int = key(1, "responses sampled for each prompt (the group)", "每个 prompt 采样的回答数（一组）",
         range=Range.ROWS, elsewhere="num_samples_per_prompt group_size rollout.n rollout_n", on_resume="in_flight")

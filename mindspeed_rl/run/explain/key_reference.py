@@ -65,8 +65,8 @@ _SECTIONS: dict[str, str] = {
     "One role's training engine. `megatron_training` holds what all roles share.": (
         "一个角色的训练引擎。`megatron_training` 放所有角色共用的键。"
     ),
-    "Sizes. Prompt-level and completion-level keys describe the same plan; `build_batch_plan` derives the rest.": (
-        "大小。按 prompt 计数与按回答计数的键描述同一个计划；其余由 `build_batch_plan` 推导。"
+    "Sizes. Prompt-level and completion-level keys describe the same plan; `Run.plan` has the rest.": (
+        "大小。按 prompt 计数与按回答计数的键描述同一个计划；其余见 `Run.plan`。"
     ),
     "Overlap of generation with training, and the age that responses may have.": "生成与训练的重叠，以及回答最多可以多旧。",
     "From rewards to advantages.": "从奖励到优势。",

@@ -151,7 +151,9 @@ def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient
     (got[0].sum() + got[2][known].square().sum()).backward()
     (expected.gather(1, labels[:, None]).sum() + at_ids[known].square().sum()).backward()
     for mine, true in zip(ours, theirs):
-        torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=2e-5)
+        # squares of log-probs give gradients in the thousands, whose sums in float32 depend on the processor's order
+        largest = float(true.grad.abs().max())
+        torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=max(2e-5, 1e-6 * largest))
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])

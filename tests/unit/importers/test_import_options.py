@@ -47,3 +47,12 @@ def test_every_record_says_what_becomes_of_its_option(project, program) -> None:
             assert shared in KEYS or key in _TOP or holder in KEYS, f"{name}: there is no key {key}"
         if option.values and option.default is not UNSET:
             assert option.default in option.values, name
+
+
+@pytest.mark.parametrize(("project", "program"), TABLES, ids=NAMES)
+def test_every_record_that_makes_up_keys_names_keys_that_there_are(project, program) -> None:
+    names = {path.partition(".")[2] for path in KEYS} | KEYS
+    roles = {f"{group}.{path.rpartition('.')[2]}" for group in ROLE_GROUPS for path in KEYS}
+    for name, option in project.tables[program].items():
+        for key in option.makes.split():
+            assert key in names | roles or key.rpartition(".")[0] in names, f"{name}: there is no key {key}"
