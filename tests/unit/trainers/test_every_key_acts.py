@@ -119,12 +119,13 @@ ELSEWHERE: dict[str, str] = {
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
+    "engine/multi_token_prediction.py": "mtp_loss_scaling_factor mtp_detach_heads",
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads "
-    "dsa_indexer_loss_coeff",
+    "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
+    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "freeze_vit freeze_aligner "
