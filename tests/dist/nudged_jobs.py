@@ -64,12 +64,12 @@ def _trajectories(engine: VllmEngine) -> list[Trajectory]:
     first, second = _answered(engine, _PROMPTS, 100), _answered(engine, _PROMPTS, 200)
     contexts = [[*prompt, *answer.token_ids, *_TOLD] for prompt, answer in zip(_PROMPTS, second)]
     later = _answered(engine, contexts, 300)
-    answer = [Trajectory.from_response(prompt, answer) for prompt, answer in zip(_PROMPTS, first)]
+    trajectories = [Trajectory.from_response(prompt, answer) for prompt, answer in zip(_PROMPTS, first)]
     for prompt, answer, two in zip(_PROMPTS, second, later):
         context = Segment.from_context(_TOLD)
         segments = Segment.from_generated(answer), context, Segment.from_generated(two), context
-        answer.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
-    return answer
+        trajectories.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
+    return trajectories
 
 
 def agree(setting: Setting) -> dict[str, Any]:

@@ -34,12 +34,12 @@ def test_drafted_tokens_have_the_distribution_and_log_probs_of_the_model() -> No
 def _check_responses(result: dict, kinds: tuple[str, ...]) -> None:
     assert result["none"]["tokens"] > 1000
     for kind in kinds:
-        result = result[kind]
-        assert result["different"] == [] and result["tokens"] == result["none"]["tokens"], kind
-        assert result["error"] < 1e-4 and result["again"][0], kind
-        assert 0 < result["accepted"] < result["proposed"], kind
+        drafted = result[kind]
+        assert drafted["different"] == [] and drafted["tokens"] == result["none"]["tokens"], kind
+        assert drafted["error"] < 1e-4 and drafted["again"][0], kind
+        assert 0 < drafted["accepted"] < drafted["proposed"], kind
         # each token had a step of its own, or was accepted from a draft, some beyond the end of a response
-        assert result["tokens"] <= result["steps"] + result["accepted"] < 1.1 * result["tokens"], kind
+        assert drafted["tokens"] <= drafted["steps"] + drafted["accepted"] < 1.1 * drafted["tokens"], kind
 
 
 def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path: Path) -> None:
