@@ -44,13 +44,13 @@ def _by_vllm(pair: Pair) -> list[Completion]:
         for _, seed in _requests()
     ]
     prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _ in _requests()]
-    found = []
+    results = []
     for output in pair.rollout._llm.generate(prompts, params, use_tqdm=False):
         sample = output.outputs[0]
         assert sample.logprobs is not None
         log_probs = [at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs)]
-        found.append(Completion(list(sample.token_ids), log_probs, sample.finish_reason == "length"))
-    return found
+        results.append(Completion(list(sample.token_ids), log_probs, sample.finish_reason == "length"))
+    return results
 
 
 async def _all(engine: InProcessEngine, begun: list[Generated] | None = None) -> list[Generated]:
@@ -58,8 +58,10 @@ async def _all(engine: InProcessEngine, begun: list[Generated] | None = None) ->
     return list(
         await asyncio.gather(
             *(
-                engine.generate(ids, SAMPLING, seed, one) if one is None or one.finish == "aborted" else _same(one)
-                for (ids, seed), one in zip(_requests(), kept)
+                engine.generate(ids, SAMPLING, seed, response)
+                if response is None or response.finish == "aborted"
+                else _same(response)
+                for (ids, seed), response in zip(_requests(), kept)
             )
         )
     )
@@ -79,9 +81,9 @@ async def _interrupted(engine: InProcessEngine) -> list[Generated]:
     work = asyncio.ensure_future(_all(engine))
     await _turns(2)
     await engine.pause("abort")
-    found = await work
+    result = await work
     await engine.resume()
-    return found
+    return result
 
 
 def compare(setting: Setting, infer_tp: int) -> dict[str, Any]:
@@ -114,11 +116,11 @@ def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:
         dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=engine.group)
         rest = [
             pair.rollout.generate(
-                [GenerationRequest([*ids, *one.token_ids], _continuation_seed(seed, len(one.token_ids)))],
-                Sampling(0.9, 24 - len(one.token_ids), (1,)),
+                [GenerationRequest([*ids, *response.token_ids], _continuation_seed(seed, len(response.token_ids)))],
+                Sampling(0.9, 24 - len(response.token_ids), (1,)),
             )[0]
-            for (ids, seed), one in zip(_requests(), box[0] or [])
-            if one.finish == "aborted"
+            for (ids, seed), response in zip(_requests(), box[0] or [])
+            if response.finish == "aborted"
         ]
         return {"whole": whole, "cut": cut, "ended": ended, "again": again, "rest": rest}
 

@@ -43,7 +43,7 @@ _EXPERTS: dict[int, list[Keys]] = {
 
 
 @dataclass(frozen=True)
-class OneSequence:
+class RowSequence:
     """Tokens in one context: those of the prompt, then stretches of (tokens, the actor sampled them)."""
 
     prompt: list[int]
@@ -71,7 +71,7 @@ class Row:
         routing: experts of each token of each sequence, [layer][expert], where the engine reports them.
     """
 
-    sequences: list[OneSequence]
+    sequences: list[RowSequence]
     truncated: bool
     ages: list[int]
     rollout_noise: list[float]
@@ -82,11 +82,11 @@ class Row:
 
     @property
     def response(self) -> list[int]:
-        return [token for one in self.sequences for token in one.response]
+        return [token for sequence in self.sequences for token in sequence.response]
 
     @property
     def sampled(self) -> list[bool]:
-        return [sampled for one in self.sequences for sampled in one.sampled]
+        return [sampled for sequence in self.sequences for sampled in sequence.sampled]
 
 
 @dataclass
@@ -323,22 +323,22 @@ def _generate_rows(r: random.Random, num_prompts: int, group_size: int, bound: i
             stretches = [(tokens(1, 10), True)]
             if has_context and r.random() < 0.7:
                 stretches += [(tokens(1, 4), False), (tokens(1, 4), True)]
-            sequences = [OneSequence(prompt, stretches)]
+            sequences = [RowSequence(prompt, stretches)]
             if has_turns and r.random() < 0.6:
-                sequences.append(OneSequence(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
-            length = sum(len(one.response) for one in sequences)
+                sequences.append(RowSequence(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
+            length = sum(len(sequence.response) for sequence in sequences)
             first = r.randint(0, bound)
             # later tokens come from the same weights or newer ones
             ages = sorted((r.randint(0, first) for _ in range(length)), reverse=True)
             routing = None
             if routed:
-                sizes = [len(one.prompt) + len(one.response) - 1 for one in sequences]
+                sizes = [len(sequence.prompt) + len(sequence.response) - 1 for sequence in sequences]
                 routing = [[experts() for _ in range(n)] for n in sizes]
                 # sequences that share a prefix of their prompts have its experts in common; the last token of a prompt is
                 # computed in each of them
-                for one, tokens_of in zip(sequences, routing):
-                    for end in range(1, len(one.prompt)):
-                        tokens_of[end - 1] = of_prefix.setdefault(tuple(one.prompt[:end]), tokens_of[end - 1])
+                for sequence, tokens_of in zip(sequences, routing):
+                    for end in range(1, len(sequence.prompt)):
+                        tokens_of[end - 1] = of_prefix.setdefault(tuple(sequence.prompt[:end]), tokens_of[end - 1])
             failed, parts = r.random() < 0.08, {"acc": float(r.random() < 0.5), "format": r.choice([None, 0.0, 0.25, 1.0])}
             rows.append(
                 Row(

@@ -15,8 +15,8 @@ from ranks import Ranks
 def test_each_rank_gets_the_sum_over_its_own_place(
     ranks: Callable[[int], Ranks], size: int, in_place: bool, length: int, chunk_size: int
 ) -> None:
-    found = ranks(size).run(jobs.reduced, length=length, chunk=chunk_size, in_place=in_place)
-    for rank, (sums, kept) in enumerate(found):
+    reports = ranks(size).run(jobs.reduced, length=length, chunk=chunk_size, in_place=in_place)
+    for rank, (sums, kept) in enumerate(reports):
         places = range(rank * length, (rank + 1) * length)
         assert sums == [sum(place % 251 + 1000 * (other + 1) for other in range(size)) for place in places]
         assert kept

@@ -91,11 +91,11 @@ class Predicting:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the names of the checkpoint, but for experts."""
         form = _MODELS[self.family][2]
-        found = {self._rename(name): value for name, value in self.model.named_parameters() if ".experts." not in name}
+        results = {self._rename(name): value for name, value in self.model.named_parameters() if ".experts." not in name}
         for index, part in enumerate(self.parts):
             for value, own in zip(part.parameters(), _NAMES[form], strict=True):
-                found[f"{self._prefix(index)}{own}.weight" if form != "separate" else f"mtp.{own}.weight"] = value
-        return found
+                results[f"{self._prefix(index)}{own}.weight" if form != "separate" else f"mtp.{own}.weight"] = value
+        return results
 
     def _prefix(self, index: int) -> str:
         return _PREFIXES[_MODELS[self.family][2]].format(index=index, layer=self.num_layers + index)

@@ -143,16 +143,16 @@ def summary(results: list[StepResult], weights: dict[str, torch.Tensor]) -> dict
     }
 
 
-def train(setting: Setting, steps: int = 5, in_one_go: bool = False) -> dict[str, Any]:
+def train(setting: Setting, steps: int = 5, at_once: bool = False) -> dict[str, Any]:
     """Trains and reports each step's metrics and gradient norm, and the weights at the end.
 
     Args:
-        in_one_go: each step is told that another one follows, but the last.
+        at_once: each step is told that another one follows, but the last.
     """
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         results = [
-            engine.train_step(rows, setting.batching, weighted_loss, has_next=in_one_go and step + 1 < steps)
+            engine.train_step(rows, setting.batching, weighted_loss, has_next=at_once and step + 1 < steps)
             for step in range(steps)
         ]
         return summary(results, full_weights(engine))

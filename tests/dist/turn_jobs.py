@@ -36,7 +36,7 @@ def trajectories() -> list[Trajectory]:
     def sample(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(2, 128, (count,), generator=generator).tolist())
 
-    found = []
+    results = []
     for shapes in SHAPES:
         sequences = []
         for prompt, *turns in shapes:
@@ -45,8 +45,8 @@ def trajectories() -> list[Trajectory]:
                 for place, count in enumerate(turns)
             ]
             sequences.append(TokenSequence(sample(prompt), tuple(segments)))
-        found.append(Trajectory(tuple(sequences), "stop"))
-    return found
+        results.append(Trajectory(tuple(sequences), "stop"))
+    return results
 
 
 def _make_generated(tokens: tuple[int, ...]) -> Generated:
@@ -71,8 +71,8 @@ def whole() -> Rows:
 
 def separate_rows() -> Rows:
     """Every sequence is a row."""
-    pairs = [(one, value) for given, value in zip(trajectories(), ADVANTAGES) for one in given.sequences]
-    return rows_of([Trajectory((one,), "stop") for one, _ in pairs], [value for _, value in pairs])
+    pairs = [(sequence, value) for given, value in zip(trajectories(), ADVANTAGES) for sequence in given.sequences]
+    return rows_of([Trajectory((sequence,), "stop") for sequence, _ in pairs], [value for _, value in pairs])
 
 
 def objective(**keys: Any) -> Objective:
@@ -86,5 +86,5 @@ def update(setting: Setting, is_whole: bool = True) -> dict[str, Any]:
         before = engine.forward(rows, setting.batching)
         loss = partial(policy_loss, objective=objective())
         result = engine.train_step(rows, setting.batching, loss, PolicyBatch.from_inputs)
-        found = summary([result], full_weights(engine))
-        return found | {"before": None if before is None else [[row.tolist() for row in part] for part in before]}
+        actual = summary([result], full_weights(engine))
+        return actual | {"before": None if before is None else [[row.tolist() for row in part] for part in before]}

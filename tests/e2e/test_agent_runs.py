@@ -164,11 +164,11 @@ def test_a_run_that_is_killed_between_turns_goes_on_as_if_it_had_not_been(
     # a killed run may have logged an iteration that it had not saved, and which is then made again
     assert responses(command)[-32:] == responses(whole)[-32:]
     assert set(responses(command)) == set(responses(whole))
-    for found, expected in zip(command.metrics, whole.metrics, strict=True):
+    for metric, expected in zip(command.metrics, whole.metrics, strict=True):
         if mode == "in process":
-            assert figures(found) == figures(expected)
+            assert figures(metric) == figures(expected)
         else:
-            same_figures(found, expected)
+            same_figures(metric, expected)
     assert whole.metrics[-1]["turns/max"] == 2.0
 
 
@@ -178,10 +178,10 @@ def test_an_asynchronous_run_that_is_killed_between_turns_loses_no_prompt(task: 
     command = killed_and_resumed(task, tmp_path, hold, *SERVER, *keys, *TURNS)
     records = consumed(command)
     assert [record["iteration"] for record in records] == [1, 2, 3, 4]
-    taken = [one["prompt"] for record in records for one in record["prompts"]]
+    taken = [prompt["prompt"] for record in records for prompt in record["prompts"]]
     assert len(set(taken)) == len(taken) == 4 * 8
     for record in records:
-        versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
+        versions = [span[0] for prompt in record["prompts"] for sample in prompt["samples"] for span in sample["versions"]]
         assert max(record["version"] - version for version in versions) <= 1
     assert all(record["turns/max"] == 2.0 for record in command.metrics)
 

@@ -37,7 +37,7 @@ def test_where_the_critic_is_changes_no_figure(task: Path, tmp_path: Path) -> No
         assert record["memory/critic_pass/weights_gib"] == state["weights"]
         assert "memory/update/critic_gib" not in record
     for other in (dedicated, served):
-        for found, expected in zip(other.metrics, shared.metrics, strict=True):
+        for metric, expected in zip(other.metrics, shared.metrics, strict=True):
             for name, value in figures(expected).items():
                 # kernels round differently for other batch sizes
-                assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+                assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name

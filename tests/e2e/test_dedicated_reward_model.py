@@ -25,7 +25,7 @@ def test_where_the_reward_model_is_changes_no_figure(task: Path, tmp_path: Path)
     assert "starting 1 workers and 1 for the reward model" in dedicated.output
     assert (dedicated.folder / "run" / "logs" / "reward_model_0.log").is_file()
     for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
-        found, expected = figures(ours), figures(theirs)
-        assert found.keys() == expected.keys() and found["reward_model_rewards/std"] > 0.0
+        result, expected = figures(ours), figures(theirs)
+        assert result.keys() == expected.keys() and result["reward_model_rewards/std"] > 0.0
         for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert result[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

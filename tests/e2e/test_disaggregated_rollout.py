@@ -68,12 +68,12 @@ def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task:
     ours, theirs = completions(disaggregated), completions(shared)
     assert len(ours) == len(theirs) == 64
     assert [row["response"] for row in ours] == [row["response"] for row in theirs]
-    for found, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
+    for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
         known = figures(expected)
         assert known["rollout/tokens"] > 0
         for name, value in known.items():
             # kernels round differently for other batch sizes
-            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
     # on one device the engine has everything already; two servers need all of it each
     assert {record["rollout/push_received_gib"] for record in shared.metrics} == {0.0}
     for record in disaggregated.metrics:
@@ -90,13 +90,13 @@ def test_a_server_of_two_devices_answers_as_an_engine_of_one(task: Path, tmp_pat
     disaggregated = finished(task, tmp_path / "separate", *keys, *DISAGGREGATED, "generate_config.infer_tensor_parallel_size=2")
     assert "2 for rollout servers of 2" in disaggregated.output
     assert [row["response"] for row in completions(disaggregated)] == [row["response"] for row in completions(shared)]
-    for found, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
+    for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
         for name, value in figures(expected).items():
             # the two halves of a product round differently from the whole
-            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
-        assert found["rollout/log_probs_diff_max"] < 1e-4
+            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+        assert metric["rollout/log_probs_diff_max"] < 1e-4
         # each half needs its part of the weights, and holds nothing of them
-        assert found["rollout/push_received_gib"] == found["rollout/push_needed_gib"] > 0.0
+        assert metric["rollout/push_received_gib"] == metric["rollout/push_needed_gib"] > 0.0
 
 
 @pytest.mark.slow

@@ -104,8 +104,8 @@ def test_standalone_servers_die_hang_and_return_and_the_run_goes_on_until_none_i
             servers[1].signal(signal.SIGCONT)
             line, said = f"rollout server 127.0.0.1:{servers[1].port} is back", len(run.output)
             run.wait_until(lambda: line in run.output[said:])
-            found = run.iterations
-            assert found == list(range(1, len(found) + 1))
+            result = run.iterations
+            assert result == list(range(1, len(result) + 1))
             fault, begun = by_id("standalone-all"), time.monotonic()
             for server in servers:
                 server.kill()
@@ -148,11 +148,11 @@ def test_an_asynchronous_run_outlives_servers_that_die_every_minute(task: Path, 
             next_s = time.monotonic() + 60
             run.wait_until(lambda above=reached + 1, at_s=next_s: len(run.metrics) > above and time.monotonic() > at_s, 300)
         after = {"files": driver.num_fds(), "threads": driver.num_threads(), "bytes": driver.memory_info().rss}
-        found = run.iterations
-        assert found == list(range(1, len(found) + 1))
+        result = run.iterations
+        assert result == list(range(1, len(result) + 1))
         assert run.output.count(" was taken out: ") >= kills - 1 and kills >= SOAK_MINUTES / 3 - 1
         stale = max(record.get("rollout/staleness_max", 0.0) for record in run.metrics)
-        print(f"{kills} kills, {len(found)} iterations, tokens {stale:g} versions old at most, {before} -> {after}")
+        print(f"{kills} kills, {len(result)} iterations, tokens {stale:g} versions old at most, {before} -> {after}")
         assert stale <= 1
         if before:
             assert after["files"] < before["files"] + 40 and after["threads"] < before["threads"] + 20

@@ -97,13 +97,13 @@ HARDWARE = (
 def results(paths: list[Path]) -> dict[str, str]:
     """Test name (file.function) -> "passed", "skipped" or "failed"; the worst of its parameters."""
     order = ("passed", "skipped", "failed")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '').split('[')[0]}"
         state = "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
         state = "skipped" if case.find("skipped") is not None else state
-        found[name] = max(found.get(name, "passed"), state, key=order.index)
-    return found
+        result[name] = max(result.get(name, "passed"), state, key=order.index)
+    return result
 
 
 def state_of(beginnings: tuple[str, ...], ran: dict[str, str]) -> str:

@@ -50,10 +50,10 @@ def test_the_device_computes_the_rule_of_the_host(lengths: list[int]) -> None:
 
 
 def test_kernels_follow_the_longest_sequence_and_not_the_tokens() -> None:
-    (one, eight, longer) = (run("npu", lengths)[1] for lengths in ([256], [256] * 8, [512]))
-    assert all(one) and one == eight
+    (result, eight, longer) = (run("npu", lengths)[1] for lengths in ([256], [256] * 8, [512]))
+    assert all(result) and result == eight
     # four more chunks of 64 tokens: the state is stored and read, decays and is written to; its gradient likewise
-    assert [(after - before) / 4 for before, after in zip(one, longer)] == [4, 9]
+    assert [(after - before) / 4 for before, after in zip(result, longer)] == [4, 9]
 
 
 def test_the_kernel_of_mindspeed_takes_sequences_and_no_float32() -> None:
@@ -72,5 +72,5 @@ def test_the_kernel_of_mindspeed_is_the_rule_up_to_the_rounding_of_half_numbers(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=patient(600), check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 2 and all(max(errors) < 4e-3 for errors in found.values()), found
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert len(content) == 2 and all(max(errors) < 4e-3 for errors in content.values()), content

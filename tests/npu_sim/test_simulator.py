@@ -145,7 +145,7 @@ def test_what_holds_without_the_packages_holds_with_them() -> None:
         "--noconftest",
         "-p",
         "no:cacheprovider",
-        *(f"tests/unit/{one}" for one in files),
+        *(f"tests/unit/{file}" for file in files),
     ]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:]

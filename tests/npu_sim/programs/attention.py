@@ -73,12 +73,12 @@ def tower_difference() -> float:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device)
         return attend(torch.nn.Identity(), q, k, v, None, scaling=scale, cu_seq_lens_q=ends, is_causal=False)[0]
 
-    found = []
+    results = []
     for compute, place in ((windows, torch.device("cpu")), (kernel, device)):
         leaves = [tensor.to(place).requires_grad_() for tensor in inputs]
         out = compute(*leaves)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(place))])
-    return max((one - other.cpu()).abs().max().item() for one, other in zip(*found))
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(place))])
+    return max((actual - other.cpu()).abs().max().item() for actual, other in zip(*results))
 
 
 index = held() if size > 1 else torch.arange(total)

@@ -158,17 +158,17 @@ def main() -> None:
 
         vllm_drafts.counts.take()
         again = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
-        result["again"] = [one.token_ids for one in again] == [one.token_ids for one in greedy]
+        result["again"] = [response.token_ids for response in again] == [response.token_ids for response in greedy]
         result["drafts"] = vllm_drafts.counts.take()
 
     def gaps(responses: list[tuple[list[int], list[float]]], temperature: float) -> list[float]:
-        found = [] if prompts else [0.0]  # a die may get none
+        result = [] if prompts else [0.0]  # a die may get none
         for prompt, (tokens, log_probs) in zip(prompts, responses):
             with torch.no_grad():
                 logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
             wanted = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            found += (wanted - torch.tensor(log_probs)).abs().tolist()
-        return found
+            result += (wanted - torch.tensor(log_probs)).abs().tolist()
+        return result
 
     if "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
         result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}

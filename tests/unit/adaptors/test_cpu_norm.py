@@ -31,13 +31,13 @@ def test_norm_and_gradients_are_those_of_the_formula(shape: tuple[int, ...], dty
     weight.requires_grad_()
     out = rms_norm(x, weight, 1e-5)
     (out * direction).sum().backward()
-    for found, wanted in zip([out.detach(), x.grad, weight.grad], exact(x, weight, direction, 1e-5)):
-        assert found.dtype == dtype and found.shape == wanted.shape
+    for result, wanted in zip([out.detach(), x.grad, weight.grad], exact(x, weight, direction, 1e-5)):
+        assert result.dtype == dtype and result.shape == wanted.shape
         largest = wanted.abs().max().item() if wanted.numel() else 0.0
         if dtype == torch.float32:
-            torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-7)
+            torch.testing.assert_close(result.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-7)
         else:
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=4e-3 * largest)
+            torch.testing.assert_close(result.double(), wanted, rtol=1e-2, atol=4e-3 * largest)
 
 
 def test_a_tensor_of_other_strides_and_a_frozen_weight_are_taken() -> None:

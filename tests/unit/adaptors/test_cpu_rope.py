@@ -59,5 +59,5 @@ def test_heads_that_are_turned_in_part_and_neighbours_that_are_pairs_are_turned_
     table = angles.repeat_interleave(2, -1)[:, None, None].float()
     pairs = torch.view_as_complex(states[..., :8].double().unflatten(-1, (4, 2)).contiguous())
     wanted = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None, None]).flatten(-2)
-    found = rope._apply_rotary_pos_emb_bshd(states[..., :8], table, rotary_interleaved=True)
-    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    result = rope._apply_rotary_pos_emb_bshd(states[..., :8], table, rotary_interleaved=True)
+    torch.testing.assert_close(result.double(), wanted, rtol=1e-5, atol=1e-5)

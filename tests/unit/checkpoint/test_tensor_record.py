@@ -32,8 +32,10 @@ def make_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
     return numbers > 0 if dtype == torch.bool else numbers.to(dtype)
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+def same(first: Tensor, other: Tensor) -> bool:
+    return first.dtype == other.dtype and torch.equal(
+        first.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

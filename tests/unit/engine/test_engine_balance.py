@@ -148,12 +148,12 @@ def test_bins_of_families_stay_within_the_budget_and_are_as_few_as_cuts_of_the_o
 
     def best(order: list[int], bins: int) -> int:
         """The smallest possible largest bin, by trying every place to cut."""
-        found = [10**9]
+        results = [10**9]
         for cuts in itertools.combinations(range(1, len(order)), bins - 1):
             parts = [order[first:end] for first, end in zip((0, *cuts), (*cuts, len(order)))]
             if max_rows is None or max(map(len, parts)) <= max_rows:
-                found.append(max(map(tokens, parts)))
-        return min(found)
+                results.append(max(map(tokens, parts)))
+        return min(results)
 
     parts = pack_families(lengths, families, shared, budget, max_rows=max_rows)
     assert_partition(parts, len(lengths))

@@ -61,16 +61,16 @@ def test_attention_its_divergence_and_all_gradients_equal_a_loop(
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(divergence, expected_divergence)
     factor = torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()
-    for one, other in ((out, divergence), (expected, expected_divergence)):
-        ((one * factor).sum() + (other * other.detach()).sum()).backward()
-    for one, other in zip(mine, theirs):
-        torch.testing.assert_close(one.grad, other.grad)
+    for actual, other in ((out, divergence), (expected, expected_divergence)):
+        ((actual * factor).sum() + (other * other.detach()).sum()).backward()
+    for actual, other in zip(mine, theirs):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 def test_without_a_divergence_the_indexer_gets_no_gradient() -> None:
     tensors = _make_inputs(1, 9, 9)
     sparse_attention(*tensors[:3], IndexFeatures(*tensors[3:]), TOPK, SCALE)[0].sum().backward()
-    assert [one.grad is None or not one.grad.any() for one in tensors] == [False] * 3 + [True] * 3
+    assert [tensor.grad is None or not tensor.grad.any() for tensor in tensors] == [False] * 3 + [True] * 3
 
 
 def test_the_first_of_equal_scores_are_chosen_in_any_number_of_columns() -> None:

@@ -42,11 +42,11 @@ def pictures(tmp_path: Path) -> Path:
 
 def ids_of(prompt_format: PromptFormat, *parts: str | int) -> list[int]:
     """Ids of texts, and of images with so many tokens."""
-    found: list[int] = []
+    results: list[int] = []
     for part in parts:
         text = prompt_format.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else []
-        found += text if isinstance(part, str) else [START, *[PAD] * part, END]
-    return found
+        results += text if isinstance(part, str) else [START, *[PAD] * part, END]
+    return results
 
 
 def test_rows_of_every_form_are_prompts_with_all_tokens_of_their_images(prompt_format: PromptFormat, pictures: Path) -> None:
@@ -61,7 +61,7 @@ def test_rows_of_every_form_are_prompts_with_all_tokens_of_their_images(prompt_f
     read = read_jsonl([json.dumps(row) for row in rows], "f", None, str(pictures))
     assert [row for _, row in read] == rows
     conversations = [conversation for conversation, _ in read]
-    assert [one.images for one in conversations] == [(wide,), (small, wide), (small,), ()]
+    assert [conversation.images for conversation in conversations] == [(wide,), (small, wide), (small,), ()]
     expected = [(6, "what?"), (1, "and", 6, "?"), (1, "what?"), ("a tag <image> of text",)]
     assert prompt_format.encode(conversations) == [ids_of(prompt_format, *row) for row in expected]
     with pytest.raises(ValueError, match=r"the prompts have images, and the model reads only text"):

@@ -37,10 +37,10 @@ def tensors(settings: ModelSettings) -> dict[str, Tensor]:
     return dict(open_model(settings).named_tensors())
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_a_hugging_face_folder_gives_its_tensors(base: Path) -> None:

@@ -207,11 +207,11 @@ def test_other_forms_of_choice_questions_are_read_alike(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "mmlu" / "test-00000-of-00001.parquet")
     arc = {"question": PLANETS[0], "choices": {"text": PLANETS[1:5], "label": list("ABCD")}, "answerKey": "A"}
     write_jsonl(tmp_path / "arc" / "astronomy_test.jsonl", [arc])
-    found = [
+    results = [
         open_task(name, tmp_path / folder, num_shots=0).questions()
         for name, folder in (("cmmlu", "cmmlu"), ("ceval", "ceval"), ("mmlu", "mmlu"), ("multiple_choice", "arc"))
     ]
-    assert {(q.text, q.label, q.group, q.choices) for (q,) in found} == {
+    assert {(q.text, q.label, q.group, q.choices) for (q,) in results} == {
         (
             "Which planet is nearest to the sun?\nA. Mercury\nB. Venus\nC. Earth\nD. Mars",
             "A",

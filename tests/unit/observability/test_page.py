@@ -110,9 +110,9 @@ def test_a_run_that_was_killed_while_writing_still_has_a_page(tmp_path):
 
 
 def test_the_command_compares_runs_and_names_what_is_no_run(tmp_path, capsys):
-    one, two = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 4, seed=1)
+    result, two = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 4, seed=1)
     output = tmp_path / "both.html"
-    assert report.main([str(one), str(two), "-o", str(output)]) == 0
+    assert report.main([str(result), str(two), "-o", str(output)]) == 0
     assert "first · second" in output.read_text() and not list(tmp_path.glob(".*partial"))
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2
@@ -264,8 +264,8 @@ def test_nothing_overlaps_and_a_constant_is_shown_at_its_value(tmp_path, width, 
     page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     options = ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
     dom = browse(page, f"--window-size={width},900", "--dump-dom", *options)
-    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
-    assert found == {"faults": [], "range": [0, 0.002], "theme": theme}
+    content = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
+    assert content == {"faults": [], "range": [0, 0.002], "theme": theme}
 
 
 @needs_browser

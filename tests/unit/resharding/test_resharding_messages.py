@@ -38,7 +38,7 @@ def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: 
     """The first bucket with room on both ranks, from where both still take a message of the usual size."""
     load: Counter[tuple[int, int]] = Counter()
     first_open: Counter[int] = Counter()
-    found = []
+    results = []
     for *ends, size in zip(source, target, sizes):
         bucket = max(first_open[rank] for rank in ends)
         while any(load[rank, bucket] + size > max(room, size) for rank in ends):
@@ -47,8 +47,8 @@ def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: 
             load[rank, bucket] += size
             while load[rank, first_open[rank]] and load[rank, first_open[rank]] + max_bytes > room:
                 first_open[rank] += 1
-        found.append(bucket)
-    return found
+        results.append(bucket)
+    return results
 
 
 def make_messages(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[int], list[int]]:
@@ -78,8 +78,8 @@ def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, mo
     nothing_before, in_turn = np.full(len(source), -1), np.arange(len(source))
     # a room that takes four, and one that holds less than the largest message
     for room, max_bytes in ((160, 40), (30, 7)):
-        found = messages.fill_buckets(source, nothing_before, in_turn, room, max_bytes)
-        assert found.tolist() == naive_buckets(source.tolist(), targets, sizes, room, max_bytes)
+        result = messages.fill_buckets(source, nothing_before, in_turn, room, max_bytes)
+        assert result.tolist() == naive_buckets(source.tolist(), targets, sizes, room, max_bytes)
 
 
 def test_no_messages_need_nothing() -> None:

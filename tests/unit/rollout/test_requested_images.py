@@ -82,7 +82,7 @@ def test_each_form_gives_the_same_tokens_and_images() -> None:
     assert others[:2] == [first, first] and others[2][: len(first)] == first
     assert f"See {shown(2)}<|im_end|>" in TOKENIZER.decode(list(first)) and first.count(5) == 2
     assert chat.usage.prompt_tokens == message.usage.input_tokens == response.usage.input_tokens == counted.input_tokens
-    assert all(one.images == (RED_URL,) for one in trajectory.sequences) and len(trajectory.sequences) == 3
+    assert all(sequence.images == (RED_URL,) for sequence in trajectory.sequences) and len(trajectory.sequences) == 3
 
 
 def test_results_of_tools_bring_images_and_branches_have_those_of_their_own_tokens() -> None:
@@ -109,11 +109,11 @@ def test_results_of_tools_bring_images_and_branches_have_those_of_their_own_toke
     assert all(context[: len(start)] == start for context in (second, third, fourth)) and fifth[: len(start)] != start
     texts = [TOKENIZER.decode(list(context[len(start) :])) for context in (second, third)]
     assert f"{shown(2)}so" in texts[0] and shown(3) in texts[1]
-    assert [one.images for one in trajectory.sequences] == [engine.seen[1], engine.seen[2], engine.seen[3], engine.seen[4]]
+    assert [part.images for part in trajectory.sequences] == [engine.seen[1], engine.seen[2], engine.seen[3], engine.seen[4]]
     # what trains has as many runs of image tokens as images
-    for one in trajectory.sequences:
-        ids = [*one.prompt_ids, *(token for segment in one.segments for token in segment.token_ids)]
-        assert ids.count(4) == len(one.images)
+    for sequence in trajectory.sequences:
+        ids = [*sequence.prompt_ids, *(token for segment in sequence.segments for token in segment.token_ids)]
+        assert ids.count(4) == len(sequence.images)
 
 
 def test_items_of_responses_bring_images_of_tools() -> None:
@@ -133,8 +133,8 @@ def test_items_of_responses_bring_images_of_tools() -> None:
     engine = Viewer(CALL, "tall", "red")
     _, trajectory, _ = held(converse, engine=engine, **SEES)
     assert engine.seen == [(), (TALL_URL,), (TALL_URL, RED_URL)]
-    (one,) = trajectory.sequences
-    assert one.images == (TALL_URL, RED_URL)
+    (sequence,) = trajectory.sequences
+    assert sequence.images == (TALL_URL, RED_URL)
 
 
 @pytest.mark.parametrize(

@@ -48,14 +48,14 @@ class Writer(Speaker):
     ) -> Generated:
         if self.hold is not None:
             await self.hold.wait()
-        found = await super().generate(prompt_ids, sampling, seed, partial)
-        text = TOKENIZER.decode(list(found.token_ids))
+        result = await super().generate(prompt_ids, sampling, seed, partial)
+        text = TOKENIZER.decode(list(result.token_ids))
         ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
         if ends:
             ids = tuple(TOKENIZER.encode(text[: min(ends)]))
-            found = Generated(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
-        self.made.append((prompt_ids, found.token_ids))
-        return found
+            result = Generated(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
+        self.made.append((prompt_ids, result.token_ids))
+        return result
 
 
 class Session:
@@ -95,9 +95,9 @@ def held(
             await tree.close()
             await endpoint.close()
 
-    found, trajectory, writer = asyncio.run(asyncio.wait_for(run(), 60))
+    result, trajectory, writer = asyncio.run(asyncio.wait_for(run(), 60))
     check_exact(trajectory, writer)
-    return found, trajectory, writer
+    return result, trajectory, writer
 
 
 def check_exact(trajectory: Trajectory, writer: Writer) -> None:
@@ -114,7 +114,8 @@ def check_exact(trajectory: Trajectory, writer: Writer) -> None:
 
 def text_of(trajectory: Trajectory) -> list[str]:
     return [
-        TOKENIZER.decode([*one.prompt_ids, *(t for s in one.segments for t in s.token_ids)]) for one in trajectory.sequences
+        TOKENIZER.decode([*sequence.prompt_ids, *(t for s in sequence.segments for t in s.token_ids)])
+        for sequence in trajectory.sequences
     ]
 
 
@@ -157,11 +158,11 @@ def test_a_stream_has_what_the_full_reply_has(tools: list[Any]) -> None:
 
     (full, streamed, kinds), _, _ = held(converse, text.encode("ascii", "ignore").decode())
     names = {"role", "content", "reasoning_content"}
-    ours, theirs = (one.choices[0].message.model_dump() for one in (full, streamed))
+    ours, theirs = (completion.choices[0].message.model_dump() for completion in (full, streamed))
     assert {name: ours.get(name) for name in names} == {name: theirs.get(name) for name in names}
     calls = [
-        [(call.function.name, call.function.arguments) for call in one.choices[0].message.tool_calls or []]
-        for one in (full, streamed)
+        [(call.function.name, call.function.arguments) for call in completion.choices[0].message.tool_calls or []]
+        for completion in (full, streamed)
     ]
     assert calls[0] == calls[1] and len(calls[0]) == 2 * len(tools)
     assert streamed.choices[0].finish_reason == full.choices[0].finish_reason and streamed.usage == full.usage
@@ -261,7 +262,7 @@ def test_completions_of_texts_and_of_tokens_continue_the_sampled_tokens() -> Non
         return [first, second, third, chunks]
 
     (first, second, third, chunks), trajectory, writer = held(converse, "42", "2", "so", "5 and 6")
-    assert [one.choices[0].text for one in (first, second, third)] == ["42", "2", "so"]
+    assert [completion.choices[0].text for completion in (first, second, third)] == ["42", "2", "so"]
     assert first.choices[0].finish_reason == "length" and second.choices[0].finish_reason == "stop"
     assert "".join(chunk.choices[0].text for chunk in chunks) == "5 and 6" and chunks[-1].choices[0].finish_reason == "stop"
     assert text_of(trajectory) == ["6*7=42; 1+1=2<|im_end|>(so<|im_end|>", "5=5 and 6<|im_end|>"]
@@ -354,10 +355,10 @@ def test_rewards_of_turns_and_of_the_trajectory_come_over_http() -> None:
         async with httpx.AsyncClient() as client:
             given = [{"reward": 0.25, "id": first.id}, {"reward": 0.5, "id": second.id}, {"reward": 1}, {"reward": -0.5}]
             wrong = [{"reward": "much"}, {"reward": 1, "id": "x-y"}, [1]]
-            return [(await client.post(f"{session.address}/reward", json=one)).status_code for one in [*given, *wrong]]
+            return [(await client.post(f"{session.address}/reward", json=body)).status_code for body in [*given, *wrong]]
 
-    found, trajectory, _ = held(converse, "41", "42")
-    assert found == [200] * 4 + [400] * 3
+    result, trajectory, _ = held(converse, "41", "42")
+    assert result == [200] * 4 + [400] * 3
     assert trajectory.turn_rewards == (0.25, 0.5) and trajectory.final_reward == 0.5
 
 
@@ -366,15 +367,15 @@ def test_room_is_shared_by_all_branches() -> None:
 
     async def converse(session: Session) -> list[str]:
         await session.chat(QUESTION)
-        found = []
+        results = []
         for ask in (session.chat, session.claude):
             with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as raised:
                 await ask([{"role": "user", "content": "another conversation that is too long for it"}])
-            found.append(f"{raised.value} {getattr(raised.value, 'code', '')}")
-        return found
+            results.append(f"{raised.value} {getattr(raised.value, 'code', '')}")
+        return results
 
-    found, trajectory, _ = held(converse, "42", limits=limits)
-    assert all("maximum context length" in text for text in found) and "context_length_exceeded" in found[0]
+    result, trajectory, _ = held(converse, "42", limits=limits)
+    assert all("maximum context length" in text for text in result) and "context_length_exceeded" in result[0]
     assert trajectory.finish == "length" and trajectory.token_ids == [*TOKENIZER.encode("42"), END]
     with pytest.raises(openai.BadRequestError, match="the first messages are .* rl_config.max_prompt_length is 3"):
         held(lambda session: session.chat(QUESTION), "42", limits=TrajectoryLimits(60, 3, 4000))
@@ -418,17 +419,17 @@ def test_what_is_unknown_or_not_available_is_a_400_with_a_sentence(path: str, ch
         async with httpx.AsyncClient() as client:
             return await client.post(f"{session.address}/{path}", json=body)
 
-    found, trajectory, _ = held(converse, "42")
-    assert found.status_code == 400 and said in found.json()["error"]["message"]
-    assert found.json().get("type") == ("error" if path == "messages" else None)
+    result, trajectory, _ = held(converse, "42")
+    assert result.status_code == 400 and said in result.json()["error"]["message"]
+    assert result.json().get("type") == ("error" if path == "messages" else None)
     assert not trajectory.segments
 
 
 def test_one_call_a_turn_and_none_where_the_client_takes_no_more() -> None:
     async def converse(session: Session) -> list[Any]:
-        one = await session.chat(QUESTION, tools=[TOOL], parallel_tool_calls=False)
-        return [one, await session.chat(QUESTION, tools=[TOOL], tool_choice="none")]
+        result = await session.chat(QUESTION, tools=[TOOL], parallel_tool_calls=False)
+        return [result, await session.chat(QUESTION, tools=[TOOL], tool_choice="none")]
 
-    (one, none), _, _ = held(converse, f"{CALL}{CALL}")
-    assert len(one.choices[0].message.tool_calls) == 1 and none.choices[0].message.tool_calls is None
+    (result, none), _, _ = held(converse, f"{CALL}{CALL}")
+    assert len(result.choices[0].message.tool_calls) == 1 and none.choices[0].message.tool_calls is None
     assert none.choices[0].message.content == f"{CALL}{CALL}"

@@ -42,9 +42,9 @@ def test_lasting_and_temporary_memory_of_an_owner_are_distinguished() -> None:
         kept.append(torch.ones(8 * MIB))  # 32 MiB that stay
         passing = torch.ones(32 * MIB)  # 128 MiB that do not
         del passing
-    found = {name: value * 1024 for name, value in metrics.results().items()}
-    assert found["memory/log-probs/weights_gib"] == 3 and found["memory/log-probs/kv_cache_gib"] == 32
-    assert found["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
+    results = {name: value * 1024 for name, value in metrics.results().items()}
+    assert results["memory/log-probs/weights_gib"] == 3 and results["memory/log-probs/kv_cache_gib"] == 32
+    assert results["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
     assert memory.peak_gib * 1024 > 160
 
 

@@ -229,8 +229,8 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         assert len(pool.waiting) == 1  # no server is called while the pool is paused
         await pool.resume()
         engine.release(3)
-        found = await later
-        assert found.token_ids == whole((2,), 1).token_ids and found.versions == (0, 1, 1, 1)
+        result = await later
+        assert result.token_ids == whole((2,), 1).token_ids and result.versions == (0, 1, 1, 1)
 
     in_pool(body, num_servers=1)
 

@@ -196,13 +196,13 @@ OF_LEFT_OFF = frozenset(("coc_mode", "coc_parallel_num", "coc_fused_kernel"))
 @cache
 def words_of(module: str) -> frozenset[str]:
     """Attributes that a module reads, and the words of its strings, which name keys in tables."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            results.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.update(node.value.split())
-    return frozenset(found)
+            results.update(node.value.split())
+    return frozenset(results)
 
 
 @pytest.fixture(scope="module")
@@ -240,14 +240,14 @@ def can_be_seen(group: type, field: dataclasses.Field[Any], folders: dict[str, P
 
 def keys() -> list[tuple[type, dataclasses.Field[Any]]]:
     refused = set(REFUSED.split())
-    found = []
+    results = []
     for group in GROUPS:
         for field in dataclasses.fields(group):
             needs, no_effect = field.metadata["key"].needs, field.metadata["key"].no_effect
             silent = no_effect or field.name in refused or (needs and needs[0] in refused)
             if not silent and field.name != "sampling_config":
-                found.append((group, field))
-    return found
+                results.append((group, field))
+    return results
 
 
 def test_every_base_run_is_sound(folders: dict[str, Path]) -> None:

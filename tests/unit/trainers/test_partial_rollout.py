@@ -91,7 +91,7 @@ def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
                 seed = group.index * 100 + sample
                 expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
                 assert list(response.token_ids) == expected
-                assert list(response.log_probs) == [log_prob(one) for one in expected]
+                assert list(response.log_probs) == [log_prob(token) for token in expected]
                 assert len(expected) == length(seed)
 
 
@@ -148,23 +148,23 @@ def test_spare_samples_that_are_kept_train_once_in_a_second_group_of_their_promp
             seed = group.index * 100 + sample
             expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
             assert list(response.token_ids) == expected and len(expected) == length(seed)
-            assert list(response.log_probs) == [log_prob(one) for one in expected]
+            assert list(response.log_probs) == [log_prob(token) for token in expected]
         trained.setdefault(group.index, []).extend(group.ids)
     # short responses are not preferred: of a prompt that is done, each of the 2 x GROUP samples trained, and trained once
     assert all(len(set(ids)) == len(ids) for ids in trained.values())
     in_flight = {group.index for group in left}
     assert all(sorted(ids) == list(range(2 * GROUP)) for number, ids in trained.items() if number not in in_flight)
     assert set(trained) | in_flight == set(range(partial.snapshot()[1]))
-    responses = [one for batch in batches for group in batch for one in group.trajectories]
-    started = [one for group in left for one in group.samples if one is not None]
-    assert engines.num_tokens == sum(len(one.token_ids) for one in responses + started)
+    responses = [trajectory for batch in batches for group in batch for trajectory in group.trajectories]
+    started = [sample for group in left for sample in group.samples if sample is not None]
+    assert engines.num_tokens == sum(len(response.token_ids) for response in responses + started)
 
 
 def test_the_first_group_of_a_prompt_does_not_wait_for_the_samples_that_are_kept() -> None:
     engines = Engines()
     batches = train(source(engines, 1.0, 1, keeps=True), engines, range(12))
     taken = [
-        (iteration, group.index, group.part, max(len(one.token_ids) for one in group.trajectories))
+        (iteration, group.index, group.part, max(len(trajectory.token_ids) for trajectory in group.trajectories))
         for iteration, batch in enumerate(batches)
         for group in batch
     ]

@@ -81,19 +81,19 @@ def test_without_reset_the_samples_of_a_pack_see_those_before_them(
         mask = torch.tensor(row["labels"][1:]) != -100
         with torch.no_grad():
             losses.append(-log_probs(model, row["input_ids"])[mask])
-    found = start("sft", prefix, pack=True).train().metrics.results()["train/loss"]
-    assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    result = start("sft", prefix, pack=True).train().metrics.results()["train/loss"]
+    assert result == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_labels_need_not_be_the_next_tokens(start: Callable[..., Any], model: Qwen2ForCausalLM, tmp_path: Path) -> None:
     # efficient-EOS templates train the end token where the next turn begins
     ids, labels = [5, 6, 7, 8, 9, 10, 11], [-100, -100, 7, 8, EOS, -100, 11]
     rows = [{"input_ids": ids, "attention_mask": [1] * 7, "labels": labels}] * 8
-    found = start("sft", write_columns(tmp_path / "turns", rows)).train().metrics.results()["train/loss"]
+    result = start("sft", write_columns(tmp_path / "turns", rows)).train().metrics.results()["train/loss"]
     with torch.no_grad():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = -(table[1, 7] + table[2, 8] + table[3, EOS] + table[5, 11]) / 4
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    assert result == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_padding_to_seq_length_changes_no_figure(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_evaluation_is_the_token_mean_over_the_held_out_rows(
     held_out = write_columns(tmp_path / "held_out", [instruction_row(*sample) for sample in samples[8:]])
     stage = start("sft", prefix, eval_data_path=str(held_out), eval_iters=5)
     expected = -torch.cat([learnt(model, *sample) for sample in samples[8:]]).mean().item()
-    found = stage.evaluate().metrics.results()
-    assert found.pop("eval/loss") == pytest.approx(expected, rel=1e-5)
-    assert all(name.startswith("memory/evaluate/") for name in found)
+    result = stage.evaluate().metrics.results()
+    assert result.pop("eval/loss") == pytest.approx(expected, rel=1e-5)
+    assert all(name.startswith("memory/evaluate/") for name in result)
     before = {name: p.clone() for name, p in stage.role.model.models[0].named_parameters()}
     stage.evaluate()
     assert all(torch.equal(p, before[name]) for name, p in stage.role.model.models[0].named_parameters())

@@ -95,8 +95,8 @@ def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path
 @pytest.mark.parametrize(("which", "earned"), [("both", 3.5), ("turns", 1.5), ("final", 2.0)])
 def test_rewards_of_turns_and_of_the_final_state_are_one_more_part(which: Any, earned: float) -> None:
     scored = RewardResult(1.0, {"acc": 1.0})
-    (found,) = add_trajectory_rewards([scored], [SPLIT.reward_columns()], which=which, weight=2.0)
-    assert found.parts == {"acc": 1.0, TRAJECTORY_PART: earned} and found.total == 1.0 + 2.0 * earned
+    (reward,) = add_trajectory_rewards([scored], [SPLIT.reward_columns()], which=which, weight=2.0)
+    assert reward.parts == {"acc": 1.0, TRAJECTORY_PART: earned} and reward.total == 1.0 + 2.0 * earned
 
 
 def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
@@ -115,8 +115,8 @@ def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
     assert add_trajectory_rewards([silent], [zero], which="both")[0].total == 0.0
     assert add_trajectory_rewards([failed], [SPLIT.reward_columns()], which="both") == [failed]
     broken = Trajectory((), "stop", failure="environment: KeyError: 'x'").reward_columns()
-    (found,) = add_trajectory_rewards([scored], [broken], which="both")
-    assert (found.total, found.state, found.error) == (None, "failed", "environment: KeyError: 'x'")
+    (reward,) = add_trajectory_rewards([scored], [broken], which="both")
+    assert (reward.total, reward.state, reward.error) == (None, "failed", "environment: KeyError: 'x'")
     odd = Trajectory((), "stop", turn_rewards=(math.inf,)).reward_columns()
     assert add_trajectory_rewards([scored], [odd], which="both")[0].state == "failed"
 
@@ -127,9 +127,9 @@ def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
 @pytest.fixture
 def clocks() -> Iterator[list[JumpingClock]]:
     """What runs on them ends with the test."""
-    found: list[JumpingClock] = []
-    yield found
-    for clock in found:
+    results: list[JumpingClock] = []
+    yield results
+    for clock in results:
         clock.end()
 
 

@@ -37,16 +37,16 @@ def test_each_stage_gets_its_layers_one_byte_an_expert(tmp_path: Path) -> None:
     columns = build_routing_columns(plan, [Trajectory.from_response((1, 2), make_generated(4, experts))])
     assert [lengths.tolist() for lengths in columns["routed_lengths"]] == [[5]]
     for stage, layers in ((0, slice(0, 24)), (1, slice(24, 48))):
-        (found,) = columns[f"routed_experts_{stage}"]
-        assert found.dtype == torch.uint8
-        assert found.tolist() == experts[:, layers].flatten().tolist()
+        (result,) = columns[f"routed_experts_{stage}"]
+        assert result.dtype == torch.uint8
+        assert result.tolist() == experts[:, layers].flatten().tolist()
 
 
 def test_layers_without_experts_have_no_place(tmp_path: Path) -> None:
     plan = plan_of("DeepSeek-R1", tmp_path)  # 61 layers, the first three without experts, 8 of 256
     experts = routing(3, 61, 8)
-    (found,) = build_routing_columns(plan, [Trajectory.from_response((1,), make_generated(3, experts))])["routed_experts_0"]
-    assert found.tolist() == experts[:, 3:].flatten().tolist()
+    (result,) = build_routing_columns(plan, [Trajectory.from_response((1,), make_generated(3, experts))])["routed_experts_0"]
+    assert result.tolist() == experts[:, 3:].flatten().tolist()
 
 
 def test_tokens_keep_the_experts_of_the_turn_that_computed_them_first(tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ class _Plane:
 
 def pairs(parts: list[list[int]]) -> list[tuple[int, int]]:
     """(token before, token) of every response token."""
-    found = []
+    results = []
     for prompt, response in zip(parts[::2], parts[1::2]):
         whole = prompt + response
-        found += list(zip(whole[len(prompt) - 1 :], response))
-    return found
+        results += list(zip(whole[len(prompt) - 1 :], response))
+    return results
 
 
 def judged(term: Distillation, keys: DistillationKeys) -> dict[str, list[torch.Tensor]]:
