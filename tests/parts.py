@@ -71,8 +71,8 @@ def list_files(environment: str) -> list[str]:
     files: list[str] = []
     for name in ENVIRONMENTS[environment].split():
         path = _ROOT / name
-        file = [name] if path.is_file() else sorted(file.relative_to(_ROOT).as_posix() for file in path.rglob("test_*.py"))
-        files += [file for file in file if environment != "dist" or file not in ENVIRONMENTS["routers"].split()]
+        named = [name] if path.is_file() else sorted(file.relative_to(_ROOT).as_posix() for file in path.rglob("test_*.py"))
+        files += [file for file in named if environment != "dist" or file not in ENVIRONMENTS["routers"].split()]
     return files
 
 
