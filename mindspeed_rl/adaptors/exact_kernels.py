@@ -4,8 +4,8 @@ Trainer and rollout engine call these same functions, so that log-probs of both 
 
 | step | rule |
 |---|---|
-| products | rows in blocks of 16, 32, ... 256, filled up with zeros: oneDNN and MKL add up one to three rows \
-in another order, and may divide the sums of many rows among threads |
+| products | rows in blocks of 16, 32, ... 256 (fewer where a processor has another kernel for large blocks), filled up with \
+zeros: oneDNN and MKL add up one to three rows in another order, and may divide the sums of many rows among threads |
 | products that tensor-parallel ranks add up | in as many slices as the larger layout of both sides has ranks, added in pairs \
 of neighbours; a column of a product depends on nothing but that column |
 | attention | in float32; keys from the first one on in blocks of `KEY_BLOCK`, whose parts are added up one after the other |
@@ -22,7 +22,8 @@ be equal. The idea comes from Thinking Machines' batch-invariant operators ("Def
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ from torch.nn import functional
 
 from mindspeed_rl.adaptors.cpu_attention import CausalAttention, split_into_blocks
 
-#: rows of a product: a multiple of the first, at most the second
-ROWS, _MAX_ROWS = 16, 256
+#: rows of a product: a multiple of the first, at most one of the others (`find_max_rows`)
+ROWS, _BLOCKS = 16, (256, 128, 64, 32, 16)
+#: sums of the products that are tried
+_WIDTHS = (64, 896, 4864)
 #: the same of attention, whose products are many and small
 QUERY_ROWS = 8
 #: keys whose values are added up in one product
@@ -43,16 +46,43 @@ KEY_BLOCK = 128
 _GROUP = 16
 
 
+@functools.cache
+def find_max_rows() -> int:
+    """Return the rows of the largest block that gives a row the same bits as smaller ones, by trial; 16 where none does.
+
+    Some processors have another kernel for more than about a hundred rows. The answer holds for the threads of the first call.
+    """
+    matrices = [_waves(torch.cos, columns, width).t() for width in _WIDTHS for columns in (48, 1024)]
+    matrices += [matrix.contiguous() for matrix in matrices]
+
+    def is_exact(size: int) -> bool:
+        for matrix in matrices:
+            rows = _waves(torch.sin, size, matrix.size(0))
+            full = torch.mm(rows, matrix)
+            counts = (ROWS, 2 * ROWS, size // 2, size - ROWS)
+            if any(not torch.equal(torch.mm(rows[:count], matrix), full[:count]) for count in counts):
+                return False
+        return True
+
+    return next(size for size in _BLOCKS if size == ROWS or is_exact(size))
+
+
+def _waves(wave: Callable[[Tensor], Tensor], rows: int, width: int) -> Tensor:
+    """Return a float32 matrix of sines or cosines, which need all the digits there are."""
+    return wave(torch.arange(float(rows * width)).view(rows, width))
+
+
 def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     """Return `product` of [n, k] rows, computed in blocks of fixed sizes.
 
     Args:
         product: [m, k] -> [m, ...], each row on its own.
     """
-    if len(rows) <= _MAX_ROWS and not len(rows) % ROWS:
+    max_rows = find_max_rows()
+    if len(rows) <= max_rows and not len(rows) % ROWS:
         return product(rows)
     parts = []
-    for block in rows.split(_MAX_ROWS):
+    for block in rows.split(max_rows):
         count = block.size(0)
         part = product(functional.pad(block, (0, 0, 0, -count % ROWS)) if count % ROWS else block)
         parts.append(part[:count])
@@ -237,11 +267,10 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     return out.view(b, groups, s, shared, value.size(-1)).transpose(1, 2).flatten(2, 3).to(query.dtype)
 
 
-def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm, slices: int = 1) -> None:
-    """Check that products of this processor give a row the same bits in blocks of every size, at every place.
+def check(slices: int = 1) -> None:
+    """Check that torch's products on this processor give a row the same bits in blocks of every size, at every place.
 
     Args:
-        multiply: [m, k] and [k, n] -> [m, n].
         slices: columns of so many ranks must have the same bits too, and so must slices of rows.
 
     Raises:
@@ -251,11 +280,26 @@ def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm, slices: int =
     few = torch.bmm(heads[:, :QUERY_ROWS], heads[:, : 2 * ROWS].transpose(1, 2))
     if not torch.equal(few, torch.bmm(heads, heads.transpose(1, 2))[:, :QUERY_ROWS, : 2 * ROWS]):
         raise RuntimeError("rl_config.exact_log_probs: products of attention on this processor depend on the number of queries")
+    for reason in _find_differences(torch.mm, slices):
+        raise RuntimeError(f"rl_config.exact_log_probs: {reason}")
+
+
+def equals_torch(multiply: Callable[[Tensor, Tensor], Tensor], slices: int = 1) -> bool:
+    """Return True where a product gives the bits of torch's in blocks of every size: another library may add up otherwise.
+
+    Args:
+        multiply: [m, k] and [k, n] -> [m, n].
+        slices: as in `check`.
+    """
+    return not any(True for _ in _find_differences(multiply, slices))
+
+
+def _find_differences(multiply: Callable[[Tensor, Tensor], Tensor], slices: int) -> Iterator[str]:
+    """Yield a sentence for each kind of block whose rows differ from those of torch's product of all rows."""
+    max_rows = find_max_rows()
     for dtype in (torch.float32, torch.bfloat16):
-        for width in (64, 896, 4864):
-            # sines need all the digits there are
-            rows = torch.arange(float(_MAX_ROWS * width)).view(_MAX_ROWS, width).sin().to(dtype)
-            matrix = torch.arange(float(48 * width)).view(48, width).cos().to(dtype).t()
+        for width in _WIDTHS:
+            rows, matrix = _waves(torch.sin, max_rows, width).to(dtype), _waves(torch.cos, 48, width).to(dtype).t()
             full = torch.mm(rows, matrix)
             if slices > 1:
                 part = slice(width // slices, 2 * width // slices)
@@ -263,13 +307,14 @@ def check(multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm, slices: int =
                 columns = [multiply(rows, columns) for columns in matrix.chunk(slices, 1)]
                 strided = multiply(rows[:, part], matrix[part])
                 if not torch.equal(torch.cat(columns, 1), full) or not torch.equal(strided, copied):
-                    raise RuntimeError(
-                        f"rl_config.exact_log_probs: products of {dtype} on this processor depend on the number of columns or "
-                        f"on their distance in memory ({slices} slices of {width}); use it without tensor parallelism"
+                    yield (
+                        f"products of {dtype} on this processor depend on the number of columns or on their distance in memory "
+                        f"({slices} slices of {width}); use it without tensor parallelism"
                     )
-            for first, count in ((0, 16), (16, 48), (32, 128), (0, 256)):
+            places = ((0, 16), (16, 16), (16, 48), (32, 128), (0, max_rows))
+            for first, count in (place for place in places if sum(place) <= max_rows):
                 if not torch.equal(multiply(rows[first : first + count], matrix), full[first : first + count]):
-                    raise RuntimeError(
-                        f"rl_config.exact_log_probs: products of {dtype} on this processor depend on the number of rows "
-                        f"({count} rows of {width}); set it to false"
+                    yield (
+                        f"products of {dtype} on this processor depend on the number of rows ({count} rows of {width}); "
+                        "set it to false"
                     )

@@ -34,11 +34,11 @@ class LiveLinear:
     The weight may change between `forget` and the next product, and at no other time.
 
     Args:
-        packs: the weight is packed however small it is.
+        min_elements: a weight of so many elements is packed; None packs none.
     """
 
-    def __init__(self, *, packs: bool = False) -> None:
-        self._packs, self._is_prepared = packs, False
+    def __init__(self, *, min_elements: int | None = PACKED_ELEMENTS) -> None:
+        self._min_elements, self._is_prepared = min_elements, False
         self._packed: Any = None
         self._packed_bytes = 0
 
@@ -46,7 +46,7 @@ class LiveLinear:
         if not self._is_prepared:
             # once: what cannot be packed now cannot be until another weight is there
             self._is_prepared = True
-            if _is_packable(weight, x, 0 if self._packs else PACKED_ELEMENTS):
+            if self._min_elements is not None and _is_packable(weight, x, self._min_elements):
                 self._pack(weight)
         if self._packed is None:
             return nn.functional.linear(x, weight, bias)

@@ -28,6 +28,7 @@ from torch.nn import functional
 from mindspeed_rl.adaptors import exact_kernels
 from mindspeed_rl.adaptors.exact_kernels import KEY_BLOCK
 from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear
+from mindspeed_rl.config.device_limits import PACKED_ELEMENTS
 
 _applied = False
 #: attribute of a step's metadata: its `_Step`
@@ -37,9 +38,9 @@ _STEP = "_exact_step"
 class _ExactLinear(LiveLinear):
     """The product of a layer in blocks of rows, and in slices of what a row adds up."""
 
-    def __init__(self, slices: int) -> None:
+    def __init__(self, slices: int, packs: bool) -> None:
         super().__init__()
-        self._slices = [LiveLinear() for _ in range(slices)]
+        self._slices = [LiveLinear(min_elements=PACKED_ELEMENTS if packs else None) for _ in range(slices)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         count, rows, parts = len(self._slices), x.reshape(-1, x.size(-1)), []
@@ -115,14 +116,20 @@ def apply(slices: int) -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     exact_kernels.check(slices=slices)
-    if kernels._supports_onednn:
-        exact_kernels.check(lambda rows, matrix: LiveLinear(packs=True)(rows, matrix.t(), None), slices)
+
+    def multiply_packed(rows: Tensor, matrix: Tensor) -> Tensor:
+        return LiveLinear(min_elements=0)(rows, matrix.t(), None)
+
+    # where torch multiplies by MKL (Intel's processors), packed matrices, which are oneDNN's, have other bits
+    packs = kernels._supports_onednn and exact_kernels.equals_torch(multiply_packed, slices)
     choose = layer_utils.dispatch_cpu_unquantized_gemm
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         choose(layer, remove_weight)
         if isinstance(getattr(layer, "cpu_linear", None), LiveLinear):
-            layer.cpu_linear = _ExactLinear(max(1, slices // layer.tp_size) if isinstance(layer, RowParallelLinear) else 1)
+            layer.cpu_linear = _ExactLinear(
+                max(1, slices // layer.tp_size) if isinstance(layer, RowParallelLinear) else 1, packs
+            )
 
     def normalize(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         added = x if residual is None else x + residual

@@ -122,12 +122,23 @@ def test_models_with_another_activation_keep_it(monkeypatch: pytest.MonkeyPatch)
     assert adaptors.transformer_settings("gelu_tanh") == {}
 
 
-def test_products_that_depend_on_the_number_of_rows_are_an_error() -> None:
+def test_products_whose_rows_depend_on_their_number_do_not_equal_torchs() -> None:
     exact_kernels.check()
 
     def multiply(rows: Tensor, matrix: Tensor) -> Tensor:
         out = rows @ matrix
         return out if len(rows) > 16 else torch.nextafter(out.float(), torch.tensor(1e9)).to(out.dtype)
 
-    with pytest.raises(RuntimeError, match=r"exact_log_probs: .* depend on the number of rows \(16 rows"):
-        exact_kernels.check(multiply)
+    assert exact_kernels.equals_torch(torch.mm) and not exact_kernels.equals_torch(multiply)
+
+
+def test_rows_of_the_largest_block_have_the_bits_of_every_smaller_one() -> None:
+    size = exact_kernels.find_max_rows()
+    assert size in (16, 32, 64, 128, 256)
+    generator = torch.Generator().manual_seed(3)
+    for width, columns in ((64, 8), (896, 896), (1024, 48)):
+        rows = torch.randn(size, width, generator=generator)
+        matrix = torch.randn(width, columns, generator=generator)
+        full = torch.mm(rows, matrix)
+        for count in range(16, size, 16):
+            assert torch.equal(torch.mm(rows[:count], matrix), full[:count]), (width, columns, count)
