@@ -527,7 +527,8 @@ class ImageReader:
 def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
     """Return the ids with one token for each image, as engines take them.
 
-    The k-th image has the k-th run of its number of image tokens; other runs were sampled, and stay.
+    The k-th image has the k-th run of its number of image tokens between the tokens before and after an image; other runs were
+    sampled, and stay.
 
     Raises:
         ValueError: there are fewer such runs than images, or an image follows an image token that was sampled: engines would
@@ -535,9 +536,13 @@ def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> 
     """
     collapsed: list[int] = []
     waiting = list(reversed(images))
+    start = 0
     for token, run in itertools.groupby(ids):
         length = len(list(run))
+        frame = (*ids[start - 1 : start], *ids[start + length : start + length + 1])
+        start += length
         is_image = bool(waiting) and token == waiting[-1].rules.token_id and length == waiting[-1].num_tokens
+        is_image = is_image and frame == waiting[-1].rules.frame
         if waiting and token == waiting[-1].rules.token_id and not is_image:
             raise ValueError("the model has sampled an image token, after which the engine cannot place another image")
         collapsed += [token] * (1 if is_image else length)

@@ -319,6 +319,8 @@ def test_engines_get_one_token_an_image_and_sampled_image_tokens_stay(rules: Ima
         collapse_image_tokens(ids[:8], images)
     with pytest.raises(ValueError, match="has sampled an image token"):
         collapse_image_tokens([9, PAD, *ids], images)
+    with pytest.raises(ValueError, match="has sampled an image token"):  # as many as the image has, but not in its frame
+        collapse_image_tokens([9, PAD, PAD, PAD, PAD, *ids], images)
 
 
 def test_a_cut_image_is_an_error(rules: ImageRules) -> None:
