@@ -92,8 +92,8 @@ def find_images(
     if scores[0][0] == impossible:
         missing, count = _find_missing(runs, counts), len(images)
         raise ValueError(
-            f"image {missing} of {count} has {counts[missing]} tokens (grid {list(images[missing].grid)}), and no run of as many"
-            f" tokens {vision.image_token_id} follows those of the images before it; text and images are not of the same"
+            f"image {missing} of {count} has {counts[missing]} tokens (grid {list(images[missing].grid)}), and no run of as"
+            f" many tokens {vision.image_token_id} follows those of the images before it; text and images are not of the same"
             " processor"
         )
     found: list[int] = []
