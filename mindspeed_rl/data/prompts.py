@@ -29,7 +29,7 @@ from mindspeed_rl.data.images import (
     read_references,
 )
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
-from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
+from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
@@ -300,9 +300,9 @@ def open_prompts(
     """Open the prompts at `data_path`: an indexed dataset's prefix, a raw file or folder, or a dataset of the hub.
 
     Args:
-        data_path: a folder may be one of `save_to_disk`; a dataset of a hub is written hf://owner/name or ms://owner/name, with
-            /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or #count after it only
-            these rows are read; rows count from 0, before any is left out.
+        data_path: raw data may be all that `open_source` takes; a dataset of a hub is written hf://owner/name or
+            ms://owner/name, with /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or
+            #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
@@ -330,10 +330,11 @@ def check_prompt_files(data_path: str | Path) -> None:
         ValueError: it does not exist.
     """
     path, _, _ = split_slice(str(data_path))
-    if not list_packed_columns(path) and not path.startswith(HUBS) and not Path(path).expanduser().exists():
+    if not list_packed_columns(path) and not path.startswith(HUBS) and not has_files(path):
         raise ValueError(
             f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, hf://owner/name or ms://owner/name"
+            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data (also data/*.jsonl, or a.jsonl,b.jsonl),"
+            " hf://owner/name or ms://owner/name"
         )
 
 
