@@ -19,7 +19,7 @@ import pytest
 
 from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.prompts import PromptDataset, open_prompts
-from mindspeed_rl.data.sources import ChunkSize, Source, open_source, read_rows
+from mindspeed_rl.data.sources import ChunkSize, Source, open_hub, open_source, read_rows
 from mindspeed_rl.data.tokenizer import load_tokenizer
 
 ROWS = [{"question": f"how much is {number} é?", "answer": str(number)} for number in range(50)]
@@ -191,6 +191,15 @@ def test_configurations_of_which_one_is_there_are_a_plain_folder(tmp_path: Path)
     for file in (folder / "socratic").iterdir():
         file.unlink()
     assert read_texts(folder) == ["main train"]
+
+
+def test_a_dataset_of_a_hub_with_several_configurations_is_an_error_with_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gsm8k(tmp_path / "gsm8k", CARD.format(default=""))
+    monkeypatch.chdir(tmp_path)  # datasets reads a folder of this name as it reads one of the hub
+    with pytest.raises(ValueError, match=r"Config name is missing. Please pick one .*\['main', 'socratic'\]"):
+        open_hub("gsm8k", cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.mark.parametrize("card", [None, "# text", "---\nconfigs: [\n---\n"])
