@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -356,7 +357,7 @@ def split_slice(data_path: str) -> tuple[str, int, int | None]:
         ValueError: no row is left.
     """
     match = _SLICE.fullmatch(data_path)
-    if match is None or Path(data_path).expanduser().exists():
+    if match is None or os.path.exists(Path(data_path).expanduser()):
         return data_path, 0, None
     path, first, last, count = match.groups()
     start, end = int(first or 0), count or last

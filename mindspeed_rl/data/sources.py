@@ -193,9 +193,10 @@ def open_source(
             configurations.
     """
     path = Path(location).expanduser()
-    if path.is_file():
+    # not Path's own tests, which raise where a list is longer than a path may be
+    if os.path.isfile(path):
         return Source(_detect_format(path), (str(path),))
-    if path.is_dir():
+    if os.path.isdir(path):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return _open_saved_dataset(path)
         return _open_folder(path)
@@ -216,7 +217,7 @@ def open_source(
 def has_files(location: str) -> bool:
     """Return True where the parts of a location for `open_source` are on this machine: files, folders, patterns of files."""
     path = Path(location).expanduser()
-    if path.exists() or _find_configuration(path) is not None:
+    if os.path.exists(path) or _find_configuration(path) is not None:
         return True
     if "," in location:
         return all(map(has_files, filter(None, map(str.strip, location.split(",")))))
@@ -254,7 +255,7 @@ def _join_sources(location: str, sources: Sequence[Source]) -> Source:
 
 def _find_configuration(path: Path) -> Configuration | None:
     """Return the configuration that a path folder/name names; None where the folder declares none of this name."""
-    return read_configurations(path.parent).get(path.name) if path.parent.is_dir() else None
+    return read_configurations(path.parent).get(path.name) if os.path.isdir(path.parent) else None
 
 
 def _open_configuration(folder: Path, configuration: Configuration) -> Source:

@@ -379,5 +379,10 @@ def test_prompts_are_read_from_patterns_and_lists_with_slices(tmp_path: Path, to
     ):
         prompts = open_rows(location, tokenizer_folder)
         assert [prompts[index]["label"] for index in range(len(prompts))] == expected
+    many = [tmp_path / f"many_{number:0100}.jsonl" for number in range(60)]  # longer than a path may be
+    for path in many:
+        path.write_text(json.dumps({"prompt": "q", "labels": "1"}))
+    assert len(open_rows(",".join(map(str, many)), tokenizer_folder)) == 60
+    assert len(open_rows(",".join(map(str, many)) + "[:59]", tokenizer_folder)) == 59
     with pytest.raises(ValueError, match=r"is neither a raw file or folder, .* \(also data/\*.jsonl, or a.jsonl,b.jsonl\)"):
         open_rows(f"{tmp_path}/p0.jsonl,{tmp_path}/p9.jsonl", tokenizer_folder)
