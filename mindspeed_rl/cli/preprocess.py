@@ -79,7 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
-    add("--input", help="file or folder (parquet, json, jsonl, csv, txt, arrow), saved dataset, or dataset name")
+    forms = "parquet, json, jsonl, csv, txt, arrow"
+    add("--input", help=f"file, folder, pattern or comma-separated list ({forms}), saved dataset, or dataset name")
     add("--output-prefix", help="path and first part of the written files' names")
     add("--handler-name", help=f"{'; '.join(HANDLERS)}; or module:Class of your own")
     add("--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')

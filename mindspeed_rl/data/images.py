@@ -55,6 +55,16 @@ _THUMBNAIL = 160
 _CHECKED_ROWS = 64
 #: values of an image's orientation by which width and height change places (EXIF 2.32, tag 274)
 _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
+#: tags of a TIFF (6.0): width and height as stored; bits of a value; 0 is white where the last is 0
+_SIDES, _BITS, _PHOTOMETRIC = (256, 257), 258, 262
+#: modes of pillow with values of 16 bits, and formats which it reads as such values in mode I
+_GREY_16, _GREY_16_IN_I = ("I;16", "I;16L", "I;16B", "I;16N"), ("PNG", "PPM")
+#: modes of pillow whose black and white nothing defines
+_NO_RANGE = {"I": "32-bit integers", "F": "floating-point numbers"}
+#: formats with several pictures, all of which count; what others have next to the first are small copies or layers
+_FRAMES = ("GIF", "WEBP", "PNG", "TIFF", "AVIF")
+#: modes of pillow that a PNG has
+_PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 Grid = tuple[int, int, int]
 
@@ -260,27 +270,63 @@ def _open(reference: str) -> Iterator[Image]:
     from PIL import Image
 
     try:
-        yield Image.open(io.BytesIO(read_image(reference)))
+        image = Image.open(io.BytesIO(read_image(reference)))
+        _check_form(image, f"image {_shorten(reference)}")
+        yield image
     except ImageError:
         raise
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # pillow's, by format
         raise ImageError(f"image {_shorten(reference)} is broken: {error}") from error
 
 
+def _check_form(image: Image, name: str) -> None:
+    """Raise ImageError for an image of which pillow's RGB would be another one: without a range, or with further pictures."""
+    numbers = _NO_RANGE.get(image.mode)
+    if numbers and not (image.mode == "I" and image.format in _GREY_16_IN_I):
+        raise ImageError(f"{name} has {numbers} as pixels, whose black and white are not defined; save it with 8 or 16 bits")
+    if image.mode == "LAB":
+        raise ImageError(f"{name} has the colours of LAB; save it as RGB")
+    if image.format in _FRAMES and getattr(image, "is_animated", False):
+        raise ImageError(f"{name} has several frames or pages, of which a model would see the first; give each as an image")
+
+
+def _to_rgb(image: Image) -> Image:
+    """Return an image upright and as RGB; what is transparent is white."""
+    from PIL import Image, ImageOps
+
+    if image.mode in _GREY_16 or image.mode == "I":
+        image = _to_8_bits(image)
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in upright.info:
+        white = Image.new("RGBA", upright.size, "white")
+        return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
+    return upright.convert("RGB")
+
+
+def _to_8_bits(image: Image) -> Image:
+    """Return a grey image of 16 bits with values of 8; pillow would cut those above 255."""
+    from PIL import Image
+
+    tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+    white = 2 ** tags.get(_BITS, (16,))[0] - 1
+    values = np.asarray(image).astype(np.int64)
+    grey = np.clip((values * 255 + white // 2) // white, 0, 255)
+    grey = 255 - grey if tags.get(_PHOTOMETRIC) == 0 else grey
+    if (clear := image.info.get("transparency")) is not None:
+        grey[values == clear] = 255
+    converted = Image.fromarray(grey.astype(np.uint8))
+    converted.getexif()[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
+    return converted
+
+
 def open_image(reference: str) -> Image:
     """Return an image as pillow's, decoded, upright, RGB; what is transparent is white.
 
     Raises:
-        ImageError: it cannot be read or is broken.
+        ImageError: it cannot be read or is broken, or its pixels are numbers without a range, or it has several frames.
     """
-    from PIL import Image, ImageOps
-
     with _open(reference) as image:
-        upright = ImageOps.exif_transpose(image)
-        if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
-            white = Image.new("RGBA", upright.size, "white")
-            return Image.alpha_composite(white, upright.convert("RGBA")).convert("RGB")
-        return upright.convert("RGB")
+        return _to_rgb(image)
 
 
 def make_thumbnail(reference: str) -> str:
@@ -294,7 +340,10 @@ def make_thumbnail(reference: str) -> str:
 @lru_cache(maxsize=65536)
 def _read_stored_size(reference: str) -> tuple[int, int]:
     with _open(reference) as image:
-        return image.size if image.getexif().get(_ORIENTATION) in _TURNED else image.size[::-1]
+        tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        # pillow gives the size of a TIFF as it is once turned
+        width, height = (tags.get(tag, side) for tag, side in zip(_SIDES, image.size))
+        return (width, height) if image.getexif().get(_ORIENTATION) in _TURNED else (height, width)
 
 
 def _read_size(reference: str) -> tuple[int, int]:
@@ -320,6 +369,21 @@ def make_data_url(reference: str) -> str:
     with _open(reference) as image:
         kind = (image.format or "png").lower()
     return f"data:image/{kind};base64,{base64.b64encode(read_image(reference)).decode()}"
+
+
+def _write_png(image: Any) -> bytes:
+    """Return pillow's image, which may be one of an open file, as a PNG of the same pixels, upright.
+
+    Raises:
+        ImageError: it has several frames, or its pixels are numbers without a range.
+    """
+    from PIL import ImageOps
+
+    _check_form(image, "an image of the row")
+    upright = ImageOps.exif_transpose(image)
+    buffer = io.BytesIO()
+    (upright if upright.mode in _PNG_MODES else _to_rgb(upright)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def find_file(reference: str) -> tuple[str, int] | None:
@@ -361,9 +425,7 @@ def make_reference(value: object, folder: str | None = None) -> str:
     if isinstance(value, (bytes, bytearray)):
         return embed_image(bytes(value))
     if hasattr(value, "save") and hasattr(value, "mode"):  # pillow's, in a dataset of the hub
-        buffer = io.BytesIO()
-        value.save(buffer, "PNG")
-        return embed_image(buffer.getvalue())
+        return embed_image(_write_png(value))
     if not isinstance(value, str) or not value:
         raise ImageError(f"has an image of type {type(value).__name__}; give a path, bytes, base64 or a data: URL")
     if is_embedded(value):
@@ -527,7 +589,8 @@ class ImageReader:
 def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> list[int]:
     """Return the ids with one token for each image, as engines take them.
 
-    The k-th image has the k-th run of its number of image tokens; other runs were sampled, and stay.
+    The k-th image has the k-th run of its number of image tokens between the tokens before and after an image; other runs were
+    sampled, and stay.
 
     Raises:
         ValueError: there are fewer such runs than images, or an image follows an image token that was sampled: engines would
@@ -535,9 +598,13 @@ def collapse_image_tokens(ids: Sequence[int], images: Sequence[StoredImage]) -> 
     """
     collapsed: list[int] = []
     waiting = list(reversed(images))
+    start = 0
     for token, run in itertools.groupby(ids):
         length = len(list(run))
+        frame = (*ids[start - 1 : start], *ids[start + length : start + length + 1])
+        start += length
         is_image = bool(waiting) and token == waiting[-1].rules.token_id and length == waiting[-1].num_tokens
+        is_image = is_image and frame == waiting[-1].rules.frame
         if waiting and token == waiting[-1].rules.token_id and not is_image:
             raise ValueError("the model has sampled an image token, after which the engine cannot place another image")
         collapsed += [token] * (1 if is_image else length)

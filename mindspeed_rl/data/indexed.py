@@ -256,6 +256,8 @@ def list_packed_columns(prefix: str | Path) -> list[str]:
     """List the names of the columns under `<prefix>_packed_*_document.idx`, sorted."""
     prefix = Path(prefix)
     columns = []
+    if not os.path.isdir(prefix.parent):  # False also where a list of files is longer than a path may be
+        return columns
     for path in prefix.parent.glob(f"{prefix.name}_packed_*_document.idx"):
         match = _COLUMN_FILE.fullmatch(path.name[len(prefix.name) :])
         if match:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,8 @@ from mindspeed_rl.data.images import (
     read_references,
 )
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
-from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
+from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
+from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
@@ -237,8 +239,16 @@ class _IndexedPrompts:
         assert isinstance(text, str)  # a list for a batch
         return text
 
+    def _read_column(self, index: int, column: str) -> object:
+        """Return the text of a column, or the object of which `preprocess` has stored the JSON text."""
+        text = self._text(index, column)
+        try:
+            return read_object(text, column) if column in OBJECT_COLUMNS else text
+        except MalformedRowError as error:
+            raise ValueError(f"{self.where(index)}: {error}") from error
+
     def __getitem__(self, index: int) -> PromptItem:
-        columns: dict[str, object] = {name: self._text(index, name) for name in self._extra}
+        columns: dict[str, object] = {name: self._read_column(index, name) for name in self._extra}
         label = self._text(index, LABELS) if self._has_label else None
         if self._has_images:
             columns[IMAGES] = References(image.key for image in self._images.row(index)) if self._images else References()
@@ -300,9 +310,9 @@ def open_prompts(
     """Open the prompts at `data_path`: an indexed dataset's prefix, a raw file or folder, or a dataset of the hub.
 
     Args:
-        data_path: a folder may be one of `save_to_disk`; a dataset of a hub is written hf://owner/name or ms://owner/name, with
-            /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or #count after it only
-            these rows are read; rows count from 0, before any is left out.
+        data_path: raw data may be all that `open_source` takes; a dataset of a hub is written hf://owner/name or
+            ms://owner/name, with /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or
+            #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
@@ -330,10 +340,11 @@ def check_prompt_files(data_path: str | Path) -> None:
         ValueError: it does not exist.
     """
     path, _, _ = split_slice(str(data_path))
-    if not list_packed_columns(path) and not path.startswith(HUBS) and not Path(path).expanduser().exists():
+    if not list_packed_columns(path) and not path.startswith(HUBS) and not has_files(path):
         raise ValueError(
             f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data, hf://owner/name or ms://owner/name"
+            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data (also"
+            " data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
         )
 
 
@@ -346,7 +357,7 @@ def split_slice(data_path: str) -> tuple[str, int, int | None]:
         ValueError: no row is left.
     """
     match = _SLICE.fullmatch(data_path)
-    if match is None or Path(data_path).expanduser().exists():
+    if match is None or os.path.exists(Path(data_path).expanduser()):
         return data_path, 0, None
     path, first, last, count = match.groups()
     start, end = int(first or 0), count or last
@@ -384,7 +395,8 @@ def _load_raw(
         if handler is None:
             # the first row decides for all: a data set has one layout
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
-            if settings.map_keys is None and isinstance(first.get("prompt"), str) and "instruction" not in first:
+            is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
+            if settings.map_keys is None and is_plain and "instruction" not in first:
                 settings = replace(settings, map_keys=_PLAIN_COLUMNS)
             if keys is None:
                 guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
@@ -444,6 +456,6 @@ def _load_raw(
 
 def _choose_handler(row: Row, keys: Sequence[str], map_keys: Mapping[str, object] | None) -> str:
     column = (map_keys or {}).get("prompt", "prompt")
-    if isinstance(row.get(str(column)), (list, tuple)):
+    if has_messages(row.get(str(column))):
         return "Math17kAlpacaStyleInstructionHandler"
     return "R1AlpacaStyleInstructionHandler" if LABELS in keys else "PPOAlpacaStyleInstructionHandler"

@@ -1,35 +1,49 @@
-"""Raw data in chunks: parquet, arrow, json, jsonl, csv, txt, folders of them, Hugging Face datasets.
+"""Raw data in chunks: parquet, arrow, json, jsonl, csv, txt, folders, patterns and lists of them, Hugging Face datasets.
 
 The planning process splits the input into chunks and keeps a few of them at a time; workers read the rows of a chunk.
-Line files are sent as byte ranges, tables as Arrow batches, so planning is cheap and memory does not grow with the input.
+Line files are sent as byte ranges (compressed ones as bytes), tables as Arrow batches, so planning is cheap and memory does
+not grow with the input.
 """
 
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.data import strict_json
+from mindspeed_rl.data.compressed import COMPRESSIONS, is_compressed, open_content, read_suffix
+from mindspeed_rl.data.configurations import Configuration, find_repeated_shard, read_configurations
 from mindspeed_rl.data.conversation import MalformedRowError, Row
 from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
+from mindspeed_rl.data.short_floats import shorten_floats
 from mindspeed_rl.data.strict_json import StrictDecoder
 
 _FORMATS = {
     ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
     ".txt": "txt",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
+#: suffixes of files of text, which may be compressed
+_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
+_READABLE = _FORMATS | {
+    suffix + compression: _FORMATS[suffix] for suffix in _TEXT_SUFFIXES for compression in COMPRESSIONS
+}
+#: names of configurations in a message
+_MAX_NAMES = 12
+_PATTERN = re.compile(r"[*?\[]")
 _SPLITS = {"train": "train", "training": "train"} | dict.fromkeys(
     ("test", "testing", "validation", "valid", "val", "dev", "eval", "heldout"), "held out"
 )
@@ -168,21 +182,31 @@ class Source:
 def open_source(
     location: str, *, cache_dir: str | None = None, streaming: bool = False, dataset_options: Mapping[str, object] | None = None
 ) -> Source:
-    """Open the data at `location`: a file, a folder of files, a folder from `save_to_disk`, or a dataset name on the hub.
+    """Open the data at `location`.
 
-    In a folder the most frequent data format is read, and of files named after splits the ones of `train`; the other files are
-    listed in `ignored`.
+    It is a file, a folder of files, a configuration of a folder of a hub (folder/name), a folder from `save_to_disk`, a pattern
+    of files, several of these separated by commas, or the name of a dataset on the hub. In a folder the most frequent data
+    format is read, and of files named after splits the ones of `train`; the other files are listed in `ignored`.
 
     Raises:
-        ValueError: nothing is there, the format is unknown, or a folder holds two formats equally often.
+        ValueError: nothing is there, the format is unknown, a folder holds two formats equally often, or several
+            configurations.
     """
     path = Path(location).expanduser()
-    if path.is_file():
+    # not Path's own tests, which raise where a list is longer than a path may be
+    if os.path.isfile(path):
         return Source(_detect_format(path), (str(path),))
-    if path.is_dir():
+    if os.path.isdir(path):
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
             return _open_saved_dataset(path)
         return _open_folder(path)
+    if (configuration := _find_configuration(path)) is not None:
+        return _open_configuration(path.parent, configuration)
+    if "," in location:
+        parts = [part.strip() for part in location.split(",") if part.strip()]
+        return _join_sources(location, [open_source(part) for part in parts])
+    if _PATTERN.search(location):
+        return _open_pattern(location)
     # a mistyped path must not become a request to the hub
     is_named = location.count("/") <= 1 and not location.startswith((".", "~", "/")) and not Path(location).suffix
     if is_named or location.startswith((HF, MS)):
@@ -190,11 +214,67 @@ def open_source(
     raise ValueError(f"input={location!r} does not exist")
 
 
+def has_files(location: str) -> bool:
+    """Return True where the parts of a location for `open_source` are on this machine: files, folders, patterns of files."""
+    path = Path(location).expanduser()
+    if os.path.exists(path) or _find_configuration(path) is not None:
+        return True
+    if "," in location:
+        return all(map(has_files, filter(None, map(str.strip, location.split(",")))))
+    return bool(_PATTERN.search(location) and _list_matches(location))
+
+
+def _list_matches(pattern: str) -> list[Path]:
+    return sorted(Path(name) for name in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(name))
+
+
+def _open_pattern(pattern: str) -> Source:
+    files = _list_matches(pattern)
+    if not files:
+        raise ValueError(f"input={pattern!r} matches no file")
+    return _join_sources(pattern, [Source(_detect_format(file), (str(file),)) for file in files])
+
+
+def _join_sources(location: str, sources: Sequence[Source]) -> Source:
+    """Return the files of several sources as one.
+
+    Raises:
+        ValueError: they have different formats, a file is there twice, or one is not made of files.
+    """
+    formats = sorted({source.format for source in sources})
+    if any(source.dataset is not None for source in sources):
+        raise ValueError(f"input={location!r} is a list with a saved dataset or one of the hub; list files and folders")
+    paths = [path for source in sources for path in source.paths]
+    if twice := [path for path, count in Counter(map(os.path.realpath, paths)).items() if count > 1]:
+        raise ValueError(f"input={location!r} has the file {twice[0]} twice")
+    if len(formats) != 1:
+        raise ValueError(f"input={location!r} mixes the formats {', '.join(formats)}; preprocess each by itself")
+    ignored = tuple(path for source in sources for path in source.ignored)
+    return Source(formats[0], tuple(paths), ignored, "\n".join(source.note for source in sources if source.note) or None)
+
+
+def _find_configuration(path: Path) -> Configuration | None:
+    """Return the configuration that a path folder/name names; None where the folder declares none of this name."""
+    return read_configurations(path.parent).get(path.name) if os.path.isdir(path.parent) else None
+
+
+def _open_configuration(folder: Path, configuration: Configuration) -> Source:
+    files, split = configuration.find_files(folder)
+    source = _join_sources(str(folder), [Source(_detect_format(file), (str(file),)) for file in files if _is_data(file)])
+    note = f"{folder}: the configuration {configuration.name} is taken" + (f", of it the split {split}" if split else "")
+    return replace(source, note=note)
+
+
+def _is_data(file: Path) -> bool:
+    return read_suffix(file) in _READABLE
+
+
 def _detect_format(path: Path) -> str:
-    kind = _FORMATS.get(path.suffix.lower())
+    kind = _READABLE.get(read_suffix(path))
     if kind is None:
         raise ValueError(
-            f"input={str(path)!r} has the unknown format {path.suffix or 'without suffix'!r}; known: {', '.join(_FORMATS)}"
+            f"input={str(path)!r} has the unknown format {read_suffix(path) or 'without suffix'!r}; known: "
+            f"{', '.join(_FORMATS)}, and {', '.join(_TEXT_SUFFIXES)} with {', '.join(COMPRESSIONS)} after it"
         )
     # files with either suffix may have arrays or lines
     if kind in ("json", "jsonl"):
@@ -203,7 +283,7 @@ def _detect_format(path: Path) -> str:
 
 
 def _starts_with_bracket(path: Path) -> bool:
-    with open(path, "rb") as file:
+    with open_content(path) as (file, _):
         while block := file.read(4096):
             text = block.lstrip(b" \t\r\n\xef\xbb\xbf")
             if text:
@@ -218,17 +298,33 @@ def _open_folder(path: Path) -> Source:
         for file in path.rglob("*")
         if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    kinds = Counter(file.suffix.lower() for file in files if file.suffix.lower() in _FORMATS)
+    configurations = read_configurations(path)
+    default = next((one for one in configurations.values() if one.is_default), None)
+    if len(configurations) > 1:
+        if default is not None:
+            return _open_configuration(path, default)
+        names = ", ".join(list(configurations)[:_MAX_NAMES]) + (" ..." if len(configurations) > _MAX_NAMES else "")
+        raise ValueError(
+            f"input={str(path)!r} has the configurations {names}, which are data sets of their own; name one, such as"
+            f" {path / next(iter(configurations))}"
+        )
+    kinds = Counter(read_suffix(file) for file in files if _is_data(file))
     if not kinds:
         raise ValueError(f"input={str(path)!r} holds no {', '.join(_FORMATS)} files")
     (suffix, count), *others = kinds.most_common()
     if others and others[0][1] == count:
         raise ValueError(f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give each format its own folder")
-    chosen = [file for file in files if file.suffix.lower() == suffix]
+    chosen = [file for file in files if read_suffix(file) == suffix]
+    if (repeated := find_repeated_shard(chosen)) is not None:
+        one, other = (str(file.parent) for file in repeated)
+        raise ValueError(
+            f"input={str(path)!r} has {repeated[0].name} in {one} and in {other}: these are data sets of their own; give one of"
+            f" the folders, or both as {one},{other}"
+        )
     formats = {_detect_format(file) for file in chosen}
     if len(formats) > 1:
         raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each its own folder")
-    ignored = tuple(str(file) for file in files if file.suffix.lower() != suffix)
+    ignored = tuple(str(file) for file in files if read_suffix(file) != suffix)
     splits = {file: _find_split(file.relative_to(path)) for file in chosen}
     train, others = ([file for file in chosen if (splits[file] == "train") == is_train] for is_train in (True, False))
     note = None
@@ -284,7 +380,9 @@ def open_hub(
     try:
         loaded = load_dataset(repo, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = (str(error).strip() or type(error).__name__).splitlines()
+        # the second line has the names of the configurations, or those of the splits
+        reason = " ".join(lines[:2] if lines[0].startswith(("Config name is missing", "BuilderConfig")) else lines[:1])
         raise ValueError(f"input={name!r} is not a file or folder, and no dataset of that name loads: {reason}") from error
     if streaming:
         return Source("stream", (name,), dataset=loaded)
@@ -301,26 +399,26 @@ def _read_hub_path(text: str) -> tuple[str, str, str | None, str | None]:
 
 def _line_chunks(path: str, kind: str, size: ChunkSize) -> Iterator[Chunk]:
     row = 1
-    start = 0
-    with open(path, "rb") as file:
+    start = position = 0
+    packed = is_compressed(path)
+    with open_content(path) as (file, raw):
         while block := file.read(size.num_bytes):
-            lines = block.count(b"\n")
-            stop = start + len(block)
-            if not block.endswith(b"\n"):
-                # extended to the end of the line
-                stop += len(file.readline())
-                lines += 1
-            yield Chunk(path, kind, row, lines, stop - start, start, stop)
+            # extended to the end of the line
+            end = b"" if block.endswith(b"\n") else file.readline()
+            lines = block.count(b"\n") + (not block.endswith(b"\n"))
+            stop = start + len(block) + len(end)
+            weight = raw.tell() - position if packed else stop - start
+            yield Chunk(path, kind, row, lines, weight, start, stop, block + end if packed else None)
             row += lines
-            start = stop
+            start, position = stop, position + weight
 
 
 def _array_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     rows: list[object] = []
     first = 1
     position = 0
-    with open(path, "rb") as raw:
-        for value in _array_elements(io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES), path):
+    with open_content(path) as (content, raw):
+        for value in _array_elements(io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES), path):
             rows.append(value)
             # raw is ahead of the text layer, which only shifts the borders of chunks
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
@@ -379,15 +477,37 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     rows: list[object] = []
     first = 1
     position = 0
-    with open(path, "rb") as raw:
+    with open_content(path) as (content, raw):
         # newline "": the csv module handles line ends inside quotes
-        text = io.TextIOWrapper(raw, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
-        for number, row in enumerate(csv.DictReader(text), start=1):
+        reader = csv.DictReader(io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline=""))
+        _check_names(path, reader.fieldnames or ())
+        for number, row in enumerate(reader, start=1):
             rows.append(_csv_row(row))
             if len(rows) == size.num_rows or raw.tell() - position > size.num_bytes:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def _check_names(path: str, names: Sequence[str], where: str = "") -> None:
+    """Raise ValueError if a name of a column (or of a key of the objects in the column `where`) is there twice."""
+    name = next((name for name, count in Counter(names).items() if count > 1), None)
+    if name is not None:
+        text = f"the key {name!r} of the column {where!r}" if where else f"the column {name!r}"
+        raise ValueError(f"'{path}' has {text} twice, so one value would be lost; rename or remove one of them")
+
+
+def _check_schema(path: str, schema: Any) -> None:
+    """Raise ValueError if an Arrow schema has a column, or a key of a nested object, twice."""
+    _check_names(path, schema.names)
+    waiting = [(field.name, field.type) for field in schema]
+    while waiting:
+        name, kind = waiting.pop()
+        kind = getattr(kind, "storage_type", kind)
+        children = [kind.field(index) for index in range(kind.num_fields)]
+        if str(kind).startswith("struct"):
+            _check_names(path, [child.name for child in children], name)
+        waiting += [(name, child.type) for child in children]
 
 
 def _csv_row(row: Row) -> Row | MalformedRowError:
@@ -408,6 +528,7 @@ def _table_chunks(path: str, first_row: int, table: Any, size: ChunkSize) -> Ite
     """Split an Arrow table or record batch into chunks of bytes, because a pickled slice includes its full table."""
     import pyarrow
 
+    _check_schema(path, table.schema)
     rows = max(1, min(size.num_rows, table.num_rows * size.num_bytes // max(table.nbytes, 1)))
     for start in range(0, table.num_rows, rows):
         part = table.slice(start, rows)
@@ -423,6 +544,7 @@ def _parquet_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
 
     row = 1
     with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+        _check_schema(path, file.schema_arrow)
         for batch in file.iter_batches(batch_size=size.num_rows, use_threads=False):
             yield from _table_chunks(path, row, batch, size)
             row += batch.num_rows
@@ -474,8 +596,9 @@ def _dataset_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]
 def _stream_chunks(dataset: Any, name: str, size: ChunkSize) -> Iterator[Chunk]:
     rows: list[object] = []
     first = 1
+    schema = None if dataset.features is None else dataset.features.arrow_schema
     for value in dataset:
-        rows.append(value)
+        rows += [value] if schema is None else shorten_floats([value], schema)
         if len(rows) == size.num_rows:
             yield Chunk(name, "rows", first, len(rows), len(rows), payload=rows)
             first, rows = first + len(rows), []
@@ -505,12 +628,10 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
         import pyarrow
 
         table = pyarrow.ipc.open_stream(chunk.payload).read_all()
-        rows = map(ArrowRow, table.slice(0, chunk.num_rows).to_pylist())
+        rows = map(ArrowRow, shorten_floats(table.slice(0, chunk.num_rows).to_pylist(), table.schema))
         return list(enumerate(rows, start=chunk.first_row))
-    with open(chunk.path, "rb") as file:
-        file.seek(chunk.start)
-        # not splitlines, which cuts at a lone \r too: rows are counted by \n
-        lines = file.read(chunk.stop - chunk.start).split(b"\n")
+    # not splitlines, which cuts at a lone \r too: rows are counted by \n
+    lines = _read_content(chunk).split(b"\n")
     if not lines[-1]:
         lines.pop()
     # `_limit_rows` cuts a chunk only by its number of rows
@@ -518,6 +639,14 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
     if chunk.kind == "txt":
         return [(number, _text_row(line)) for number, line in rows]
     return [(number, _json_row(line)) for number, line in rows if line.strip()]
+
+
+def _read_content(chunk: Chunk) -> bytes:
+    if chunk.payload is not None:
+        return chunk.payload
+    with open(chunk.path, "rb") as file:
+        file.seek(chunk.start)
+        return file.read(chunk.stop - chunk.start)
 
 
 def _text_row(line: bytes) -> Row | MalformedRowError:

@@ -245,10 +245,11 @@ _Located = tuple[list[int], list[PreparedImage]]
 def _locate_images(rows: Rows, shape: BatchShape) -> list[_Located]:
     """Return the images of each sequence; ValueError names a row whose tokens do not fit its images."""
     located: list[_Located] = []
-    for index, (ids, lengths) in enumerate(zip(rows.input_ids, rows.sequence_lengths)):
+    for index, (ids, lengths, spans) in enumerate(zip(rows.input_ids, rows.sequence_lengths, rows.spans)):
         images = () if rows.images is None else rows.images[index]
         try:
-            starts = find_images(ids, images, shape.vision) if images and shape.vision is not None else []
+            sequences = [(prompt, length) for (prompt, _), length in zip(spans, lengths)]
+            starts = find_images(ids, images, shape.vision, sequences) if images and shape.vision is not None else []
         except ValueError as error:
             raise ValueError(f"row {index} of the micro-batch: {error}") from None
         first = 0

@@ -61,29 +61,68 @@ class ImageBatch:
         return cls(mine, tokens, starts[local] + rows[tokens] if mine else tokens)
 
 
-def find_images(ids: Tensor, images: Sequence[PreparedImage], vision: VisionConfig) -> list[int]:
+def find_images(
+    ids: Tensor, images: Sequence[PreparedImage], vision: VisionConfig, sequences: Sequence[tuple[int, int]] | None = None
+) -> list[int]:
     """Return the index of the first token of each image of a row.
 
-    An image takes the next run of image tokens that is as long as its features. Other runs are text: a model may sample the
-    token itself.
+    Images take runs of image tokens that are as long as their features, in order. Other runs are text: a model may sample the
+    token itself. Where several choices fit, the one with the most runs between the marks of an image is taken, then the one
+    with the most runs in prompts, then the earliest.
+
+    Args:
+        ids: the sequences of the row, one after the other.
+        images: of all sequences.
+        vision: of the model.
+        sequences: tokens of the prompt and of all of each sequence. None: one prompt.
 
     Raises:
-        ValueError: no run has as many tokens.
+        ValueError: there is no such choice.
     """
-    marks = nn.functional.pad((ids == vision.image_token_id).to(torch.int8), (1, 1)).diff()
-    starts = (marks == 1).nonzero()[:, 0]
-    runs = zip(starts.tolist(), ((marks == -1).nonzero()[:, 0] - starts).tolist())
-    placed = []
-    for index, image in enumerate(images):
-        count = vision.count_tokens(image.grid)
-        start = next((start for start, length in runs if length == count), None)
-        if start is None:
-            raise ValueError(
-                f"image {index} of {len(images)} has {count} tokens (grid {list(image.grid)}), and no run of as many tokens "
-                f"{vision.image_token_id} follows the previous images'; text and images are not of the same processor"
-            )
-        placed.append(start)
+    runs = _list_runs(ids, vision, sequences or [(len(ids), len(ids))])
+    counts = [vision.count_tokens(image.grid) for image in images]
+    # scores[r][i]: of the best places of images i, i + 1 ... in runs r, r + 1 ...
+    impossible = -1
+    scores = [[impossible] * len(counts) + [0]]
+    for _, length, score in reversed(runs):
+        after = scores[-1]
+        taken = [later + score if length == count and later >= 0 else impossible for count, later in zip(counts, after[1:])]
+        scores.append([max(pair) for pair in zip(taken, after)] + [0])
+    scores.reverse()
+    if scores[0][0] == impossible:
+        missing, count = _find_missing(runs, counts), len(images)
+        raise ValueError(
+            f"image {missing} of {count} has {counts[missing]} tokens (grid {list(images[missing].grid)}), and no run of as"
+            f" many tokens {vision.image_token_id} follows the previous images'; text and images are not of the same processor"
+        )
+    placed: list[int] = []
+    for (start, length, score), here, after in zip(runs, scores, scores[1:]):
+        image = len(placed)
+        later = after[image + 1] if image < len(counts) and length == counts[image] else impossible
+        if later >= 0 and later + score == here[image]:
+            placed.append(start)
     return placed
+
+
+def _list_runs(ids: Tensor, vision: VisionConfig, sequences: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return start, length and score of each run of image tokens, which ends with its sequence."""
+    runs, first = [], 0
+    for prompt, total in sequences:
+        own = ids[first : first + total]
+        padded = nn.functional.pad(own, (1, 1), value=-1)
+        marks = (padded == vision.image_token_id).to(torch.int8).diff()
+        starts, ends = ((marks == sign).nonzero()[:, 0].tolist() for sign in (1, -1))
+        for start, end in zip(starts, ends):
+            frame = (int(padded[start]), int(padded[end + 1]))
+            runs.append((first + start, end - start, 2 * (frame == vision.image_frame) + (start < prompt)))
+        first += total
+    return runs
+
+
+def _find_missing(runs: Sequence[tuple[int, int, int]], counts: Sequence[int]) -> int:
+    """Return the first image without a run of its length after those of the images before it."""
+    lengths = (length for _, length, _ in runs)
+    return next(index for index, count in enumerate(counts) if count not in lengths)
 
 
 def compute_axis_positions(length: int, starts: Sequence[int], images: Sequence[PreparedImage], vision: VisionConfig) -> Tensor:

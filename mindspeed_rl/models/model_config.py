@@ -132,6 +132,7 @@ class VisionConfig:
 
     Attributes:
         image_token_id, video_token_id: ids of the tokens in whose place the features of an image or a video are put.
+        image_frame: ids of the tokens before and after those of an image.
         patch_size, temporal_patch_size, in_channels: size of a patch in pixels, frames and colours.
         merge_size: patches of this many rows and columns become one token.
         depth, hidden_size, ffn_hidden_size, num_heads: shape of the tower; its blocks see `window_size` pixels of height and
@@ -158,6 +159,7 @@ class VisionConfig:
     full_layers: tuple[int, ...] = ()
     num_positions: int = 0
     deepstack_layers: tuple[int, ...] = ()
+    image_frame: tuple[int, int] | None = None
 
     @property
     def patch_dim(self) -> int:

@@ -106,6 +106,7 @@ def read_vision(
     output = read_size(tower, "out_hidden_size", common.hidden_size)
     if output != common.hidden_size:
         raise ValueError(f"config.json has out_hidden_size {output} for a language model of hidden_size {common.hidden_size}")
+    frame = [read_optional_size(hf_config, f"vision_{side}_token_id") for side in ("start", "end")]
     vision = VisionConfig(
         image_token_id=read_size(hf_config, "image_token_id", minimum=0),
         video_token_id=read_size(hf_config, "video_token_id", minimum=0),
@@ -124,6 +125,7 @@ def read_vision(
         full_layers=read_indices(tower, "fullatt_block_indexes"),
         num_positions=read_optional_size(tower, "num_position_embeddings") or 0,
         deepstack_layers=read_indices(tower, "deepstack_visual_indexes"),
+        image_frame=None if frame[0] is None or frame[1] is None else (frame[0], frame[1]),
     )
     return replace(common, vision=vision)
 

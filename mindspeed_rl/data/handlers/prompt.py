@@ -20,6 +20,7 @@ from mindspeed_rl.data.handlers.base import (
 from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages
 from mindspeed_rl.data.images import IMAGES, build_image_columns
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, TEXT_BYTES
+from mindspeed_rl.data.json_columns import has_messages, read_messages, read_object
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
@@ -60,12 +61,27 @@ class PromptHandler(Handler):
         Raises:
             MalformedRowError: the row's structure is wrong.
         """
+        column = self.map["prompt"]
+        if isinstance(row.get(column), str) and has_messages(row[column]):
+            raise MalformedRowError(
+                f"column {column!r} is the text of chat messages, which {type(self).__name__} would ask as a question; use"
+                " Math17kAlpacaStyleInstructionHandler"
+            )
         messages, system, question = alpaca_question(self, row)
         return Conversation([*messages, user(question)], system)
 
     def label(self, row: Row) -> object:
-        """Read the reference answer."""
-        return self.column(row, "response", required=True)
+        """Read the reference answer: the column, or the ground_truth of an object in it."""
+        value = self.read_answer(row)
+        return value["ground_truth"] if isinstance(value, Mapping) and "ground_truth" in value else value
+
+    def read_answer(self, row: Row) -> object:
+        """Return the column of the reference answer, the JSON text of verl's object as a mapping.
+
+        Raises:
+            MalformedRowError: the column is missing, or the text of an object that is not JSON.
+        """
+        return read_object(self.column(row, "response", required=True), self.map["response"])
 
     def extra_values(self, row: Row) -> dict[str, object]:
         """Return the values of the label and the additional columns, as they are in the row.
@@ -78,7 +94,7 @@ class PromptHandler(Handler):
             if name == LABELS:
                 values[name] = self.label(row)
             elif name in row:
-                values[name] = row[name]
+                values[name] = read_object(row[name], name)
             else:
                 raise MalformedRowError(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
         return values
@@ -175,6 +191,12 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
     writes_label = True
     default_map: ClassVar = {"prompt": "prompt", "query": "", "response": "reward_model", "system": "", "history": ""}
 
+    def read_conversation(self, row: Row) -> Conversation:
+        # before images are read, which are parts of messages
+        name = self.map["prompt"]
+        messages = read_messages(row.get(name), name)
+        return super().read_conversation(row if messages is row.get(name) else {**row, name: messages})
+
     def conversation(self, row: Row) -> Conversation:
         prompt = self.column(row, "prompt", required=True)
         if isinstance(prompt, str):
@@ -186,9 +208,7 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
         return conversation
 
     def label(self, row: Row) -> object:
-        value = self.column(row, "response", required=True)
-        if isinstance(value, Mapping):
-            if "ground_truth" not in value:
-                raise MalformedRowError(f"column {self.map['response']!r} has no ground_truth")
-            return value["ground_truth"]
-        return value
+        value = self.read_answer(row)
+        if isinstance(value, Mapping) and "ground_truth" not in value:
+            raise MalformedRowError(f"column {self.map['response']!r} has no ground_truth")
+        return super().label(row)

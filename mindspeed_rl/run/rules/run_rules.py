@@ -491,7 +491,7 @@ def _data(run: Run) -> Iterator[Broken]:
     if not isinstance(path, list):
         return
     if not cfg.is_supervised:
-        text = f"is a list, but reinforcement learning reads one prefix or file: {str(path)[:80]}"
+        text = f"is a list, but reinforcement learning reads one prefix or file (raw files: a.jsonl,b.jsonl): {str(path)[:80]}"
         yield violate("data_path", f"{key} {text}", keys={key: path})
     elif not any(isinstance(item, str) and not is_weight(item) for item in path):
         yield violate("data_path", f"{key} names no prefix: {str(path)[:80]}", keys={key: path})

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from patience import patient
+from PIL import Image
 from vision_folder import encode, make_folder
 
+from mindspeed_rl.data import images as data_images
 from mindspeed_rl.data.datasets import InstructionDataset
 from mindspeed_rl.data.images import (
     ImageError,
     ImageRules,
     StoredImage,
     collapse_image_tokens,
+    embed_image,
     open_image,
     read_references,
     split_images,
@@ -80,6 +86,7 @@ import json, sys
 from mindspeed_rl.adaptors import torchvision_cpu
 torchvision_cpu.apply()
 from pathlib import Path
+from typing import Any
 from PIL import Image
 from transformers import AutoProcessor
 from mindspeed_rl.data.images import ImageRules, prepare_images, read_references
@@ -319,6 +326,8 @@ def test_engines_get_one_token_an_image_and_sampled_image_tokens_stay(rules: Ima
         collapse_image_tokens(ids[:8], images)
     with pytest.raises(ValueError, match="has sampled an image token"):
         collapse_image_tokens([9, PAD, *ids], images)
+    with pytest.raises(ValueError, match="has sampled an image token"):  # as many as the image has, but not in its frame
+        collapse_image_tokens([9, PAD, PAD, PAD, PAD, *ids], images)
 
 
 def test_a_cut_image_is_an_error(rules: ImageRules) -> None:
@@ -350,3 +359,87 @@ def test_transparent_turned_and_grey_pictures_are_read_as_they_look(tmp_path: Pa
     assert open_image(str(tmp_path / "grey.png")).getpixel((0, 0)) == (7, 7, 7)
     with pytest.raises(ImageError, match="is not base64"):
         open_image("data:image/png;base64,!")
+
+def write_image(image: Image.Image, kind: str, **options: Any) -> str:
+    """The reference of an image in a format."""
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return embed_image(buffer.getvalue())
+
+
+RAMP = np.tile(np.arange(256), (8, 1))
+GREY = RAMP.astype(np.uint8)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF", "PPM", "JPEG2000"])
+def test_a_grey_image_of_16_bits_is_the_same_in_8(kind: str) -> None:
+    found = np.asarray(open_image(write_image(Image.fromarray((RAMP * 257).astype(np.uint16)), kind)))
+    assert np.array_equal(found, np.dstack([GREY] * 3))
+
+
+def test_the_range_and_the_white_of_a_tiff_are_those_of_its_tags() -> None:
+    # 12 bits, two values in three bytes: black, white
+    strip = bytes([0x00, 0x0F, 0xFF])
+    tags = {256: 2, 257: 1, 258: 12, 259: 1, 262: 1, 273: 8, 277: 1, 278: 1, 279: 3}
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    data = struct.pack("<2sHI", b"II", 42, 12) + strip + b"\0" + struct.pack("<H", len(tags)) + entries + bytes(4)
+    assert np.asarray(open_image(embed_image(data)))[0, :, 0].tolist() == [0, 255]
+    inverted = write_image(Image.fromarray((RAMP * 257).astype(np.uint16)), "TIFF", tiffinfo={262: 0})
+    assert np.array_equal(np.asarray(open_image(inverted))[..., 0], 255 - GREY)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_pixels_without_a_range_are_refused_before_a_run(dtype: type, tmp_path: Path) -> None:
+    image = Image.fromarray((RAMP / 255).astype(dtype))
+    image.save(path := tmp_path / "a.tif")
+    for read, value in ((open_image, str(path)), (data_images.check_images, [str(path)]), (data_images.make_reference, image)):
+        with pytest.raises(ImageError, match="as pixels, whose black and white are not defined; save it with 8 or 16 bits"):
+            read(value)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "PNG", "WEBP", "TIFF"])
+def test_an_image_of_several_frames_is_refused(kind: str) -> None:
+    frames = [Image.new("RGB", (8, 8), (shade, 0, 0)) for shade in (0, 90, 200)]
+    with pytest.raises(ImageError, match="has several frames or pages, of which a model would see the first"):
+        open_image(write_image(frames[0], kind, save_all=True, append_images=frames[1:]))
+    still = write_image(frames[2], kind, **({"lossless": True} if kind == "WEBP" else {}))
+    assert open_image(still).getpixel((0, 0)) == (200, 0, 0)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr", "LA", "RGBA", "I;16"])
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_every_mode_is_turned_and_its_header_tells_the_size(mode: str, kind: str, orientation: int) -> None:
+    if kind == "PNG" and mode in ("CMYK", "YCbCr") or kind == "TIFF" and mode == "YCbCr" and orientation != 1:
+        pytest.skip("the format has no such images")
+    source = Image.fromarray(GREY if mode != "1" else np.where(GREY > 99, 255, 0).astype(np.uint8))
+    coloured = source if mode == "P" else source.convert("RGB")
+    image = Image.fromarray((RAMP * 257).astype(np.uint16)) if mode == "I;16" else coloured.convert(mode)
+    exif = Image.Exif()
+    exif[274] = orientation
+    reference = write_image(image, kind, exif=exif)
+    # numpy's turns are to the left
+    expected = np.rot90(np.asarray(source.convert("L")), {1: 0, 3: 2, 6: 3, 8: 1}[orientation]).astype(int)
+    found = np.asarray(open_image(reference)).astype(int)
+    assert found.shape[:2] == expected.shape == data_images._read_size(reference)
+    assert np.abs(found - expected[..., None]).max() <= 1
+
+
+@pytest.mark.parametrize("mode", ["CMYK", "HSV", "YCbCr", "RGBa", "I;16", "I;16B", "LA", "P"])
+def test_an_image_of_pillow_in_a_row_keeps_its_pixels(mode: str) -> None:
+    image = Image.fromarray(GREY)
+    through = {"RGBa": ("RGBA", "RGBa"), "P": ("P",), "I;16": (), "I;16B": ()}.get(mode, ("RGB", mode))
+    image = Image.fromarray((RAMP * 257).astype(">u2" if mode == "I;16B" else "<u2")) if "16" in mode else image
+    for form in through:
+        image = image.convert(form)
+    assert image.mode == mode
+    found = np.asarray(open_image(data_images.make_reference(image))).astype(int)
+    assert np.abs(found - RAMP[..., None]).max() <= 1
+
+
+def test_an_image_of_pillow_in_a_row_keeps_its_orientation() -> None:
+    exif = Image.Exif()
+    exif[274] = 6
+    with Image.open(io.BytesIO(data_images.read_image(write_image(Image.fromarray(GREY), "PNG", exif=exif)))) as image:
+        assert open_image(data_images.make_reference(image)).size == (8, 256)
+

@@ -44,10 +44,34 @@ def test_positions_are_those_of_transformers(name: str, images: tuple[NoiseImage
 def test_a_sampled_image_token_is_text_and_images_of_another_size_are_refused() -> None:
     vision = read_vision("qwen2.5")
     ids = torch.cat([build_row(WIDE), torch.tensor([IMAGE]), build_row(SMALL)])
-    # the small one has a single token, as the sampled one has: the first run of one is taken
     assert find_images(ids, (WIDE,), vision) == [3]
+    # the small one has a single token, as the sampled one has, which is not between the marks of an image
+    assert find_images(ids, (WIDE, SMALL), vision) == [3, len(build_row(WIDE)) + 4]
     with pytest.raises(ValueError, match=r"image 1 of 2 has 12 tokens \(grid \[1, 12, 4\]\), and no run of as many tokens 120"):
         find_images(ids, (WIDE, TALL), vision)
+
+
+def test_a_sampled_image_token_takes_no_place_of_an_image_of_a_later_sequence() -> None:
+    vision = read_vision("qwen2.5")
+    first, second = build_row(SMALL), build_row(SMALL, SMALL)
+    for sampled in ([IMAGE], [9, IMAGE, 9], [START, IMAGE, END], [START, IMAGE, END, IMAGE, START, IMAGE, END]):
+        response = torch.tensor(sampled)
+        ids = torch.cat([first, response, second, response])
+        sequences = [(len(prompt), len(prompt) + len(sampled)) for prompt in (first, second)]
+        start = len(first) + len(sampled)
+        assert find_images(ids, (SMALL, SMALL, SMALL), vision, sequences) == [3, start + 3, start + 7], sampled
+    # a response that ends with the token, before a prompt that begins with it, has a run of its own
+    ids = torch.tensor([5, IMAGE, IMAGE, 6])
+    assert find_images(ids, (SMALL,), vision, [(1, 2), (2, 2)]) == [2]
+
+
+def test_an_image_in_a_response_is_the_run_between_its_marks_also_where_the_prompt_repeats_a_sampled_token() -> None:
+    vision = read_vision("qwen3")
+    tool = torch.tensor([START, IMAGE, END])
+    first = torch.cat([build_row(SMALL), torch.tensor([8, IMAGE, 8]), tool])
+    again = torch.cat([build_row(SMALL), torch.tensor([IMAGE, 8]), tool, torch.tensor([9])])
+    found = find_images(torch.cat([first, again]), (SMALL,) * 4, vision, [(6, len(first)), (len(again) - 1, len(again))])
+    assert found == [3, 10, len(first) + 3, len(first) + 9]
 
 
 def test_an_image_of_several_rows_is_computed_once_and_only_where_its_tokens_are() -> None:
