@@ -1,4 +1,4 @@
-r"""Scorer for programs: the last Python block of the response, run against unit tests in the sandbox (`sandbox.py`).
+r"""Scorer for programs: the last Python block after the thought, run against unit tests in the sandbox (`sandbox.py`).
 
 Tests are the column `tests` if there is one, else the label; JSON text or values:
 
@@ -32,6 +32,7 @@ from mindspeed_rl.isolation.sandbox import SandboxLimits, SandboxResult, availab
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.statements import are_equal, read_comparisons
 from mindspeed_rl.rewards.text_scores import list_code_blocks
+from mindspeed_rl.thoughts import remove_thought
 
 _TEST_LIMIT_S = 5.0
 _TIMEOUT_FRACTION = 0.8  # slow code is wrong code; only a call that exceeds reward_timeout_s is a failed score
@@ -41,7 +42,12 @@ _UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
 
 
 def code(
-    response: str, settings: RewardSettings, label: object = None, tests: object = None, entry_point: str | None = None
+    response: str,
+    settings: RewardSettings,
+    label: object = None,
+    tests: object = None,
+    entry_point: str | None = None,
+    prompt: str = "",
 ) -> dict[str, float | str]:
     """Return the fraction of passed tests as "score", "all_passed" (1.0 or 0.0) and "missing_isolation", if any is missing.
 
@@ -49,7 +55,7 @@ def code(
         ValueError: the tests have none of the forms above.
     """
     cases = _read_tests(label if tests is None else tests)
-    program = extract_program(response)
+    program = extract_program(remove_thought(response, prompt))
     if program is None:
         return {"score": 0.0, "all_passed": 0.0}
     deadline = time.monotonic() + _TIMEOUT_FRACTION * settings.reward_timeout_s

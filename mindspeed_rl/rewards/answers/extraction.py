@@ -10,19 +10,6 @@ _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", "答案：", "答案:")
 
 
-def remove_thought(response: str, prompt: str = "") -> str:
-    """Return the part of a response after its thought; "" if it ends within the thought.
-
-    Args:
-        response: text of the model.
-        prompt: text before it; chat templates may open the thought at its end.
-    """
-    thought, closing, answer = response.rpartition("</think>")
-    if not closing and ("<think>" in response or prompt.rstrip().endswith("<think>")):
-        return ""
-    return answer.partition("<think>")[0] if closing else response
-
-
 _FILLER = r"\$|\s|\}|\\[,;! ]|\\q?quad|\\text\s*\{"
 _BETWEEN = re.compile(rf"(?:{_FILLER})*(?:,|;|、|\band\b|\bor\b|和|或|与|及)(?:{_FILLER}|\band\b|\bor\b)*")
 
