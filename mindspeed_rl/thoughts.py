@@ -38,15 +38,16 @@ class ThoughtMarks:
     tokens: tuple[str, ...] = ()
 
     def split(self, text: str, *, is_open: bool = False) -> tuple[str, str]:
-        """Return (thought, text after it); the thought ends at the last closing mark, "" follows a thought without an end.
+        """Return (thought without its mark, text after it); it ends at the last closing mark, "" follows one without an end.
 
         Args:
             is_open: the prompt has opened the thought.
         """
         last = _find_last(self.closing, text)
-        if last is None:
-            return (text, "") if is_open or self.opening.search(text) else ("", text)
-        return text[: last.start()], self.cut(text[last.end() :])
+        if last is None and not is_open and self.opening.search(text) is None:
+            return "", text
+        thought = self.opening.sub("", text if last is None else text[: last.start()], count=1).lstrip()
+        return thought, "" if last is None else self.cut(text[last.end() :])
 
     def cut(self, text: str) -> str:
         """Return the text before the next thought, or before the end of the answer."""
@@ -214,4 +215,4 @@ def find_template_marks(template: str, tokens: Iterable[str] = ()) -> ThoughtMar
     kept = list_mark_tokens(tokens)
     by_tokens = [family for family in _FAMILIES.values() if family.tokens and kept.issuperset(family.tokens)]
     tags = [token for token in sorted(kept) if (match := _TAG.fullmatch(token)) is not None and not match[1]]
-    return find_marks(template) or next(iter(by_tokens), None) or (find_marks(tags[0]) if tags else None) or THINK
+    return find_marks(template) or (find_marks(tags[0]) if tags else None) or next(iter(by_tokens), THINK)

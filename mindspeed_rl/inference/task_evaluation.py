@@ -262,7 +262,8 @@ def _build_record(
     if allowed:
         return {**common, "response": allowed[answer.token_ids[0]], "finish_reason": "stop"}
     text = cut_at_stop(prompt_format.decode(answer.token_ids), stops)
-    thought, text = (part.lstrip() for part in prompt_format.split_thought(text, prepared.prompts[row]))
+    thought, after = prompt_format.split_thought(text, prepared.prompts[row])
+    text = text if after == text else after.lstrip()
     return {**common, **({"thought": thought} if thought else {}), "response": text, "finish_reason": answer.finish}
 
 
