@@ -124,6 +124,7 @@ class ChatTurns:
     def opens_thought(self) -> bool:
         """True when an answer starts inside a thought, which the template has opened."""
         prompt = self._encoder.tokenizer.decode(list(self._generation_prompt))
+        assert isinstance(prompt, str)  # a list for a batch
         return ends_inside_thought(prompt)
 
     def with_tools(self, *, has_tools: bool) -> ChatTurns:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_rl.rewards import REWARDS, find
 
@@ -84,7 +84,15 @@ _TRIALS: dict[str, Callable[[object, Mapping[str, Any]], bool]] = {
 """Built-in verifier -> whether a response could match a label, with the other columns of its row."""
 
 
-def try_labels(functions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:
+class _Rows(Protocol):
+    """Rows of a dataset, by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def try_labels(functions: Sequence[str], rows: _Rows) -> tuple[list[str], list[str]]:
     """Try each built-in verifier on labels of a dataset; return (warnings, errors), one sentence per verifier.
 
     Args:
