@@ -88,7 +88,7 @@ def _wake_event_loops_by_pipe() -> None:
 
 
 class _Stopped(BaseException):
-    """The program's process has ended, or wrote something that is no reply."""
+    """The program's process has ended, or wrote something that is not a reply."""
 
 
 class _UnsendableError(Exception):
