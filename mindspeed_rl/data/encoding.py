@@ -1,10 +1,10 @@
-"""Encode rendered text to token ids, many texts a call, and join turns to (input_ids, labels)."""
+"""Encode rendered text to token ids, many texts a call, join turns to (input_ids, labels), and decode responses."""
 
 from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,37 @@ if TYPE_CHECKING:
 
 TurnIds = tuple[list[int], list[int]]
 _ENCODE_BATCH = 128
+
+
+class TextDecoder:
+    """Decoder without special tokens, except those in `keep`: in some tokenizers thought marks are special.
+
+    Args:
+        keep: names of tokens.
+        cleans_up: spaces before punctuation are removed; None: as the tokenizer is configured.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, keep: Collection[str] = (), *, cleans_up: bool | None = False
+    ) -> None:
+        self._tokenizer, self._cleans_up = tokenizer, cleans_up
+        added = tokenizer.added_tokens_decoder
+        self._marks_by_id = {index: token.content for index, token in added.items() if token.special and token.content in keep}
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text."""
+        parts: list[str] = []
+        start = 0
+        for index, token in enumerate(token_ids):
+            if token in self._marks_by_id:
+                parts += [self._decode_plain(token_ids[start:index]), self._marks_by_id[token]]
+                start = index + 1
+        return "".join([*parts, self._decode_plain(token_ids[start:])])
+
+    def _decode_plain(self, token_ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=self._cleans_up)
+        assert isinstance(text, str)  # a list for a batch
+        return text
 
 
 class TextEncoder:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, Message, Role, ToolCall, parse_tools
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.templates import HfTemplate, Template, TextOrToken, Thinking, build_probe_tool, join_text
+from mindspeed_rl.thoughts import ends_inside_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,7 +124,8 @@ class ChatTurns:
     def opens_thought(self) -> bool:
         """True when an answer starts inside a thought, which the template has opened."""
         prompt = self._encoder.tokenizer.decode(list(self._generation_prompt))
-        return "<think>" in prompt and "</think>" not in prompt
+        assert isinstance(prompt, str)  # a list for a batch
+        return ends_inside_thought(prompt)
 
     def with_tools(self, *, has_tools: bool) -> ChatTurns:
         """Return the turns of the same template for prompts with or without the schemas of tools."""

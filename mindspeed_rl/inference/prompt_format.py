@@ -9,18 +9,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.conversation import Conversation
-from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.encoding import TextDecoder, TextEncoder
 from mindspeed_rl.data.handlers.base import raise_encoding_errors
 from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
-from mindspeed_rl.inference.text_stream import TextDecoder
+from mindspeed_rl.thoughts import (
+    ThoughtMarks,
+    build_marks,
+    find_marks,
+    find_template_marks,
+    list_mark_tokens,
+    opens_thought,
+    split_thought,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_THOUGHT_MARKS = ("<think>", "</think>")
+
+#: tokens at the end of a prompt in which an opened thought has its mark
+_MARK_TOKENS = 16
+
+
+def read_template_marks(template: Template) -> ThoughtMarks:
+    """Return the thought marks of a template: a known family, or one of its own."""
+    opening, closing = (text.strip() for text in template.thought_words)
+    return find_marks(opening) or build_marks(opening, closing)
 
 
 class PromptFormat:
@@ -68,18 +84,20 @@ class PromptFormat:
         self._thinking: Thinking = thinking
         self._template: Template | HfTemplate | None = None
         stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
-        marks = _THOUGHT_MARKS
+        added = {token.content for token in tokenizer.added_tokens_decoder.values()}
+        marks = find_template_marks(str(tokenizer.chat_template or "") if name == HF_TEMPLATE else "", added)
         if name is not None:
             self._template = load_template(name, tokenizer, path=template_path)
             if self._template.eos_token is not None:
                 set_eos_token(tokenizer, self._template.eos_token)
                 stops.add(tokenizer.eos_token_id)
             if isinstance(self._template, Template) and self._template.can_think:
-                marks = self._template.thought_words
+                marks = read_template_marks(self._template)
         elif thinking != "none":
             raise ValueError(f"--enable-thinking {thinking} needs a chat template: --prompt-type or --hf-chat-template")
-        self.thought_marks = (marks[0].strip(), marks[1].strip())
-        self.decoder = TextDecoder(tokenizer, keep=self.thought_marks)
+        self._marks = marks
+        self.thought_marks = (marks.texts[0].strip(), marks.texts[1].strip())
+        self.decoder = TextDecoder(tokenizer, keep={*self.thought_marks, *list_mark_tokens(added)})
         self._encoder = TextEncoder(tokenizer)
         for token in end_tokens:
             stops.add(self._encoder.special_id(Token(token)))
@@ -148,9 +166,17 @@ class PromptFormat:
     def opens_thought(self, prompt_ids: list[int]) -> bool:
         """Return True when the prompt ends inside a thought, so that the answer starts with it."""
         # a mark is a few tokens; the rest of a long prompt need not be decoded
-        tail = self.tokenizer.decode(prompt_ids[-16:], skip_special_tokens=False)
+        tail = self.tokenizer.decode(prompt_ids[-_MARK_TOKENS:], skip_special_tokens=False)
         assert isinstance(tail, str)  # a list for a batch
-        return tail.rstrip().endswith(self.thought_marks[0])
+        return tail.rstrip().endswith(self.thought_marks[0]) or opens_thought(tail)
+
+    def split_thought(self, text: str, prompt_ids: list[int]) -> tuple[str, str]:
+        """Return (thought, answer) of a complete answer to a prompt; the answer is "" if it ends within the thought."""
+        tail = self.tokenizer.decode(prompt_ids[-_MARK_TOKENS:], skip_special_tokens=False)
+        assert isinstance(tail, str)  # a list for a batch
+        if find_marks(self.thought_marks[0]) is None:  # marks of a template of your own
+            return self._marks.split(text, is_open=tail.rstrip().endswith(self.thought_marks[0]))
+        return split_thought(text, tail)
 
 
 def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None, hf_chat_template: bool) -> str | None:

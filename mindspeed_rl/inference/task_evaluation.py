@@ -13,7 +13,7 @@ from typing import Any
 from mindspeed_rl.inference.engine_interface import Answer, Engine, Request, collect
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.tasks.task import Question, Task
-from mindspeed_rl.inference.text_stream import cut_at_stop, split_thought
+from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
@@ -261,9 +261,9 @@ def _build_record(
     }
     if allowed:
         return {**common, "response": allowed[answer.token_ids[0]], "finish_reason": "stop"}
-    thinking = prompt_format.opens_thought(prepared.prompts[row])
     text = cut_at_stop(prompt_format.decode(answer.token_ids), stops)
-    thought, text = split_thought(text, prompt_format.thought_marks, thinking=thinking)
+    thought, after = prompt_format.split_thought(text, prepared.prompts[row])
+    text = text if after == text else after.lstrip()
     return {**common, **({"thought": thought} if thought else {}), "response": text, "finish_reason": answer.finish}
 
 

@@ -5,36 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+from mindspeed_rl.data.encoding import TextDecoder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 #: "limit" is not text: the answer ended at the max tokens
 Kind = Literal["thought", "answer", "tools", "limit"]
-
-
-class TextDecoder:
-    """Decodes tokens without special ones, except those in `keep`: in some tokenizers thought marks are special."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, keep: Sequence[str] = ()) -> None:
-        self._tokenizer = tokenizer
-        added = tokenizer.added_tokens_decoder
-        self._marks_by_id = {index: token.content for index, token in added.items() if token.special and token.content in keep}
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text."""
-        parts: list[str] = []
-        start = 0
-        for index, token in enumerate(token_ids):
-            if token in self._marks_by_id:
-                parts += [self._decode_plain(token_ids[start:index]), self._marks_by_id[token]]
-                start = index + 1
-        return "".join([*parts, self._decode_plain(token_ids[start:])])
-
-    def _decode_plain(self, token_ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)  # a list for a batch
-        return text
 
 
 class IncrementalText:

@@ -50,7 +50,41 @@ def prepare_names(program: str) -> dict[str, object]:
     for module, members in _USUAL_NAMES.items():
         for member in words.intersection(members):
             names[member] = getattr(importlib.import_module(module), member)
+    if "asyncio" in words:
+        _wake_event_loops_by_pipe()
     return names | {name: importlib.import_module(name) for name in words.intersection(_USUAL_MODULES)}
+
+
+class _PipeEnd:
+    """An end of a pipe with the methods of a socket that an event loop calls."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def recv(self, size: int) -> bytes:
+        return os.read(self._descriptor, size)
+
+    def send(self, data: bytes) -> int:
+        return os.write(self._descriptor, data)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+def _wake_event_loops_by_pipe() -> None:
+    """Let event loops wake themselves through a pipe: they take a pair of sockets, which the sandbox refuses."""
+    loop_class = importlib.import_module("asyncio.selector_events").BaseSelectorEventLoop
+
+    def make_self_pipe(loop: Any) -> None:
+        loop._ssock, loop._csock = map(_PipeEnd, os.pipe())
+        loop._internal_fds += 1
+        loop._add_reader(loop._ssock.fileno(), loop._read_from_self)
+
+    loop_class._make_self_pipe = make_self_pipe
 
 
 class _Stopped(BaseException):

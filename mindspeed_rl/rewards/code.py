@@ -1,4 +1,4 @@
-r"""Scorer for programs: the last Python block of the response, run against unit tests in the sandbox (`sandbox.py`).
+r"""Scorer for programs: the last Python block after the thought, run against unit tests in the sandbox (`sandbox.py`).
 
 Tests are the column `tests` if there is one, else the label; JSON text or values:
 
@@ -6,6 +6,8 @@ Tests are the column `tests` if there is one, else the label; JSON text or value
     "def check(candidate): ..." with a column entry_point   one test program (HumanEval)
     {"inputs": ["1 2\n"], "outputs": ["3\n"]}               standard input and output
     {"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}  calls with arguments, as JSON values; also a method of `Solution`
+    the same with "outputs": [[3]]                          each value in a list of its own (APPS, TACO)
+    {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"} each argument and each value as JSON text (LiveCodeBench)
 
 A dict may have "tolerance": numbers then count as equal if they differ by no more than it, relative to values above 1.
 
@@ -32,6 +34,7 @@ from mindspeed_rl.isolation.sandbox import SandboxLimits, SandboxResult, availab
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.statements import are_equal, read_comparisons
 from mindspeed_rl.rewards.text_scores import list_code_blocks
+from mindspeed_rl.thoughts import remove_thought
 
 _TEST_LIMIT_S = 5.0
 _TIMEOUT_FRACTION = 0.8  # slow code is wrong code; only a call that exceeds reward_timeout_s is a failed score
@@ -41,15 +44,20 @@ _UNREADABLE = (ValueError, TypeError, RecursionError, MemoryError)
 
 
 def code(
-    response: str, settings: RewardSettings, label: object = None, tests: object = None, entry_point: str | None = None
+    response: str,
+    settings: RewardSettings,
+    label: object = None,
+    tests: object = None,
+    entry_point: str | None = None,
+    prompt: str = "",
 ) -> dict[str, float | str]:
     """Return the fraction of passed tests as "score", "all_passed" (1.0 or 0.0) and "missing_isolation", if any is missing.
 
     Raises:
         ValueError: the tests have none of the forms above.
     """
-    cases = _read_tests(label if tests is None else tests)
-    program = extract_program(response)
+    cases = read_tests(label if tests is None else tests)
+    program = extract_program(remove_thought(response, prompt))
     if program is None:
         return {"score": 0.0, "all_passed": 0.0}
     deadline = time.monotonic() + _TIMEOUT_FRACTION * settings.reward_timeout_s
@@ -93,7 +101,12 @@ def _parse(text: str) -> ast.Module | None:
         return None
 
 
-def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
+def read_tests(tests: object) -> Mapping[str, Any] | list[str]:
+    """Return tests as a dict of inputs and outputs, or as statements.
+
+    Raises:
+        ValueError: they have none of the forms above.
+    """
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
@@ -106,12 +119,30 @@ def _read_tests(tests: object) -> Mapping[str, Any] | list[str]:
         tolerance = tests.get("tolerance") or 0.0
         if isinstance(tolerance, bool) or not isinstance(tolerance, (int, float)) or not 0 <= tolerance < 1:
             raise ValueError(f"code tests: 'tolerance' must be a number of at least 0 and below 1, not {tolerance!r}")
+        if tests.get("fn_name") and all(isinstance(given, str) for given in inputs):
+            return {**tests, **_read_json_lines(inputs, outputs)}
         return tests
     if isinstance(tests, Sequence) and tests and all(isinstance(test, str) and test.strip() for test in tests):
         return list(tests)
     raise ValueError(
         f"code tests must be statements or a dict of inputs and outputs, not {type(tests).__name__}: {str(tests)[:80]!r}"
     )
+
+
+def _read_json_lines(inputs: list[str], outputs: list[Any]) -> dict[str, list[Any]]:
+    """Return inputs and outputs of calls that are written as JSON text, one argument per line.
+
+    Raises:
+        ValueError: a text is no JSON.
+    """
+    try:
+        arguments = [[json.loads(line) for line in given.split("\n") if line.strip()] for given in inputs]
+        return {"inputs": arguments, "outputs": [json.loads(value) if isinstance(value, str) else value for value in outputs]}
+    except ValueError as error:
+        raise ValueError(
+            f"code tests with 'fn_name' need inputs that are lists of arguments, or texts with one JSON value per line, and "
+            f"outputs that are JSON text then: {error}"
+        ) from error
 
 
 def _run(script: str, stdin: bytes, deadline: float) -> SandboxResult | None:
@@ -177,18 +208,24 @@ def _run_cases(program: str, cases: Mapping[str, Any], deadline: float) -> tuple
     # the program reads standard input, so it is part of the script
     script = _read_harness().rpartition("\nif __name__")[0]
     script += f"\nexec(compile({program!r}, 'program.py', 'exec', dont_inherit=True), prepare_names({program!r}))\n"
-    for given, expected in zip(cases["inputs"], cases["outputs"]):
+    outputs = cases["outputs"]
+    # APPS and TACO write each value in a list: one of the two readings holds for all calls
+    is_wrapped = bool(name) and all(isinstance(value, list) and len(value) == 1 for value in outputs)
+    unwrapped: list[bool] = []
+    for given, expected in zip(cases["inputs"], outputs):
         if name:
             returned, result = _run_harness(program, deadline, call=name, arguments=given)
             # through JSON, as the returned value is: tuples become lists, keys become strings
             wrote = isinstance(returned, str)
             passed.append(wrote and _is_close(_parse_json(returned), json.loads(json.dumps(expected)), tolerance))
+            if is_wrapped:
+                unwrapped.append(wrote and _is_close(_parse_json(returned), json.loads(json.dumps(expected[0])), tolerance))
         else:
             result = _run(script, _text(given).encode("utf-8", "replace"), deadline)
             output = result.output if result is not None and result.status == 0 and not result.timed_out else None
             passed.append(output is not None and _is_same_text(output.decode("utf-8", "replace"), _text(expected), tolerance))
         missing = result.missing if result else missing
-    return passed, missing
+    return max(passed, unwrapped, key=sum) if is_wrapped else passed, missing
 
 
 def _is_close(value: object, expected: object, tolerance: float) -> bool:

@@ -18,7 +18,6 @@ from mindspeed_rl.rewards.answers.extraction import (
     extract_tagged_answer,
     join_last,
     list_accepted_answers,
-    remove_thought,
 )
 from mindspeed_rl.rewards.answers.grading import grade, normalize_minerva
 from mindspeed_rl.rewards.answers.judge import (
@@ -30,6 +29,8 @@ from mindspeed_rl.rewards.answers.judge import (
 )
 from mindspeed_rl.rewards.answers.notation import normalize
 from mindspeed_rl.rewards.answers.values import Text, read_value
+from mindspeed_rl.rewards.text_scores import add_opened_thought
+from mindspeed_rl.thoughts import remove_thought
 
 _BEFORE_ASSISTANT = re.compile(r"^.*?<\|im_start\|>assistant", re.DOTALL)
 _STOP_WORDS = re.compile(r"</s>|<\|im_end\|>|<\|endoftext\|>")
@@ -52,9 +53,12 @@ def boxed_grade(response: str, label: object, prompt: str = "") -> float:
     return 1.0 if boxed is not None and grade(boxed.strip(), str(label)) else 0.0
 
 
-def base_acc(response: str, label: object) -> float:
-    """Return 1.0 if the response is <think>..</think>..<answer>..boxed..</answer> with the right box (mathruler), else 0.0."""
-    return boxed_grade(response, label) if _is_framed(response) else 0.0
+def base_acc(response: str, label: object, prompt: str = "") -> float:
+    """Return 1.0 if the response is <think>..</think>..<answer>..boxed..</answer> with the right box (mathruler), else 0.0.
+
+    The prompt may have opened the thought.
+    """
+    return boxed_grade(response, label, prompt) if _is_framed(add_opened_thought(prompt, response)) else 0.0
 
 
 def _is_framed(response: str) -> bool:
@@ -82,14 +86,16 @@ def _parse_label(label: str) -> list[Any]:
     return read_text(f"\\boxed{{{label}}}", (LatexExtractionConfig(),))
 
 
-def math_verify_reward(response: str, label: object) -> float:
+def math_verify_reward(response: str, label: object, prompt: str = "") -> float:
     """Return 1.0 if the response has the format of `base_acc` and math-verify finds the label in it, else 0.0."""
-    if not _is_framed(response):
+    if not _is_framed(add_opened_thought(prompt, response)):
         return 0.0
     try:
         with cpu_limit():
             gold = _parse_label(str(label))
-            return float(bool(gold) and verify(gold, read_text(remove_thought(response), _PREDICTION), timeout_seconds=None))
+            return float(
+                bool(gold) and verify(gold, read_text(remove_thought(response, prompt), _PREDICTION), timeout_seconds=None)
+            )
     except Exception:  # noqa: BLE001 (math-verify may raise anything on arbitrary text; an undecided answer is not right)
         return 0.0
 

@@ -20,7 +20,7 @@ class RewardSample:
 
     Attributes:
         prompt: text of the prompt.
-        response: text of the response, special tokens removed.
+        response: text of the response; of special tokens only the marks of thoughts.
         prompt_ids: token ids of the prompt, without padding.
         response_ids: token ids of the response, without padding; lengths are counted on them.
         label: the expected answer as the dataset gives it.

@@ -17,14 +17,14 @@ _UNSPACED = (
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\s{_UNSPACED}]+")
 
 
-def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
+def cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings, prompt: str = "") -> float:
     """Interpolate by length: long right answers are worth less than short ones, long wrong answers more.
 
     v_max + (v_min - v_max) / 2 * (1 + cos(pi * min(n, N) / N)), arXiv:2502.03373; N is `cosine_max_len`, by default the
     generation limit. Longer responses count as N (the formula alone would rise again).
     """
     limit = settings.cosine_max_len or settings.max_tokens
-    if accuracy(response, solution) >= 1.0:
+    if accuracy(response, solution, prompt) >= 1.0:
         value_at_0, value_at_n = settings.cosine_min_len_value_correct, settings.cosine_max_len_value_correct
     else:
         value_at_0, value_at_n = settings.cosine_min_len_value_wrong, settings.cosine_max_len_value_wrong

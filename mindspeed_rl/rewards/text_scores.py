@@ -7,51 +7,28 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mindspeed_rl.rewards.answers.extraction import extract_closed_boxed, extract_tagged_answer
-
-_LETTERS = r"[(（]?([A-J](?:\s*[,、，和&]?\s*(?:and\s+)?[A-J])*)[)）]?(?![A-Za-z'’])"
-_STATED = re.compile(
-    r"(?i:answers?(?:\s+is|\s+are)?|choice(?:\s+is)?|option(?:\s+is)?|答案(?:是|为|选)?|故选|应选|选择?)"
-    rf"\s*[:：]?\s*(?:\*\*|\\boxed\{{|\\text\{{|\$|【)*\s*(?i:option\s+|choice\s+)?{_LETTERS}"
-)
-_ALONE = re.compile(r"(?<![A-Za-z0-9'’])([B-HJ]|A(?! +[a-z])|I(?! +[a-z]))(?![A-Za-z0-9'’])")  # not the words "a" and "I"
-_SET = re.compile(r"[A-J]")
+from mindspeed_rl.rewards.answers.extraction import extract_tagged_answer
+from mindspeed_rl.rewards.choices import extract_chosen_letters, extract_label_letters
+from mindspeed_rl.thoughts import find_marks, remove_thought
 
 
-def exact_match(response: str, label: object) -> float:
-    """Return 1.0 if the response is the label, apart from blanks around both, else 0.0."""
-    return 1.0 if response.strip() == str(label).strip() else 0.0
+def exact_match(response: str, label: object, prompt: str = "") -> float:
+    """Return 1.0 if the text after the thought is the label, apart from blanks around both, else 0.0.
 
-
-def multiple_choice(response: str, label: object) -> float:
-    """Return 1.0 if the chosen letters are the label's, in any order ("AC", "A, C"), else 0.0.
-
-    The choice is searched in the last box, in <answer>..</answer>, after the last "answer is" or its Chinese forms, and last as
-    a single letter.
+    A label that has a thought itself is compared with the whole response.
     """
-    chosen = extract_chosen_letters(response)
-    return 1.0 if chosen and chosen == frozenset(_SET.findall(str(label).upper())) else 0.0
+    expected = str(label).strip()
+    given = response if find_marks(expected) else remove_thought(response, prompt)
+    return 1.0 if given.strip() == expected else 0.0
 
 
-def extract_chosen_letters(response: str) -> frozenset[str]:
-    """Return the chosen letters of a response to a multiple-choice question; none if it chooses nothing."""
-    for answer in (extract_closed_boxed(response), extract_tagged_answer(response)):
-        if answer is not None and (letters := _extract_letters(answer)):
-            return letters
-    phrases = _STATED.findall(response)
-    if phrases:
-        return frozenset(_SET.findall(phrases[-1]))
-    return frozenset(_ALONE.findall(response)[-1:])
+def multiple_choice(response: str, label: object, prompt: str = "") -> float:
+    """Return 1.0 if the letters that the response settles on are the label's, in any order ("AC", "A, C"), else 0.0.
 
-
-def _extract_letters(answer: str) -> frozenset[str]:
-    """Return the letters of an answer: "B", "(B)", "B. 42", "A, C", "AC"; none for other text."""
-    answer = re.sub(r"\\(?:text|mathrm|textbf)\{([^{}]*)\}", r"\1", answer).strip()
-    match = re.match(rf"{_LETTERS}(?:\s*[.．:：、)]|\s*$)", answer)
-    if match:
-        return frozenset(_SET.findall(match[1]))
-    phrases = _STATED.findall(answer)
-    return frozenset(_SET.findall(phrases[-1])) if phrases else frozenset(_ALONE.findall(answer)[-1:])
+    The choice is searched after the thought: in the last box, in <answer>..</answer>, and in the text, as `choices` says.
+    """
+    chosen = extract_chosen_letters(remove_thought(response, prompt))
+    return 1.0 if chosen and chosen == extract_label_letters(label) else 0.0
 
 
 # Formats
@@ -93,7 +70,7 @@ def list_code_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _add_opened_thought(prompt: str, response: str) -> str:
+def add_opened_thought(prompt: str, response: str) -> str:
     """Return the response after the thought that the chat template's prompt ends with (opened, or empty), if it does."""
     opened = _OPENED_THOUGHT.search(prompt[-64:])
     return response if opened is None else opened[0] + response
@@ -105,7 +82,7 @@ def think_answer(response: str, prompt: str = "", truncated: bool = False) -> fl
     The name is `format` in MindSpeed-RL and ms-swift (DeepSeek-R1, arXiv:2501.12948). The prompt may have opened the thought. A
     truncated response has no end, so no format.
     """
-    text = _add_opened_thought(prompt, response)
+    text = add_opened_thought(prompt, response)
     if truncated or not text.startswith("<think>") or text.count("<think>") != 1 or text.count("</think>") != 1:
         return 0.0
     # in two steps: one regular expression for both would try every pair of repeated tags
@@ -115,16 +92,24 @@ def think_answer(response: str, prompt: str = "", truncated: bool = False) -> fl
     return 1.0 if _ANSWER_CLOSES.search(text, opening.end()) else 0.0
 
 
-def think_answer_alone(response: str) -> float:
-    """Return 1.0 if the response is <think>..</think>, blanks, <answer>..</answer> and nothing else: `format` of ms-swift."""
+def think_answer_alone(response: str, prompt: str = "") -> float:
+    """Return 1.0 if the response is <think>..</think>, blanks, <answer>..</answer> and nothing else: `format` of ms-swift.
+
+    The prompt may have opened the thought.
+    """
+    response = add_opened_thought(prompt, response)
     if not response.startswith("<think>") or not response.endswith("</answer>"):
         return 0.0
     # the answer may open after any end of a thought that only blanks separate from it
     return 1.0 if re.search(r"</think>\s*<answer>", response[len("<think>") :]) else 0.0
 
 
-def think_alone(response: str) -> float:
-    """Return 1.0 if the response begins with its only <think>, and </think> follows: `think_format_reward` of TRL; else 0.0."""
+def think_alone(response: str, prompt: str = "") -> float:
+    """Return 1.0 if the response begins with its only <think>, and </think> follows: `think_format_reward` of TRL; else 0.0.
+
+    The prompt may have opened the thought.
+    """
+    response = add_opened_thought(prompt, response)
     opens, text = response.startswith("<think>"), response[len("<think>") :]
     return 1.0 if opens and "<think>" not in text and "</think>" in text else 0.0
 
@@ -134,7 +119,7 @@ def strict_format(response: str, prompt: str = "", truncated: bool = False) -> f
 
     The prompt may have opened the thought.
     """
-    text = _add_opened_thought(prompt, response)
+    text = add_opened_thought(prompt, response)
     boxes = list(_BOX.finditer(text))
     if truncated or len(boxes) != 1 or any(text.count(tag) != 1 for tag in _TAGS):
         return -0.5
@@ -153,33 +138,37 @@ def regex_format(response: str, pattern: str, prompt: str = "") -> float:
 
     It may match with the thought that the prompt opened, or without.
     """
-    texts = {response, _add_opened_thought(prompt, response)}
+    texts = {response, add_opened_thought(prompt, response)}
     return 1.0 if any(re.fullmatch(pattern, text, re.DOTALL) for text in texts) else 0.0
 
 
-def json_format(response: str, schema: _Schema | str | None = None) -> float:
+def json_format(response: str, schema: _Schema | str | None = None, prompt: str = "") -> float:
     """Return 1.0 if the response is JSON that satisfies the column `schema` (a JSON Schema, if there is one), else 0.0.
 
     The JSON is the content of <answer>..</answer>, else of the last block marked as JSON, else of the last unmarked block, else
-    the whole response. A thought before it, up to </think>, does not count.
+    the whole response. A thought before it does not count. NaN and Infinity are no JSON (RFC 8259), and true is not 1.
 
     Raises:
         ValueError: the schema uses a keyword other than type, enum, const, required, properties, additionalProperties, items,
             minItems, maxItems, minLength, maxLength, pattern, minimum, maximum.
     """
-    response = response.rpartition("</think>")[2]
+    response = remove_thought(response, prompt)
     text = extract_tagged_answer(response)
     if text is None:
         blocks = list_code_blocks(response)
         marked = [block for language, block in blocks if language.startswith("json")]
         text = (marked or [block for language, block in blocks if not language] or [response])[-1]
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return 0.0
     if isinstance(schema, str):
         schema = json.loads(schema) if schema.strip() else None
     return 1.0 if schema is None or satisfies(value, schema) else 0.0
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 _Schema = Mapping[str, Any]
@@ -209,8 +198,8 @@ def satisfies(value: object, schema: _Schema) -> bool:
             raise ValueError(f"the JSON schema keyword '{keyword}' is not supported; supported: {', '.join(_KEYWORDS)}")
     checks = [
         "type" not in schema or _has_type(value, schema["type"]),
-        "enum" not in schema or value in schema["enum"],
-        "const" not in schema or value == schema["const"],
+        "enum" not in schema or any(_is_same_json(value, item) for item in schema["enum"]),
+        "const" not in schema or _is_same_json(value, schema["const"]),
     ]
     if isinstance(value, dict):
         properties = schema.get("properties", {})
@@ -228,6 +217,15 @@ def satisfies(value: object, schema: _Schema) -> bool:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         checks += [schema.get("minimum", value) <= value <= schema.get("maximum", value)]
     return all(checks)
+
+
+def _is_same_json(value: object, other: object) -> bool:
+    """Return True for equal JSON values: numbers by value, true and 1 are different (JSON Schema 2020-12, 4.2.2)."""
+    if isinstance(value, list) and isinstance(other, list):
+        return len(value) == len(other) and all(map(_is_same_json, value, other))
+    if isinstance(value, dict) and isinstance(other, dict):
+        return value.keys() == other.keys() and all(_is_same_json(value[key], other[key]) for key in value)
+    return isinstance(value, bool) == isinstance(other, bool) and value == other
 
 
 def _has_type(value: object, expected: str | list[str]) -> bool:

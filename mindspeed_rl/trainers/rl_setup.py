@@ -29,6 +29,7 @@ from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.labels import try_labels
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
@@ -145,6 +146,11 @@ def check_rl(run: Run) -> RLInputs:
     prompt_order = PromptOrder.from_config(run.rl)
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
+    warnings, errors = try_labels(run.rl.verifier_function if run.rl.rule_reward else [], prompts)
+    if errors:
+        raise ConfigError(errors)
+    for warning in warnings:
+        print(f"warning: {warning}", flush=True)
     for dataset in filter(None, (prompts, held_out)):
         dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
         check_tool_columns(run.rl, tokenizer, dataset)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import ray
@@ -14,6 +15,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from mindspeed_rl import registry
+from mindspeed_rl.data.encoding import TextDecoder
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -32,6 +34,7 @@ from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.thoughts import list_mark_tokens
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -58,6 +61,12 @@ class SampleReader:
     reads: str
     max_tokens: int
 
+    @cached_property
+    def _decoder(self) -> TextDecoder:
+        """Decoder of responses, which keeps the marks of thoughts."""
+        marks = list_mark_tokens(token.content for token in self.tokenizer.added_tokens_decoder.values())
+        return TextDecoder(self.tokenizer, marks, cleans_up=None)
+
     def read(
         self, prompt_ids: list[int], response_ids: list[int], label: str | None, columns: dict[str, Any], truncated: bool
     ) -> RewardSample:
@@ -66,7 +75,7 @@ class SampleReader:
         read_ids = response_ids
         if self.reads == "last_turn":  # the row of a single response has no such column
             read_ids = response_ids[columns.get("last_turn_start", 0) :]
-        response = self.tokenizer.decode(read_ids, skip_special_tokens=True)
+        response = self._decoder.decode(read_ids)
         if self.reads == "output":
             response = columns.get("output") or ""
         assert isinstance(prompt, str) and isinstance(response, str)  # lists for batches

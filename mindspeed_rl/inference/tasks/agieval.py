@@ -9,7 +9,8 @@ from mindspeed_rl.inference.tasks.files import column, find_data_files, find_spl
 from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.rewards.answers.equality import is_same_answer
 from mindspeed_rl.rewards.answers.extraction import extract_final_answer, list_accepted_answers
-from mindspeed_rl.rewards.text_scores import extract_chosen_letters, multiple_choice
+from mindspeed_rl.rewards.choices import extract_chosen_letters
+from mindspeed_rl.rewards.text_scores import multiple_choice
 
 _LETTERS = "ABCDEFGHIJ"
 #: files whose questions are Chinese

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from mindspeed_rl.inference.tasks.files import column, find_sibling_files, find_split_files, parse_subject, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Shot, Task
-from mindspeed_rl.rewards.text_scores import extract_chosen_letters
+from mindspeed_rl.rewards.choices import extract_chosen_letters
 
 _LETTERS = "ABCDEFGHIJ"
 

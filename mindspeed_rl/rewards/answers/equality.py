@@ -22,6 +22,7 @@ from mindspeed_rl.rewards.answers.values import (
     Based,
     Choice,
     Collection,
+    Family,
     Matrix,
     Named,
     Quantity,
@@ -50,6 +51,7 @@ def is_same_answer(given: str, expected: str) -> bool:
     try:
         with cpu_limit():
             given, expected = _normalize(given), _normalize(expected)
+            given = _write_constant(given, expected)
             if not given or not expected:
                 return False
             return tokenize(given) == tokenize(expected) or _is_same(read_value(given), read_value(expected))
@@ -70,6 +72,24 @@ def is_same_plain_number(given: str, expected: str) -> bool:
     return len(numbers) == 2 and numbers[0] == numbers[1]
 
 
+_CONSTANT = re.compile(r"\+\s*([A-Za-z])(?:_\{?\d\}?)?$")
+_LETTERS = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
+#: variables of an integral
+_VARIABLES = frozenset("xyztuse")
+
+
+def _write_constant(given: str, expected: str) -> str:
+    """Return the answer with the label's constant of integration: x^2 + c for the label x^2 + C."""
+    constants = [_CONSTANT.search(text) for text in (given, expected)]
+    if constants[0] is None or constants[1] is None or constants[1][1] != "C":
+        return given
+    others = [set(_LETTERS.findall(text[: match.start()])) for text, match in zip((given, expected), constants) if match]
+    is_integral = re.search(r"[\\^/\d]", expected[: constants[1].start()]) is not None  # x + C is a sum
+    if not is_integral or not others[1] or not others[1] <= _VARIABLES or constants[0][1] in others[0] | others[1]:
+        return given
+    return f"{given[: constants[0].start()]}+C"
+
+
 _normalize = lru_cache(maxsize=8192)(normalize)
 
 
@@ -77,6 +97,8 @@ def _is_same(given: Value, expected: Value) -> bool:
     """Return True if a value is the expected one, whose type decides on the comparison."""
     if given == expected:
         return True
+    if isinstance(given, Family) or isinstance(expected, Family):
+        return _is_same_family(given, expected)
     if isinstance(given, Named) and not isinstance(expected, Named | Relation):
         return _is_same_unnamed(given, expected)
     if isinstance(given, Choice) and given.text is not None and not isinstance(expected, Choice):
@@ -114,10 +136,19 @@ def _is_same(given: Value, expected: Value) -> bool:
             return _is_same_text(given, expected)
 
 
+def _is_same_family(given: Value, expected: Value) -> bool:
+    """Compare families with the same domain; an answer may name the integers where the label names no domain."""
+    if isinstance(given, Family) and isinstance(expected, Family):
+        return given.domain == expected.domain and _is_same(given.value, expected.value)
+    return isinstance(given, Family) and given.domain == "Z" and _is_same(given.plain, expected)
+
+
 # Quantities
 
 #: a decimal with at least so many digits, and decimals, may be the rounded value of the answer
 _ROUNDED_DIGITS, _ROUNDED_DECIMALS = 5, 3
+#: a label with at least so many decimals is rounded: one more digit than it has is no coincidence
+_MANY_DECIMALS = 5
 #: an answer with at least so many decimals or digits may be the rounded value of the label
 _LONG_DECIMALS, _LONG_DIGITS = 6, 7
 
@@ -132,8 +163,8 @@ def _is_same_as_quantity(given: Value, expected: Quantity) -> bool:
             return is_same_value(Node("/", (first, second)), expected.node) and expected.unit is None
         case Residue(value=value):
             return _is_same(value, expected)
-        case Based(digits=digits):
-            return str(expected.node.value) == digits
+        case Based(value=value):  # 42_8 is 34
+            return is_same_value(Node("number", value=Fraction(value)), expected.node)
         case Text(source=source) if source:
             return _judge(given, expected)
     return False
@@ -169,15 +200,16 @@ def _scale(node: Node, factor: Fraction) -> Node:
 def _is_same_number(given: Node, expected: Node) -> bool:
     """Return True for equal values; a long decimal may be the rounded value of the other side.
 
-    A label with at least five digits, three of them decimals, is met by a formula, or a decimal with two more decimals, that
-    rounds to its last digit; an exact label by a decimal with at least six decimals or seven digits, rounded at its last digit.
+    A label with at least five digits, three of them decimals, is met by a formula, or a decimal with two more decimals (one
+    more where the label has five), that rounds to its last digit; an exact label by a decimal with at least six decimals or
+    seven digits, rounded at its last digit.
     """
     if is_same_value(given, expected):
         return True
     digits, decimals = expected.digits
     if digits:
         is_rounded = digits >= _ROUNDED_DIGITS and decimals >= _ROUNDED_DECIMALS
-        is_precise = not given.digits[0] or given.digits[1] >= decimals + 2
+        is_precise = not given.digits[0] or given.digits[1] >= decimals + (1 if decimals >= _MANY_DECIMALS else 2)
         return is_rounded and is_precise and not _is_integer(given) and _rounds_to(given, expected.value, decimals)
     digits, decimals = given.digits
     is_long = decimals >= _LONG_DECIMALS or digits >= _LONG_DIGITS
@@ -229,6 +261,14 @@ def _is_same_named(given: Value, expected: Named) -> bool:
                 return False
         values = dict(given.pairs)
         names = {name for name, _ in expected.pairs}
+        if len(names) == 1 and len(given.pairs) > 1:  # x_1 = 1, x_2 = 2 are the values of x
+            ((name, several),) = expected.pairs
+            is_numbered = all(re.fullmatch(rf"{re.escape(name)}_\{{?\d\}}?", other) for other in values)
+            return (
+                is_numbered
+                and isinstance(several, Collection)
+                and _is_same(Collection("list", tuple(values.values())), several)
+            )
         if len(given.pairs) == 1 == len(expected.pairs) and values.keys() != names:
             return _is_same_curve(given, expected)
         return values.keys() == names and all(_is_same(values[name], value) for name, value in expected.pairs)

@@ -149,7 +149,7 @@ class _Parser:
         if command is not None:
             return command[1] not in _CLOSING_COMMANDS
         if self.peek(_DIGIT) is not None:  # (n - 2) 2^n, but not 2 2^n
-            return self.text[: self.position].rstrip()[-1:] in (")", "}")
+            return self.text[: self.position].rstrip()[-1:] in (")", "}", "!")
         return self.peek(_FACTOR) is not None
 
     def power(self) -> Node:

@@ -10,19 +10,6 @@ _LAST_NUMBER = re.compile(r"-?\d*\.?\d+")
 _ANSWER_PHRASES = ("he answer is", "final answer is", "答案是", "答案为", "答案：", "答案:")
 
 
-def remove_thought(response: str, prompt: str = "") -> str:
-    """Return the part of a response after its thought; "" if it ends within the thought.
-
-    Args:
-        response: text of the model.
-        prompt: text before it; chat templates may open the thought at its end.
-    """
-    thought, closing, answer = response.rpartition("</think>")
-    if not closing and ("<think>" in response or prompt.rstrip().endswith("<think>")):
-        return ""
-    return answer.partition("<think>")[0] if closing else response
-
-
 _FILLER = r"\$|\s|\}|\\[,;! ]|\\q?quad|\\text\s*\{"
 _BETWEEN = re.compile(rf"(?:{_FILLER})*(?:,|;|、|\band\b|\bor\b|和|或|与|及)(?:{_FILLER}|\band\b|\bor\b)*")
 
@@ -125,8 +112,18 @@ def extract_tagged_answer(text: str) -> str | None:
 def list_accepted_answers(label: object) -> list[str]:
     """Return the answers that a label accepts: the items of a list, or of a JSON list of strings; else the label alone.
 
-    [1, 2] without quotes is an interval, one answer.
+    [1, 2] without quotes is an interval, one answer. A worked solution that ends with "#### 6", as in GSM8K, is 6.
     """
+    return [_remove_solution(answer) for answer in _list_answers(label)]
+
+
+def _remove_solution(answer: str) -> str:
+    """Return the text after the last "####" of a solution, else the answer."""
+    final = answer.rpartition("####")[2].strip()
+    return final if "####" in answer and final and "\n" not in final else answer
+
+
+def _list_answers(label: object) -> list[str]:
     if isinstance(label, str) and label.lstrip().startswith('["'):
         try:
             items = json.loads(label)

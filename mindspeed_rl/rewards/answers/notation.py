@@ -20,11 +20,22 @@ _UNIT_LETTERS = {
     "V": "volt", "A": "ampere", "K": "kelvin", "C": "coulomb",
 }  # fmt: skip
 
+#: an operand of \over and \choose, with two levels of braces
+_OPERAND = r"([^{}\\]*(?:(?:\\(?!over|choose)[a-zA-Z]+|\{[^{}]*\})[^{}\\]*)*?)"
+
 _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\s*\n\s*", " "),
         (r"^(?:\\\(|\\\[|\$+)|(?:\\\)|\\\]|\$+)$", ""),
+        *(
+            (rf"\{{\s*{infix}\s*\}}|^{infix}$", rf"\\{new}{{\1\3}}{{\2\4}}")
+            for command, new in (("over", "frac"), ("choose", "binom"))
+            for infix in (rf"{_OPERAND}\s*\\{command}(?![a-zA-Z])\s*{_OPERAND}",)
+        ),
+        (r"\\(?:[lc]?dots[bcmio]?)(?![a-zA-Z])|…|(?<!\.)\.{3}(?!\.)", r"\\ldots "),
+        (r"(?i)(?<![A-Za-z\\])(?:positive\s+)?infinity(?![A-Za-z])", r"\\infty "),
+        (r"(?i)(?<![A-Za-z\\])(?:US\s?\\?\$|USD\s*\\?\$?(?=\s*-?\d))", "$"),
         (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
         (r"^\*\*(.*)\*\*$", r"\1"),
         *((rf"\\textcircled\s*\{{?\s*{index}\s*\}}?", chr(ord("①") + index - 1)) for index in range(1, 10)),
@@ -78,7 +89,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"∓", r"\\mp "),
         (r"√\s*(\d+(?:\.\d+)?|[A-Za-z])", r"\\sqrt{\1}"),
         (r"(?:√|(?<![A-Za-z\\])sqrt)\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"\\sqrt{\1}"),
-        (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK}|(?<!\d)(?<!\d )min)(?![A-Za-z])", r"\\\1"),
+        (rf"(?<![A-Za-z\\])({_FUNCTIONS}|{_GREEK}|(?<!\d)(?<!\d )(?<!/)(?<!per )min)(?![A-Za-z])", r"\\\1"),
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])|\\choose(?=\{)", r"\\binom"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
@@ -94,7 +105,6 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^(\d+(?:\.\d+)?) to (\d+(?:\.\d+)?)$", r"\1:\2"),
         (r"(?i)(?<=\d)\s*([ap])\.?\s?m\b\.?", r" \1m"),
         (r"(?<=[0-9A-F])\)?\s*\(?(?:in )?base[ -]?(\d{1,2})\)?$", r"_{\1}"),
-        (r"(?<=\S)\s*[,(]\s*(?:where |for )?[a-z]\s*\\in(?![a-zA-Z])\s*\\mathbb\{[ZN]\}\s*\)?$", ""),
         (r"(?<![\d.,])(?<!\d )(\d{1,3}) (\d{3})(?: (\d{3}))?(?: (\d{3}))?(?![\d,.]| \d)", r"\1\2\3\4"),
         (r"\s+", " "),
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value
+from mindspeed_rl.rewards.answers.evaluation import evaluate_real, is_same_value, symbols_of
 from mindspeed_rl.rewards.answers.expressions import Node, negate, parse_expression
 from mindspeed_rl.rewards.answers.notation import CLOSING, OPENING, closes_at_end, split_outside
 
@@ -56,6 +56,9 @@ def read_region(text: str) -> Region | None:
     condition = _REAL.sub("", builder[2].strip() if builder else text)
     removed = _REMOVED.fullmatch(condition)
     if removed is not None:
+        outside = _read_complement(removed[2] or "")
+        if outside is not None:
+            return outside
         return _exclude(split_outside(removed[1] or removed[2], (",", " and ")), None)
     if "≠" in condition:
         region = _read_exclusions(condition)
@@ -100,6 +103,20 @@ def _read_union(text: str) -> Region | None:
     if len(parts) == 1 and (is_tuple or text[0] in "{\\"):
         return None
     return Region(tuple(intervals))
+
+
+def _read_complement(text: str) -> Region | None:
+    """Return the line without the interval that a text is; None for other text."""
+    body = text.strip()
+    if body[:1] not in ("(", "[") or body[-1:] not in (")", "]") or not closes_at_end(body):
+        return None
+    ends = split_outside(re.sub(r"(?<=\d),(?=-?\d)", " , ", body[1:-1]), (",",))
+    inner = as_interval(body[0], ends[0], ends[1], body[-1]) if len(ends) == 2 else None
+    if inner is None:
+        return None
+    below = [] if inner.low is None else [Interval(None, inner.low, (False, not inner.closed[0]))]
+    above = [] if inner.high is None else [Interval(inner.high, None, (not inner.closed[1], False))]
+    return Region((*below, *above))
 
 
 def _exclude(points: Sequence[str], name: str | None) -> Region | None:
@@ -153,7 +170,7 @@ def _read_relations(text: str) -> Region | None:
             names.add(relation[0])
             common += relation[1]
         # several intervals of one part are those of a distance, a union
-        intervals += common if len(parts) == 1 else _intersect(common)
+        intervals += common if len(parts) == 1 else _intersect(common, is_empty_allowed=True)
     if len(names) != 1:
         return None
     if "," in text and len(alternatives) == 2 == len(intervals):  # x > 2, x < 5 is one region if the two intersect
@@ -161,11 +178,12 @@ def _read_relations(text: str) -> Region | None:
     return Region(tuple(intervals), names.pop())
 
 
-def _intersect(intervals: list[Interval], default: bool = True) -> list[Interval]:
-    """Return the intersection of two half-lines; both, if it is empty ("x < -2 and x > 2" may mean "or").
+def _intersect(intervals: list[Interval], default: bool = True, *, is_empty_allowed: bool = False) -> list[Interval]:
+    """Return the intersection of two half-lines; both, if it is empty (a comma between "x < -2" and "x > 2" means "or").
 
     Args:
         default: False to keep both if their ends cannot be compared.
+        is_empty_allowed: an "and" between the two, which is never "or".
     """
     if len(intervals) != 2:
         return intervals
@@ -175,7 +193,13 @@ def _intersect(intervals: list[Interval], default: bool = True) -> list[Interval
         return intervals
     low, high = evaluate_real(lower.low), evaluate_real(upper.high)
     intersects = default if low is None or high is None else low < high
-    return [Interval(lower.low, upper.high, (lower.closed[0], upper.closed[1]))] if intersects else intervals
+    return (
+        [Interval(lower.low, upper.high, (lower.closed[0], upper.closed[1]))]
+        if intersects
+        else []
+        if is_empty_allowed
+        else intervals
+    )
 
 
 def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
@@ -185,7 +209,9 @@ def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
         low, first, name, second, high = parts
         if first in ">≥" and second in ">≥":
             low, first, second, high = high, OPPOSITE[second], OPPOSITE[first], low
-        if first in "<≤" and second in "<≤" and _read_name(name) is not None:
+        # a < b < c is an order of three numbers
+        has_variable = name[:1] in _VARIABLES or not any(map(_has_symbols, (low, high)))
+        if first in "<≤" and second in "<≤" and _read_name(name) is not None and has_variable:
             interval = as_interval("[" if first == "≤" else "(", low, high, "]" if second == "≤" else ")")
             return None if interval is None else (name, [interval])
     if len(parts) != 3:
@@ -204,6 +230,15 @@ def _read_relation(text: str) -> tuple[str, list[Interval]] | None:
     if _INFINITE.fullmatch(right) or (_read_name(right) is not None and left[0] not in "xyzt"):  # x < \infty, a < b
         return None
     return left, [Interval(None, nodes[1], (False, closed)) if relation in "<≤" else Interval(nodes[1], None, (closed, False))]
+
+
+#: first letters of the names that a region may have between ends with other names
+_VARIABLES = ("x", "y", "z", "t", "\\")
+
+
+def _has_symbols(text: str) -> bool:
+    node = parse_expression(text)
+    return node is not None and bool(symbols_of(node) - {"\\infty"})
 
 
 def _read_distance(inner: Node, relation: str, distance: Node | None) -> tuple[str, list[Interval]] | None:

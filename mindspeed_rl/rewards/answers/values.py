@@ -129,6 +129,21 @@ class Residue:
 
 
 @dataclass(frozen=True)
+class Family:
+    """Values with a parameter: k pi for all integers k.
+
+    Attributes:
+        value: with the parameter under one name for all families.
+        domain: of the parameter: "Z", "N", or "N+".
+        plain: the value with the parameter under its own name.
+    """
+
+    value: Value
+    domain: str
+    plain: Value
+
+
+@dataclass(frozen=True)
 class Text:
     """Everything else.
 
@@ -143,7 +158,9 @@ class Text:
     source: str = ""
 
 
-Value: TypeAlias = Quantity | Choice | Named | Relation | Collection | Matrix | Ratio | Region | Symbol | Based | Residue | Text
+Value: TypeAlias = (
+    Quantity | Choice | Named | Relation | Collection | Matrix | Ratio | Region | Symbol | Based | Residue | Family | Text
+)
 _MAX_DEPTH = 6
 
 
@@ -185,6 +202,24 @@ _TIME = re.compile(r"(\d{1,2})(?::(\d\d))?(?: ?([ap]m))?", re.IGNORECASE)
 _DATE = re.compile(
     r"(\d{4})\s*([-/.])\s*(\d{1,2})(?:\s*\2\s*(\d{1,2}))?|(\d{1,2}[-/]\d{1,2}[-/]\d{4})|(\d{4})年(\d{1,2})月(?:(\d{1,2})日)?"
 )
+_MONTHS = "january february march april may june july august september october november december".split()
+_MONTH = rf"(sept|{'|'.join(f'{month[:3]}(?:{month[3:]})?' if month[3:] else month for month in _MONTHS)})"
+_DAY = r"(\d{1,2})(?:st|nd|rd|th)?"
+_NAMED_DATE = re.compile(
+    rf"(?i){_MONTH}\.?\s+{_DAY}\s*,?\s+(\d{{4}})|{_DAY}\s+(?:of\s+)?{_MONTH}\.?\s*,?\s+(\d{{4}})|{_MONTH}\.?\s*,?\s+(\d{{4}})"
+)
+
+
+def _read_named_date(text: str) -> Symbol | None:
+    """Read May 1, 2024 and 1 May 2024."""
+    match = _NAMED_DATE.fullmatch(text)
+    if match is None:
+        return None
+    month = match[1] or match[5] or match[7]
+    index = next(index for index, name in enumerate(_MONTHS, 1) if name.startswith(month[:3].lower()))
+    return Symbol("date", (int(match[3] or match[6] or match[8]), index, int(match[2] or match[4] or 0)))
+
+
 _RANGE = re.compile(r"(\d+)\s*[-~]\s*(\d+)")
 _BASED = re.compile(r"\(?\s*([0-9A-F]*\d[0-9A-F]*|[A-F]+(?=\)?_\{?16))\s*\)?_\s*(?:\{\s*(\d{1,2})\s*\}|(\d))")
 _RESIDUE = re.compile(r"(?:[A-Za-z]\s*=\s*)?(.*?\S)\s*(?:\\pmod\s*\{?\s*(\w+)\s*\}?|\(\s*\\?mod\s*(\w+)\s*\))")
@@ -193,6 +228,8 @@ _RESIDUE = re.compile(r"(?:[A-Za-z]\s*=\s*)?(.*?\S)\s*(?:\\pmod\s*\{?\s*(\w+)\s*
 def _read_date(text: str, depth: int) -> Value | None:
     """Read dates, ranges, times with am or pm, numbers with a base, and residues."""
     date = _DATE.fullmatch(text)
+    if (named := _read_named_date(text)) is not None:
+        return named
     if date is not None and not (date[2] == "." or (date[2] == "/" and not date[4])):
         year, month, day = (date[1], date[3], date[4]) if date[1] else (date[6], date[7], date[8])
         return Symbol("date", (date[5],) if date[5] else (int(year), int(month), int(day or 0)))
@@ -213,6 +250,40 @@ def _read_date(text: str, depth: int) -> Value | None:
     if residue is None:
         return None
     return Residue(read_value(residue[1], depth), residue[2] or residue[3])
+
+
+# Parameters
+
+_DOMAIN = (
+    r"\\in(?![a-zA-Z])\s*(?:\\mathbb\{([ZN])\}|([ZN]))\s*"
+    r"((?:\^\s*\{?\s*(?:\+|\*|\\ast)\s*\}?|_\s*\{?\s*(?:\+|0|>\s*0|\\geq?\s*0|≥\s*0)\s*\}?)?)"
+)
+_PARAMETER = re.compile(
+    rf"(.*?\S)(?:\s*[,;(]\s*(?:where |for |with |其中)?|\s+(?:where|for|with)\s)\s*(?:([a-z])\s*{_DOMAIN}"
+    r"|([a-z]) (?:is )?(?:an? |any |all )?(integers?)"
+    r"|(?:any |all |every )?(integers?) ([a-z])"
+    r"|([a-z])\s*(?:为|是)(?:任意)?(整数))\s*\)?",
+    re.DOTALL,
+)
+#: a name that no answer has
+_PARAMETER_NAME = r"\ell "
+
+
+def _read_family(text: str, depth: int) -> Value | None:
+    r"""Read k\pi, k \in \mathbb{Z}, with any name of the parameter."""
+    match = _PARAMETER.fullmatch(text)
+    if match is None:
+        return None
+    body, first, blackboard, plain, sign, second, _, _, third, fourth, _ = match.groups()
+    name, letter = next(name for name in (first, second, third, fourth) if name), blackboard or plain or "Z"
+    domain = letter if not sign else "N" if re.search(r"0", sign) and ">" not in sign else "N+"
+
+    def rename(run: re.Match[str]) -> str:
+        letters = run[0]
+        is_text = letters.startswith("\\") or (len(letters) > 1 and is_word(letters))
+        return letters if is_text else letters.replace(name, _PARAMETER_NAME)
+
+    return Family(read_value(re.sub(r"\\?[A-Za-z]+", rename, body), depth), domain, read_value(body, depth))
 
 
 # Choices
@@ -561,6 +632,7 @@ def _read_judged(text: str, depth: int) -> Value | None:
 
 _READERS: tuple[Callable[[str, int], Value | None], ...] = (
     _read_symbol,
+    _read_family,
     _read_date,
     _read_choice,
     _read_sum,

@@ -14,6 +14,7 @@ from mindspeed_rl.data.turns import ChatMessage, ChatTurns
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
+from mindspeed_rl.thoughts import closes_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -213,7 +214,7 @@ class AgentConversation:
         # cleaning up would remove spaces that the model sampled
         text = self._tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
-        self._has_thought |= "</think>" in text
+        self._has_thought |= closes_thought(text)
         if self.messages and self.messages[-1]["role"] == "assistant":  # it was reopened
             text = self.messages.pop()["content"] + text
         self.messages.append({"role": "assistant", "content": text})

@@ -26,6 +26,7 @@ from mindspeed_rl.rollout.agents.loop import LoopSettings, Task
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling, derive_seed
 from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory, TurnEvent
+from mindspeed_rl.thoughts import closes_thought
 from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
@@ -348,7 +349,7 @@ class TurnTree:
         assert isinstance(text, str)
         stops = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
         stop = min(stops)[1] if stops else None
-        has_thought = "</think>" in text or (parent is not None and parent.has_thought)
+        has_thought = closes_thought(text) or (parent is not None and parent.has_thought)
         text = text[: min(stops)[0]] if stops else text
         parsed = self._parse(request, text, ids)
         self.num_turns += 1

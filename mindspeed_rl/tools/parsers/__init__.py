@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl import registry
 from mindspeed_rl.data import conversation
 from mindspeed_rl.data.strict_json import StrictDecoder
+from mindspeed_rl.thoughts import list_marks
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn, ToolCall, ToolParser
 
 if TYPE_CHECKING:
@@ -68,7 +69,6 @@ _MAX_BROKEN_CALL_LENGTH = 2000
 #: of a turn; a model that repeats itself may write thousands of marks
 MAX_CALLS = 128
 _BLANKS = re.compile(r"\s*")
-_THOUGHT_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 def check_parser_name(name: str) -> None:
@@ -125,13 +125,13 @@ def split_thought(text: str, first_call: int, thinks: bool = False) -> tuple[str
             start with a thought, is part of an argument.
         thinks: the prompt has opened the thought.
     """
-    for opening, closing in _THOUGHT_MARKS:
-        is_thought = text.lstrip().startswith(opening)
-        end = text.find(closing)
-        if end >= 0 and (is_thought or thinks or end < first_call):
-            return text[:end].replace(opening, "", 1).strip(), text[end + len(closing) :]
+    for marks in list_marks(text):
+        is_thought = marks.opening.match(text.lstrip()) is not None
+        end = marks.closing.search(text)
+        if end is not None and (is_thought or thinks or end.start() < first_call):
+            return marks.opening.sub("", text[: end.start()], count=1).strip(), text[end.end() :]
         if is_thought:
-            return text.replace(opening, "", 1).strip(), ""
+            return marks.opening.sub("", text, count=1).strip(), ""
     return (text.strip(), "") if thinks else (None, text)
 
 

@@ -330,3 +330,44 @@ def numbers():
     ]
     for test in tests:
         assert code(f"```python\n{program}```", SETTINGS, label=[test])["score"] == 1.0, test
+
+
+SUM = "```python\ndef add(a, b): return a + b\n```"
+METHOD = "```python\nclass Solution:\n    def add(self, a, b): return a + b\n```"
+
+
+@pytest.mark.parametrize(
+    ("response", "tests", "score"),
+    [
+        (SUM, {"inputs": [[1, 2], [5, 7]], "outputs": [[3], [12]], "fn_name": "add"}, 1.0),
+        (SUM, {"inputs": [[1, 2], [5, 7]], "outputs": [[3], [13]], "fn_name": "add"}, 0.5),
+        (SUM, {"inputs": [[[1], [2]]], "outputs": [[1, 2]], "fn_name": "add"}, 1.0),
+        (SUM, {"inputs": [[[1], []]], "outputs": [[1]], "fn_name": "add"}, 1.0),
+        (SUM, {"inputs": [[1, 2], [5, 7]], "outputs": [[3], 12], "fn_name": "add"}, 0.5),
+        (METHOD, {"inputs": ["1\n2", "5\n7"], "outputs": ["3", "12"], "fn_name": "add"}, 1.0),
+        (METHOD, {"inputs": ["1\n2", "5\n7"], "outputs": ["3", "13"], "fn_name": "add"}, 0.5),
+        (METHOD, {"inputs": ['"a"\n"b"', "[1]\n[2]\n"], "outputs": ['"ab"', "[1, 2]"], "fn_name": "add"}, 1.0),
+    ],
+)
+def test_calls_in_the_forms_of_apps_taco_and_livecodebench(response: str, tests: dict, score: float) -> None:
+    assert code(response, RewardSettings(), tests=tests)["score"] == score
+
+
+def test_text_of_arguments_that_is_no_json_is_refused() -> None:
+    with pytest.raises(ValueError, match="one JSON value per line"):
+        code(SUM, RewardSettings(), tests={"inputs": ["a b"], "outputs": ["3"], "fn_name": "add"})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def add(a, b): return asyncio.run(f(a, b))",
+        "def add(a, b): return asyncio.new_event_loop().run_until_complete(f(a, b))",
+        "async def g(a, b): return sum(await asyncio.gather(f(a, 0), f(0, b)))\ndef add(a, b): return asyncio.run(g(a, b))",
+        "async def g(a, b): return await asyncio.to_thread(lambda: a + b)\ndef add(a, b): return asyncio.run(g(a, b))",
+    ],
+)
+def test_programs_may_use_an_event_loop(body: str) -> None:
+    text = f"```python\nimport asyncio\nasync def f(a, b):\n    await asyncio.sleep(0.001)\n    return a + b\n{body}\n```"
+    assert code(text, RewardSettings(), tests=["assert add(1, 2) == 3", "assert add(2, 2) == 4"])["score"] == 1.0
+    assert code(text, RewardSettings(), tests=["assert add(1, 2) == 4"])["score"] == 0.0

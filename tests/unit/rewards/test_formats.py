@@ -192,3 +192,25 @@ def test_a_schema_keyword_that_is_not_checked_is_an_error_and_not_a_reward() -> 
 def test_a_thought_at_the_start_is_found_as_by_the_pattern_of_trl(response: str) -> None:
     pattern = re.compile(r"^<think>(?!.*<think>)(.*?)</think>.*$", re.DOTALL | re.MULTILINE)
     assert think_alone(response) == float(pattern.match(response) is not None)
+
+
+@pytest.mark.parametrize(
+    ("text", "schema", "score"),
+    [
+        ('{"a": NaN}', None, 0.0),
+        ("[Infinity]", None, 0.0),
+        ("-Infinity", None, 0.0),
+        ('"NaN"', None, 1.0),
+        ("1", {"const": True}, 0.0),
+        ("true", {"const": 1}, 0.0),
+        ("0", {"enum": [False, "0"]}, 0.0),
+        ("false", {"enum": [0, False]}, 1.0),
+        ("1.0", {"const": 1}, 1.0),
+        ('{"a": [true]}', {"const": {"a": [1]}}, 0.0),
+        ('{"a": [1.0]}', {"const": {"a": [1]}}, 1.0),
+        ("[1, 2]", {"const": [1]}, 0.0),
+    ],
+)
+def test_json_is_what_the_standard_says_it_is(text: str, schema: dict | None, score: float) -> None:
+    """RFC 8259, 6: no NaN and no Infinity; JSON Schema 2020-12, 4.2.2: true and 1 are different, 1.0 and 1 are not."""
+    assert json_format(text, schema) == score

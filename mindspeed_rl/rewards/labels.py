@@ -1,0 +1,124 @@
+"""Trial of each verifier on the labels of a run: labels that no response can match make a reward that is always the lowest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mindspeed_rl.rewards import REWARDS, find
+
+#: labels that are tried, at equal distances
+_MAX_LABELS = 512
+#: share of labels that no response can match, above which a run is refused
+_MAX_SHARE = 0.5
+#: an answer in a box is no longer than this, and is one line
+_MAX_ANSWER = 300
+#: text of a label that is around an answer, and not part of it
+_AROUND = ("<answer>", "\\boxed{", "</think>", "####")
+
+
+def _is_answer(label: str) -> bool:
+    """Return True if a model can write a text as its answer: not a solution, JSON objects or tags."""
+    text = label.strip()
+    if not text or len(text) > _MAX_ANSWER or "\n" in text or any(mark in text for mark in _AROUND):
+        return False
+    if not text.startswith(("{\"", "[{\"")):
+        return True
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _can_match_answer(label: object, columns: Mapping[str, Any]) -> bool:
+    from mindspeed_rl.rewards.answers.extraction import list_accepted_answers
+
+    return any(_is_answer(answer) for answer in list_accepted_answers(label))
+
+
+def _can_match_text(label: object, columns: Mapping[str, Any]) -> bool:
+    return _is_answer(str(label))
+
+
+def _can_match_solution(label: object, columns: Mapping[str, Any]) -> bool:
+    from mindspeed_rl.rewards.math_scores import accuracy
+
+    solution = columns.get("solution", label)
+    return bool(str(solution).strip()) and accuracy(str(solution), solution) >= 1.0 or _can_match_answer(solution, columns)
+
+
+def _can_match_choice(label: object, columns: Mapping[str, Any]) -> bool:
+    from mindspeed_rl.rewards.choices import extract_label_letters
+
+    return bool(extract_label_letters(label))
+
+
+def _can_match_number(label: object, columns: Mapping[str, Any]) -> bool:
+    from mindspeed_rl.rewards.math_scores import gsm8k
+
+    return gsm8k(f"#### {str(label).rpartition('####')[2].strip()}", label) >= 1.0
+
+
+def _can_match_tests(label: object, columns: Mapping[str, Any]) -> bool:
+    from mindspeed_rl.rewards.code import read_tests
+
+    try:
+        read_tests(columns.get("tests") or label)
+    except ValueError:
+        return False
+    return True
+
+
+_TRIALS: dict[str, Callable[[object, Mapping[str, Any]], bool]] = {
+    "acc": _can_match_answer,
+    "accuracy": _can_match_solution,
+    "cosine": _can_match_solution,
+    **dict.fromkeys(("base_acc", "math_17k_acc", "acc_for_dapo", "acc_for_ppo"), _can_match_text),
+    **dict.fromkeys(("math_verify_reward", "retool_reward"), _can_match_text),
+    "multiple_choice": _can_match_choice,
+    **dict.fromkeys(("gsm8k", "gsm8k_flexible"), _can_match_number),
+    "code": _can_match_tests,
+}
+"""Built-in verifier -> whether a response could match a label, with the other columns of its row."""
+
+
+class _Rows(Protocol):
+    """Rows of a dataset, by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def try_labels(functions: Sequence[str], rows: _Rows) -> tuple[list[str], list[str]]:
+    """Try each built-in verifier on labels of a dataset; return (warnings, errors), one sentence per verifier.
+
+    Args:
+        functions: `rl_config.verifier_function`.
+        rows: have "label" and "columns"; at most 512 of them are read.
+    """
+    warnings: list[str] = []
+    errors: list[str] = []
+    step = max(1, -(-len(rows) // _MAX_LABELS))
+    indexes = range(0, len(rows), step)
+    for name in functions:
+        trial = _TRIALS.get(name)
+        if trial is None or REWARDS.get(name) != find(name):
+            continue
+        wrong: list[tuple[int, object]] = []
+        for index in indexes:
+            row = rows[index]
+            label, columns = row["label"], row["columns"]
+            if (label not in (None, "") or "tests" in columns or "solution" in columns) and not trial(label, columns):
+                wrong.append((index, label))
+        if not wrong:
+            continue
+        index, label = wrong[0]
+        text = (
+            f"rl_config.verifier_function: no response can match {len(wrong)} of {len(indexes)} labels for {name}; for example "
+            f"row {index}: {str(label)[:80]!r}. A label must be the answer itself, without solution, tags or JSON around it"
+        )
+        (errors if len(wrong) > _MAX_SHARE * len(indexes) else warnings).append(text)
+    return warnings, errors
