@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
@@ -29,8 +29,10 @@ def training_world(one_process_world: None) -> None:
 
 @pytest.fixture(scope="module")
 def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainEngine]:
-    """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights."""
-    folder = tmp_path_factory.mktemp("tiny")
+    """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights.
+
+    `model`, of transformers, takes its place.
+    """
     torch.manual_seed(0)
     hf = Qwen2ForCausalLM(
         Qwen2Config(
@@ -43,15 +45,21 @@ def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) 
             tie_word_embeddings=True,
         )
     )
-    Path(folder, "config.json").write_text(json.dumps(hf.config.to_dict(), default=str))
-    weights = MemorySource({name: tensor.detach().clone() for name, tensor in hf.state_dict().items()})
 
-    def make(*, steps_per_iteration: int = 1, **keys: Any) -> TrainEngine:
+    def save(model: PreTrainedModel) -> tuple[Path, MemorySource]:
+        folder = tmp_path_factory.mktemp("tiny")
+        Path(folder, "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
+        return folder, MemorySource({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
+
+    default = save(hf)
+
+    def make(*, steps_per_iteration: int = 1, model: PreTrainedModel | None = None, **keys: Any) -> TrainEngine:
+        folder, weights = default if model is None else save(model)
         config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
         parallel._seed_all(1)
-        model = build_model(config, plan_model(config, folder), trainable=True)
-        load_weights(model, weights)
-        engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+        built = build_model(config, plan_model(config, folder), trainable=True)
+        load_weights(built, weights)
+        engine = TrainEngine(config, built, batch_shape(config, packed=True, pad_id=0))
         engine.start_training(steps_per_iteration)
         return engine
 
