@@ -43,7 +43,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "CP2 ring": ("tied", RING),
     "CP2 Ulysses": ("hybrid", ULYSSES),
 }
-_QUICK = {("muon", "PP2 predicting"), ("muon", "PP2 predicting tied"), ("adam", "PP2 tied"), ("muon by blocks", "TP2 SP experts")}
+_QUICK = {
+    ("muon", "PP2 predicting"),
+    ("muon", "PP2 predicting tied"),
+    ("adam", "PP2 tied"),
+    ("muon by blocks", "TP2 SP experts"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.models.weights import MemorySource
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +43,18 @@ def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) 
             tie_word_embeddings=True,
         )
     )
-
-    def save(model: PreTrainedModel) -> tuple[Path, MemorySource]:
-        folder = tmp_path_factory.mktemp("tiny")
-        Path(folder, "config.json").write_text(json.dumps(model.config.to_dict(), default=str))
-        return folder, MemorySource({name: tensor.detach().clone() for name, tensor in model.state_dict().items()})
-
-    default = save(hf)
+    tiny = tmp_path_factory.mktemp("tiny")
+    hf.save_pretrained(tiny)
 
     def make(*, steps_per_iteration: int = 1, model: PreTrainedModel | None = None, **keys: Any) -> TrainEngine:
-        folder, weights = default if model is None else save(model)
+        folder = tiny
+        if model is not None:
+            folder = tmp_path_factory.mktemp("other")
+            model.save_pretrained(folder)
         config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
         parallel._seed_all(1)
         built = build_model(config, plan_model(config, folder), trainable=True)
-        load_weights(built, weights)
+        load_weights(built, HfFolder(folder))
         engine = TrainEngine(config, built, batch_shape(config, packed=True, pad_id=0))
         engine.start_training(steps_per_iteration)
         return engine

@@ -196,8 +196,18 @@ def test_a_step_of_fused_attention_is_that_of_the_matrices_in_the_file(
         "tie_word_embeddings": False,
     }
     deltas = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-    hf = transformers.Qwen3_5TextConfig(**sizes, **deltas, full_attention_interval=2) if gated else transformers.Qwen3Config(**sizes)
-    keys = {"optimizer": "muon", "muon_momentum": 0.0, "muon_scale_mode": "unit_rms_norm", "weight_decay": 0.0, "clip_grad": 0.0}
+    hf = (
+        transformers.Qwen3_5TextConfig(**sizes, **deltas, full_attention_interval=2)
+        if gated
+        else transformers.Qwen3Config(**sizes)
+    )
+    keys = {
+        "optimizer": "muon",
+        "muon_momentum": 0.0,
+        "muon_scale_mode": "unit_rms_norm",
+        "weight_decay": 0.0,
+        "clip_grad": 0.0,
+    }
     torch.manual_seed(0)
     engine = make_engine(model=transformers.AutoModelForCausalLM.from_config(hf), lr=0.5, **keys)
     gradients: dict[str, np.ndarray] = {}
