@@ -21,7 +21,7 @@ _KEYS = (
     "context_parallel_size dataloader_type ddp_bucket_size distributed_backend eval_interval eval_iters "
     "expert_model_parallel_size expert_tensor_parallel_size finetune global_batch_size initial_loss_scale load log_interval "
     "log_throughput lr_warmup_init make_vocab_size_divisible_by micro_batch_size moe_aux_loss_coeff moe_grouped_gemm "
-    "moe_router_bias_update_rate moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
+    "moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
     "no_check_for_nan_in_loss_and_grad no_gradient_accumulation_fusion no_load_optim no_load_rng no_masked_softmax_fusion "
     "no_save_optim no_save_rng num_layers_per_virtual_pipeline_stage num_workers overlap_grad_reduce overlap_param_gather "
     "pipeline_model_parallel_size pretrained_checkpoint recompute_granularity recompute_method recompute_modules "
