@@ -49,7 +49,7 @@ def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: 
     Raises:
         ValueError: r or alpha contradicts the adapter, or alpha is stated nowhere.
     """
-    ranks = {piece.shape[0] for _, a, _ in adapters.values() for piece in a}
+    ranks = {shard.shape[0] for _, a, _ in adapters.values() for shard in a}
     if len(ranks) != 1:
         raise ValueError(f"the adapters have different ranks {sorted(ranks)}; one rank for all is supported")
     actual = ranks.pop()
@@ -169,8 +169,39 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
     Raises:
         ValueError: it is not plain LoRA, r or alpha contradicts it, or it does not fit the base.
     """
-    hf_shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
-    rank, scale = _read_scale(path, r, alpha)
+    config = _read_config(path)
+    for option, given, key in (("--lora-r", r, "r"), ("--lora-alpha", alpha, "lora_alpha")):
+        if given is not None and given != config[key]:
+            raise ValueError(f"{option} {given:g} does not match {path}, whose {key} is {config[key]:g}")
+    rank = config["r"]
+    pairs = _pair(path, {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}, rank)
+    return PeftMerge(path, pairs, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return adapter_config.json, which is that of plain LoRA."""
+    config = read_json(path / ADAPTER_CONFIG)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")
+    for key in sorted(config.keys() - _READ - _OF_ITS_ORIGIN):
+        if config[key]:
+            raise ValueError(f"{path}: adapter_config.json sets {key} to {config[key]!r}, which is not supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; supported is 'none'")
+    start = config.get("init_lora_weights")
+    if str(start).lower() not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{path}: adapter_config.json has init_lora_weights {start!r}, which changes the base too; convert the adapter to "
+            "plain LoRA (peft's save_pretrained with path_initial_model_for_weight_conversion)"
+        )
+    rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))
+    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or rank < 1 or alpha <= 0:
+        raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {alpha!r}; expected numbers above 0")
+    return config
+
+
+def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[TensorRecord, TensorRecord]]:
+    """Return the tensors A and B of an adapter by the HF name of the weight that they are added to."""
     sides: dict[str, dict[str, TensorRecord]] = {}
     for key, record in read_safetensors_header(path / "adapter_model.safetensors").items():
         match = _LORA_NAME.fullmatch(key.removeprefix(_PEFT_PREFIX))
@@ -198,37 +229,7 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
             shapes = f"{list(b.shape)} x {list(a.shape)}"
             raise ValueError(f"{path}: the adapter of {module}, {shapes} with r {rank}, does not fit {list(hf_shapes[name])}")
         pairs[name] = (a, b)
-    return PeftMerge(path, pairs, scale)
-
-
-def _read_scale(path: Path, r: int | None, alpha: float | None) -> tuple[int, float]:
-    """Read adapter_config.json: return the rank of an adapter and the factor on its product.
-
-    Raises:
-        ValueError: a key says that the adapter is more than a product that is added, or r or alpha contradicts it.
-    """
-    config = read_json(path / ADAPTER_CONFIG)
-    if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")
-    for key in sorted(config.keys() - _READ - _OF_ITS_ORIGIN):
-        if config[key]:
-            raise ValueError(f"{path}: adapter_config.json sets {key} to {config[key]!r}, which is not supported")
-    if config.get("bias", "none") != "none":
-        raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; supported is 'none'")
-    start = config.get("init_lora_weights")
-    if str(start).lower() not in _PLAIN_STARTS:
-        raise ValueError(
-            f"{path}: adapter_config.json has init_lora_weights {start!r}, which changes the base too; convert the adapter to "
-            "plain LoRA (peft's save_pretrained with path_initial_model_for_weight_conversion)"
-        )
-    rank, own_alpha = (config.get(key) for key in ("r", "lora_alpha"))
-    if not isinstance(rank, int) or not isinstance(own_alpha, (int, float)) or rank < 1 or own_alpha <= 0:
-        raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {own_alpha!r}; expected numbers above 0")
-    if r is not None and r != rank:
-        raise ValueError(f"--lora-r {r} does not match {path}, whose r is {rank}")
-    if alpha is not None and alpha != own_alpha:
-        raise ValueError(f"--lora-alpha {alpha:g} does not match {path}, whose lora_alpha is {own_alpha:g}")
-    return rank, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    return pairs
 
 
 def get_staging_path(path: Path) -> Path:

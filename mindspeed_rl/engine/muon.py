@@ -109,7 +109,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Return s O of the parameter, this rank's part of it, after the update of its momentum."""
         config, matrix, momentum = self._config, self._matrices[parameter], self.state[parameter]["momentum_buffer"]
         gradient = parameter.grad
-        assert gradient is not None  # a parameter without one is left alone
+        assert gradient is not None  # a parameter without one does not change
         momentum.lerp_(gradient, 1.0 - config.muon_momentum)
         update = gradient.lerp(momentum, config.muon_momentum) if config.muon_use_nesterov else momentum
         if matrix.group is None:
@@ -158,7 +158,7 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
     Muon updates all matrices but embeddings, heads and vision towers.
 
     Args:
-        optimizer: of the chunks, before its first step; not the distributed one, which has no full matrices.
+        optimizer: optimizer of the chunks, before its first step; not the distributed one, which has no full matrices.
     """
     matrices: dict[Tensor, _Matrix] = {}
     for chunk in chunks:
@@ -179,8 +179,8 @@ def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: Megat
     is_expert = not getattr(parameter, "allreduce", True)
     if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-        found = ranks()
-        group = found if found is not None and found.size() > 1 else None
+        ranks_group = ranks()
+        group = ranks_group if ranks_group is not None and ranks_group.size() > 1 else None
     if config.muon_split_qkv and name.endswith("linear_qkv.weight"):
         width, num_groups = model.kv_channels, model.num_query_groups
         assert width is not None and num_groups is not None  # both are set by Megatron where the config leaves them out
