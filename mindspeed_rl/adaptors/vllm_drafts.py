@@ -4,6 +4,7 @@
 |---|---|---|---|
 | values of a draft token | `expand_batch_to_tokens` | cpu | the CPU's kernel converts its output first and fills the copy: temperature and cut-offs of draft tokens are whatever the memory held, and a temperature of 0.7 is read as 0 |
 | which draft tokens stay | `rejection_sample` | cpu | see below |
+| cut-offs of a step without drafts | `apply_top_k_top_p` | cpu | top_k without top_p takes the largest k of the step's draft tokens, and the largest of none is an error |
 | log-probs | `RejectionSampler._get_logprobs_tensors` | all | they are those at temperature 1; it also counts drafts |
 | suffix drafts | `SuffixDecodingProposer`, `has_arctic_inference` | all | vLLM's own needs a package with compiled code; see `_SuffixDrafts` |
 | weights of a draft model | `DraftModelProposer._create_draft_vllm_config` | all | `draft_load_config` is not looked at: with the policy's format, which a weight sync fills, the draft model has random weights |
@@ -16,14 +17,14 @@ drafts, another batch or a resumed run changes none. Seeds of positions that wer
 Other devices keep vLLM's own rejection sampling: the same distribution, from the request's own generator, but other tokens
 than without drafts.
 
-The first two can go when vLLM's CPU kernel fills its output; `tests/unit/adaptors` compares with unadapted sampling.
+The first two can go when vLLM's CPU kernel fills its output, the third when its top-k takes an empty batch; `tests/unit/adaptors` compares with unadapted sampling.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +82,7 @@ def apply() -> None:
         replaced: Any = rejection_sampler
         replaced.expand_batch_to_tokens = _expand
         replaced.rejection_sample = _keep_matching_drafts
+        replaced.apply_top_k_top_p = _cut_off_drafts(rejection_sampler.apply_top_k_top_p)
     _wrap_sampler(rejection_sampler.RejectionSampler)
     settings: Any = speculative
     settings.has_arctic_inference = lambda: True
@@ -109,6 +111,15 @@ def _expand(x: Tensor, cu_num_tokens: Tensor, num_tokens: int, replace_from: int
     """Repeat the value of each request for each of its draft tokens; `replace_from` becomes `replace_to`."""
     values = torch.where(x == replace_from, replace_to, x).to(x.dtype)
     return values.repeat_interleave(cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1)), output_size=num_tokens)
+
+
+def _cut_off_drafts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return vLLM's cut-offs for steps that have draft tokens; those without have no logits to change."""
+
+    def apply_top_k_top_p(logits: Tensor, k: Tensor | None, p: Tensor | None) -> Tensor:
+        return original(logits, k, p) if len(logits) else logits
+
+    return apply_top_k_top_p
 
 
 def _reserve_seeds(metadata: Any, sampling_metadata: Any) -> list[tuple[torch.Generator | None, list[int]]]:

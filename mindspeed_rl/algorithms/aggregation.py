@@ -75,7 +75,7 @@ class Aggregation:
 
 
 #: (reduction, [B, R] values of a metric): their "mean" over the tokens that train, their mean under the normalizer as a
-#: "loss", the "max" of values that are not negative, or the effective sample size "ess" of weights w from w - 1
+#: "loss", the "max" of values that are not negative, or the effective sample size "ess" of weights w from log w
 TokenValues = tuple[Literal["mean", "loss", "max", "ess"], Tensor]
 
 
@@ -95,10 +95,22 @@ def reduce_tokens(values: Mapping[str, TokenValues], tokens: Aggregation) -> dic
             largest = stacked[index].amax() if stacked.numel() else sums[index]
             terms[name] = ("max", (largest, tokens.num_tokens))
         elif kind == "ess":
-            terms[name] = ("ess", (sums[index], tokens.num_tokens, stacked[index].square().sum()))
+            terms[name] = ("ess", _sum_weights(stacked[index], tokens))
         else:
             terms[name] = ("mean", (sums[index], tokens.num_tokens))
     return terms
+
+
+def _sum_weights(log_weights: Tensor, tokens: Aggregation) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the terms of an effective sample size; see `Terms`."""
+    if not log_weights.numel():
+        # amax refuses an empty tensor
+        return (log_weights.sum(), tokens.num_tokens, log_weights.sum(), log_weights.sum())
+    top = log_weights.masked_fill(tokens.outside, -torch.inf).amax()
+    # 0 where the largest weight is ordinary; the largest of the others becomes e^20 or e^-1
+    shift = top - top.clamp(-1.0, 20.0)
+    excess = (log_weights - shift).expm1_().masked_fill_(tokens.outside, 0)
+    return excess.sum(), tokens.num_tokens, excess.square().sum(), shift
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def measure_mismatch(difference: Tensor) -> dict[str, TokenValues]:
         "rollout/log_probs_diff_mean": ("mean", distance),
         "rollout/log_probs_diff_max": ("max", distance),
         "rollout/kl": ("mean", compute_k3(-difference, excess)),
-        "rollout/ess": ("ess", excess),
+        "rollout/ess": ("ess", difference),
     }
 
 

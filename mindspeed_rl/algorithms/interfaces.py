@@ -18,16 +18,20 @@ from mindspeed_rl.observability.metrics import Metric
 class _EffectiveSampleFraction(Metric):
     """Effective fraction of samples under importance weights w: (sum w)^2 / (count * sum w^2), in (0, 1].
 
-    value is sum w; two of them merge exactly, which a mean of fractions would not.
+    value is sum w / e^shift, squares is sum (w / e^shift)^2; two of them merge exactly, which a mean of fractions would not.
     """
 
     squares: float = 0.0
+    shift: float = 0.0
 
     def merge(self, other: Metric) -> _EffectiveSampleFraction:
         """Return the fraction over both."""
         if not isinstance(other, _EffectiveSampleFraction):
             raise ValueError("an effective sample fraction merges only with another one")
-        return _EffectiveSampleFraction("sum", self.value + other.value, self.count + other.count, self.squares + other.squares)
+        shift = max(self.shift, other.shift)
+        mine, theirs = math.exp(self.shift - shift), math.exp(other.shift - shift)
+        value, squares = mine * self.value + theirs * other.value, mine**2 * self.squares + theirs**2 * other.squares
+        return _EffectiveSampleFraction("sum", value, self.count + other.count, squares, shift)
 
     def result(self) -> float:
         """Return the fraction; NaN when nothing was measured or every weight is 0."""
@@ -35,8 +39,8 @@ class _EffectiveSampleFraction(Metric):
 
 
 Terms = tuple[str, tuple[Tensor, ...]]
-"""A metric still on the device: (reduction, (value, count)); for "ess" (sum of w - 1, count, sum of (w - 1)^2), which keep
-their digits where all weights are close to 1."""
+"""A metric still on the device: (reduction, (value, count)). For "ess" (sum of v - 1, count, sum of (v - 1)^2, s) with
+v = w / e^s: sums of v - 1 keep their digits where all weights are close to 1, and s keeps squares of v below infinity."""
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Terms:
@@ -99,8 +103,9 @@ class PendingMetrics(Mapping[str, Metric]):
                 value, count, *squares = [next(ordered) for _ in terms]
                 if count:
                     if squares:
-                        square = count + 2.0 * value + squares[0]
-                        metrics._read[name] = _EffectiveSampleFraction("sum", count + value, count, square)
+                        square, shift = squares
+                        square += count + 2.0 * value
+                        metrics._read[name] = _EffectiveSampleFraction("sum", count + value, count, square, shift)
                     else:
                         metrics._read[name] = Metric(reduction, value, count)
         return [*ordered]

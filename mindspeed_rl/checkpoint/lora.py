@@ -25,6 +25,18 @@ from mindspeed_rl.models.vision import TOWER, get_tower_part, is_adapted
 from mindspeed_rl.models.weights import TensorSource, WeightOp
 
 _PEFT_PREFIX = "base_model.model."
+#: keys of adapter_config.json that are read here
+_READ = frozenset({"peft_type", "r", "lora_alpha", "use_rslora", "bias", "init_lora_weights"})
+#: keys that say where an adapter comes from, which modules it has (its tensors say that too), and how it was trained
+_OF_ITS_ORIGIN = frozenset(
+    "auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config exclude_modules inference_mode "
+    "layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core peft_version "
+    "qalora_group_size revision runtime_config target_modules target_parameters task_type".split()
+)
+#: values of init_lora_weights that leave the base as it is; the others train next to a changed one
+_PLAIN_STARTS = ("true", "false", "none", "gaussian", "eva", "orthogonal", "mica")
+#: `...lora_A.weight`, or with the name of the adapter, as some trainers save it
+_LORA_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(\.\w+)?\.weight")
 
 
 def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: tuple[int | None, float | None]) -> float:
@@ -171,11 +183,17 @@ def _read_config(path: Path) -> dict[str, Any]:
     config = read_json(path / ADAPTER_CONFIG)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")
-    for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
-        if config.get(key):
-            raise ValueError(f"{path}: adapter_config.json sets {key}, which is not supported")
+    for key in sorted(config.keys() - _READ - _OF_ITS_ORIGIN):
+        if config[key]:
+            raise ValueError(f"{path}: adapter_config.json sets {key} to {config[key]!r}, which is not supported")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; supported is 'none'")
+    start = config.get("init_lora_weights")
+    if str(start).lower() not in _PLAIN_STARTS:
+        raise ValueError(
+            f"{path}: adapter_config.json has init_lora_weights {start!r}, which changes the base too; convert the adapter to "
+            "plain LoRA (peft's save_pretrained with path_initial_model_for_weight_conversion)"
+        )
     rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))
     if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or rank < 1 or alpha <= 0:
         raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {alpha!r}; expected numbers above 0")
@@ -184,30 +202,33 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[TensorRecord, TensorRecord]]:
     """Return the tensors A and B of an adapter by the HF name of the weight that they are added to."""
-    records = read_safetensors_header(path / "adapter_model.safetensors")
-    pairs: dict[str, tuple[TensorRecord, TensorRecord]] = {}
-    for key, record in records.items():
-        module, separator, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
-        if not separator:
-            continue
-        other = records.get(key.replace(".lora_A.", ".lora_B."))
+    sides: dict[str, dict[str, TensorRecord]] = {}
+    for key, record in read_safetensors_header(path / "adapter_model.safetensors").items():
+        match = _LORA_NAME.fullmatch(key.removeprefix(_PEFT_PREFIX))
+        if match is None:
+            raise ValueError(f"{path} holds {key!r}, which is not a LoRA weight (lora_A.weight or lora_B.weight)")
         # PEFT has the names of transformers' modules, which a checkpoint of Qwen2.5-VL has not
+        module = match["module"]
         own = re.sub(r"^model\.(visual\.)|^(model\.)language_model\.", r"\1\2", module)
         name = next((f"{one}.weight" for one in (module, own) if f"{one}.weight" in hf_shapes), None)
-        if other is None:
-            raise ValueError(f"{path}: {key} has no lora_B next to it")
         if name is None:
             raise ValueError(f"{path} adapts {module}, which the base does not have")
-        fits = (other.shape[0], record.shape[1]) == hf_shapes[name] and record.shape[0] == other.shape[1] == rank
-        if not fits:
-            shapes = f"{list(other.shape)} x {list(record.shape)}"
-            raise ValueError(f"{path}: the adapter of {module}, {shapes} with r {rank}, does not fit {list(hf_shapes[name])}")
-        pairs[name] = (record, other)
-    strange = [key for key in records if ".lora_A." not in key and ".lora_B." not in key]
-    if strange:
-        raise ValueError(f"{path} holds {strange[0]!r}, which is not a LoRA weight")
-    if not pairs:
+        if match["side"] in sides.setdefault(name, {}):
+            raise ValueError(f"{path} holds {key!r} next to another lora_{match['side']} of {module}; one adapter is supported")
+        sides[name][match["side"]] = record
+    if not sides:
         raise ValueError(f"{path} holds no LoRA weights")
+    pairs: dict[str, tuple[TensorRecord, TensorRecord]] = {}
+    for name, found in sides.items():
+        module = name.removesuffix(".weight")
+        for side, other in (("A", "B"), ("B", "A")):
+            if side not in found:
+                raise ValueError(f"{path}: the lora_{other} of {module} has no lora_{side} next to it")
+        a, b = found["A"], found["B"]
+        if (b.shape[0], a.shape[1]) != hf_shapes[name] or not a.shape[0] == b.shape[1] == rank:
+            shapes = f"{list(b.shape)} x {list(a.shape)}"
+            raise ValueError(f"{path}: the adapter of {module}, {shapes} with r {rank}, does not fit {list(hf_shapes[name])}")
+        pairs[name] = (a, b)
     return pairs
 
 

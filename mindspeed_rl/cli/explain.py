@@ -22,6 +22,7 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
+from mindspeed_rl.run.formula import formula
 
 
 def main(argv: list[str]) -> int:
@@ -111,6 +112,8 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
     run, epochs = inputs.run, cfg.actor_config.train_epochs
     if inputs.images:
         report["samples"] = "\n  ".join(filter(None, [report["samples"], inputs.images]))
+    # with what the models' config.json says of the loss
+    report["formula"] = formula(run)
     report["derived"] |= {name: {"value": item.value, "from": item.source} for name, item in run.config.derived.items()}
     if epochs is not None:
         each, unit = run.plan.num_prompts, "rows" if cfg.is_supervised else "prompts"

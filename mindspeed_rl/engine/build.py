@@ -100,6 +100,7 @@ def _run_settings(config: MegatronConfig, model_config: ModelConfig, layout: Lay
     if model_config.sparse_attention is not None:
         settings["dsa_indexer_loss_coeff"] = config.dsa_indexer_loss_coeff
     if model_config.num_moe_experts:
+        settings["moe_router_bias_update_rate"] = config.moe_router_bias_update_rate
         if config.moe_token_dispatcher_type == "allgather":
             if config.pipeline_model_parallel_size > 1:
                 raise ValueError(

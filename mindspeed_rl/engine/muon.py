@@ -31,6 +31,8 @@ from mindspeed_rl.models.vision import TOWER
 
 #: a, b and c: of Keller Jordan, the steepest at 0 for which all singular values stay near 1
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+#: parts of a model, by their names in Megatron, whose matrices AdamW updates
+_ENDS = ("embedding.", "output_layer.", TOWER)
 #: rows and columns of a matrix -> s, so that learning rates carry over between widths
 _SCALES: dict[str, Callable[[int, int], float]] = {
     "spectral": lambda rows, columns: math.sqrt(max(rows, columns)),
@@ -47,13 +49,13 @@ class _Matrix:
         group: ranks that hold a part of it each, in the order of the parts; None where this rank has all of it, or where parts
             count as matrices of their own.
         dim: along which it is split.
-        heads: for a fused projection of queries, keys and values, the rows of each of the three in a query group, which count
-            as matrices of their own; None for other weights.
+        heads: of a fused projection of queries, their gates where the attention has one, keys and values: rows of each in a
+            query group, which count as matrices of their own; None for other weights.
     """
 
     group: dist.ProcessGroup | None = None
     dim: int = 0
-    heads: tuple[int, int, int] | None = None
+    heads: tuple[int, ...] | None = None
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -161,7 +163,8 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
     matrices: dict[Tensor, _Matrix] = {}
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            is_end = getattr(parameter, "is_embedding_or_output_parameter", False) or TOWER in name
+            # by name, as every stage has it: Megatron marks neither the copy of prediction layers nor that of a tied head
+            is_end = any(end in name for end in _ENDS)
             if parameter.requires_grad and parameter.dim() == 2 and min(parameter.shape) > 1 and not is_end:
                 # under bf16 Megatron steps on a copy in float32
                 matrices[getattr(parameter, "main_param", parameter)] = _describe(name, parameter, chunk, config)
@@ -178,10 +181,11 @@ def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: Megat
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
         ranks_group = ranks()
         group = ranks_group if ranks_group is not None and ranks_group.size() > 1 else None
-    width = model.kv_channels
-    if config.muon_split_qkv and name.endswith("linear_qkv.weight") and width and model.num_query_groups:
-        per_group = (model.num_attention_heads // model.num_query_groups * width, width, width)
-        # a projection with a gate, or of less than a query group a rank, has other rows
-        parts = 1 if group is None else group.size()
-        heads = per_group if parameter.size(0) * parts % sum(per_group) == 0 else None
+    if config.muon_split_qkv and name.endswith("linear_qkv.weight"):
+        width, num_groups = model.kv_channels, model.num_query_groups
+        assert width is not None and num_groups is not None  # both are set by Megatron where the config leaves them out
+        queries = model.num_attention_heads // num_groups * width
+        heads = (queries, queries, width, width) if model.attention_output_gate else (queries, width, width)
+        # tensor parallelism divides query groups, so that a rank has whole ones
+        assert parameter.size(0) % sum(heads) == 0, f"{name}: {parameter.size(0)} rows do not divide into groups of {heads}"
     return _Matrix(group, getattr(parameter, "partition_dim", 0) if group is not None else 0, heads)

@@ -21,7 +21,7 @@ _KEYS = (
     "context_parallel_size dataloader_type ddp_bucket_size distributed_backend eval_interval eval_iters "
     "expert_model_parallel_size expert_tensor_parallel_size finetune global_batch_size initial_loss_scale load log_interval "
     "log_throughput lr_warmup_init make_vocab_size_divisible_by micro_batch_size moe_aux_loss_coeff moe_grouped_gemm "
-    "moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
+    "moe_router_bias_update_rate moe_router_load_balancing_type moe_z_loss_coeff no_bias_dropout_fusion "
     "no_check_for_nan_in_loss_and_grad no_gradient_accumulation_fusion no_load_optim no_load_rng no_masked_softmax_fusion "
     "no_save_optim no_save_rng num_layers_per_virtual_pipeline_stage num_workers overlap_grad_reduce overlap_param_gather "
     "pipeline_model_parallel_size pretrained_checkpoint recompute_granularity recompute_method recompute_modules "
@@ -216,7 +216,6 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "rotary_percent": by(_rotary_percent, "1.0: whole heads") if shapes else described,
         "moe_permute_fusion": to(f"{ACTOR}.use_fused_moe_token_permute_and_unpermute"),
         "moe_router_dtype": no_effect("config.json of the model decides the router's precision"),
-        "moe_router_bias_update_rate": same("the bias moves by 0.001 an optimizer step", 0.001, 1e-3),
         "moe_router_pre_softmax": refused("scores before the choice of experts; norm_topk_prob") if shapes else described,
         "moe_shared_expert_intermediate_size": refused("shared experts by width; n_shared_experts") if shapes else described,
         "use_rope_scaling": refused("Megatron's own scaling; rope_scaling_type: llama3") if shapes else described,

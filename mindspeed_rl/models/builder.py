@@ -40,6 +40,7 @@ from mindspeed_rl.models.layers import (
     MultimodalRotary,
     NoopLayer,
     NormalizedAttention,
+    NormalizedRouter,
     TwoBaseAttention,
     WindowedAttention,
 )
@@ -147,7 +148,10 @@ def _moe_settings(model_config: ModelConfig, layout: Layout | None) -> _Settings
         if model_config.is_homogeneous and None not in slots
         else [int(layer in model_config.moe_layers) for layer in slots],
         "moe_router_topk": model_config.moe_router_topk,
-        "moe_router_pre_softmax": model_config.moe_router_pre_softmax,
+        # Megatron asks for it where one expert is chosen; `NormalizedRouter` normalizes the score
+        "moe_router_pre_softmax": model_config.moe_router_pre_softmax
+        or model_config.normalizes_one_expert
+        and model_config.moe_router_score_function == "softmax",
         "moe_router_score_function": model_config.moe_router_score_function,
         "moe_router_enable_expert_bias": model_config.moe_router_enable_expert_bias,
         "moe_router_num_groups": model_config.moe_router_num_groups,
@@ -285,8 +289,7 @@ def layer_spec(
         layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
-    if model_config.moe_router_biased_softmax:
-        specs.substitute_layers(block, lambda name, part: BiasedSoftmaxRouter if name == "router" else part)
+    _substitute_router(block, model_config)
     if model_config.add_bias_linear:
         specs.substitute_layers(block, lambda name, part: BiasedRowLinear if name == "linear_fc2" else part)
     return block
@@ -298,7 +301,16 @@ def prediction_layer_spec(
     """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
     core = _core_attention(model_config, core_attention, IndexerOutput(), shares=False)
     layer = _build_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
-    return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
+    block = TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
+    _substitute_router(block, model_config)
+    return block
+
+
+def _substitute_router(block: TransformerBlockSubmodules, model_config: ModelConfig) -> None:
+    """Replace Megatron's router in every layer of a block where the model's computes other weights of experts."""
+    router = BiasedSoftmaxRouter if model_config.moe_router_biased_softmax else NormalizedRouter
+    if model_config.moe_router_biased_softmax or model_config.normalizes_one_expert:
+        specs.substitute_layers(block, lambda name, part: router if name == "router" else part)
 
 
 class IndexerOutput:

@@ -24,16 +24,20 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     """Return the shape of a DeepSeek-V2.
 
     Raises:
-        ValueError: group-limited routing, which scores a group by its best expert; Megatron sums several.
+        ValueError: group-limited routing, which scores a group by its best expert; Megatron sums several. Or a normalized
+            weight of one expert, which transformers takes for its score and vLLM for 1.
     """
     hf_config = {**_DEFAULTS, **hf_config}
     common = read_deepseek(hf_config, "deepseek_v2")
     method = hf_config.get("topk_method", "greedy")
     if method != "greedy":
         raise ValueError(f"config.json has topk_method {method!r}; DeepSeek-V2 is supported with 'greedy' (V2-Lite)")
+    normalizes = read_flag(hf_config, "norm_topk_prob")
+    if normalizes and common.moe_router_topk == 1:
+        raise ValueError("config.json has norm_topk_prob true and num_experts_per_tok 1; DeepSeek-V2 has no one meaning of it")
     return replace(
         common,
-        moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"),
+        moe_router_pre_softmax=not normalizes,
         # keys of the released config.json that transformers does not know
         moe_aux_loss_coeff=read_float(hf_config, "aux_loss_alpha", 0.0, may_be_zero=True),
         seq_aux=read_flag(hf_config, "seq_aux"),

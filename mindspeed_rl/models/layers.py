@@ -277,7 +277,23 @@ class NormalizedAttention(nn.Module):
         return self.attention(self.q_layernorm(query), self.k_layernorm(key), value, *inputs, **named)
 
 
-class BiasedSoftmaxRouter(TopKRouter):
+class NormalizedRouter(TopKRouter):
+    """A router whose chosen experts share a weight of 1, times the scaling factor, also where one alone is chosen.
+
+    Megatron leaves the score of a single expert as it is. The weight is computed as transformers and vLLM do, not put in as
+    a constant, so that the router's weight takes part in backward.
+    """
+
+    def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Return probabilities and choices, [tokens, experts] each."""
+        probs, routing_map = super().routing(logits, *args, **kwargs)
+        if self.topk == 1:
+            factor = self.config.moe_router_topk_scaling_factor or 1.0
+            probs = factor * (probs / (probs.sum(-1, keepdim=True) + 1e-20))
+        return probs, routing_map
+
+
+class BiasedSoftmaxRouter(NormalizedRouter):
     """A router whose experts are chosen by a softmax over all of them plus a bias; chosen ones share their softmax scores.
 
     Megatron has the bias only with sigmoid scores: the logits are changed into those whose sigmoids are the softmax scores.

@@ -271,6 +271,11 @@ class ModelConfig:
         return has_same_attention and len(self.moe_layers) in (0, self.num_layers)
 
     @property
+    def normalizes_one_expert(self) -> bool:
+        """True where each token goes to one expert, whose weight is normalized to 1 whatever its score."""
+        return self.moe_router_topk == 1 and not self.moe_router_pre_softmax
+
+    @property
     def layers_without_indexer(self) -> tuple[int, ...]:
         """Decoder layers that attend to the tokens that the indexer of an earlier layer chose."""
         return () if self.sparse_attention is None else self.sparse_attention.shared_layers

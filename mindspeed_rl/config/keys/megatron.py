@@ -177,8 +177,8 @@ class _OptimizerKeys:
         "muon: factor on the steps of matrices; with spectral, 0.2 makes them as large as AdamW's",
         "muon：矩阵更新的额外系数；spectral 下取 0.2 时与 AdamW 的步长相当", range=Range.POSITIVE, needs=_MUON,
         on_resume="exact")
-    muon_split_qkv: bool = key(True, "muon: queries, keys and values are three matrices",
-        "muon：query、key、value 视为三个矩阵", needs=_MUON, on_resume="exact")
+    muon_split_qkv: bool = key(True, "muon: queries, their gates, keys and values are matrices of their own",
+        "muon：query 及其门控、key、value 各视为一个矩阵", needs=_MUON, on_resume="exact")
     muon_tp_mode: Literal["duplicated", "blockwise"] = key("duplicated",
         "muon: duplicated gathers a matrix that tensor parallelism splits; blockwise takes each part for a matrix",
         "muon：duplicated 会先收集被张量并行切分的矩阵；blockwise 把每一份视为一个矩阵", needs=_MUON, on_resume="exact")

@@ -116,6 +116,9 @@ class ModelKeys:
         "由路由 logits 得到分数的函数", needs=_EXPERTS, on_resume="exact")
     moe_router_enable_expert_bias: bool = key(False, "balance by a bias on the choice instead of a loss",
         "用选择时的偏置而不用损失来均衡", needs=_EXPERTS, on_resume="fixed")
+    moe_router_bias_update_rate: float = key(1e-3,
+        "size of the step that this bias makes after an optimizer step, towards experts with few tokens; 0 leaves it as it is",
+        "每个优化器步之后该偏置朝 token 较少的专家移动的步长；0 表示不更新", range=Bounds(0, 10), on_resume="exact")
     moe_aux_loss_coeff: float | None = key(None, "weight of the balancing loss; unset: as in the model's config.json, or 0",
         "均衡损失的权重；不设时取模型 config.json 中的值，没有则为 0", range=Bounds(0, 1e6), needs=_EXPERTS, on_resume="exact")
     moe_z_loss_coeff: float = key(0.0, "weight of the router's z-loss, which keeps its logits small",

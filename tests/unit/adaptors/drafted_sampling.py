@@ -31,9 +31,11 @@ DRAFTS = ([0, 0], [4, 2], [1], [])
 sampler = rejection_sampler.RejectionSampler(Sampler("raw_logprobs"))
 
 
-def sample(temperature: float, first_seed: int, top_k: int | None) -> tuple[list[list[int]], torch.Tensor]:
+def sample(
+    temperature: float, first_seed: int, top_k: int | None, kinds: tuple[list[int], ...] = DRAFTS
+) -> tuple[list[list[int]], torch.Tensor]:
     """Tokens of a batch of requests that all have the same logits at every position, and their log-probs."""
-    drafts = [DRAFTS[row % len(DRAFTS)] for row in range(BATCH)]
+    drafts = [kinds[row % len(kinds)] for row in range(BATCH)]
     counts = torch.tensor([len(draft) for draft in drafts])
     starts = (counts + 1).cumsum(0) - (counts + 1)
     rows = [start + offset for start, draft in zip(starts.tolist(), drafts) for offset in range(len(draft))]
@@ -93,6 +95,8 @@ for temperature, top_k in ((0.5, None), (1.0, None), (1.5, None), (1.0, 2)):
         "error": error,
     }
 greedy, _ = sample(0.0, 0, None)
+# a step in which no response has a draft
+undrafted, _ = sample(1.0, 0, 2, ([],))
 # what vLLM's own kernel makes of the temperature of two requests with a draft token each
 filled = torch.full((2,), 9.0)
 cpu_triton_utils._expand_kernel_impl(filled, torch.tensor([0.7, 0.7]), torch.tensor([1, 2]), 0, 1)
@@ -101,6 +105,7 @@ print(
         {
             "samples": results,
             "greedy": [greedy[row] for row in range(len(DRAFTS))],
+            "undrafted": sorted({len(row) for row in undrafted}) + sorted({token for row in undrafted for token in row}),
             "unadapted temperature": filled.tolist(),
         }
     )

@@ -27,6 +27,8 @@ def test_drafted_tokens_have_the_distribution_and_log_probs_of_the_model() -> No
         assert sample["error"] < 1e-6, setting
     # drafts [0, 0], [4, 2], [1] and none, where 0 is the most likely token
     assert result["greedy"] == [[0, 0, 0], [0], [0], [0]]
+    # one token each, of the two most likely ones
+    assert result["undrafted"] == [1, 0, 1]
     # of the installed release: the patch can go once these are 0.7
     assert result["unadapted temperature"] == [9.0, 9.0]
 

@@ -105,6 +105,31 @@ def test_the_effective_sample_size_of_parts_merges_to_that_of_all():
     assert merge(parts).results() == pytest.approx(whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outlier", [-300.0, -44.0, -3.0, 3.0, 19.0, 21.0, 43.0, 44.0, 45.0, 60.0, 90.0, 200.0])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one token", "all tokens"])
+def test_the_effective_sample_size_of_far_policies_is_that_of_float64(
+    dtype: torch.dtype, outlier: float, everywhere: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    difference = 0.5 * torch.randn(6, 5, generator=generator, dtype=torch.float64).to(dtype).double()
+    mask = torch.rand(6, 5, generator=generator) < 0.8
+    mask[2, 1] = True
+    if everywhere:
+        difference += outlier
+    else:
+        difference[2, 1] = outlier
+    weights = np.exp(difference.to(dtype).double().numpy()[mask.numpy()])
+    expected = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
+    zeros = torch.zeros(6, 5, dtype=dtype)
+    whole = mismatch(difference.to(dtype), zeros, mask)
+    assert whole["rollout/ess"].result() == pytest.approx(expected, rel=1e-5)
+    # micro-batches with other largest weights, and one without tokens
+    parts = [mismatch(difference[rows].to(dtype), zeros[rows], mask[rows]) for rows in ([0], [1, 2, 3], [4, 5])]
+    parts.append(mismatch(zeros[:1], zeros[:1], torch.zeros_like(mask[:1])))
+    assert merge(parts).results()["rollout/ess"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
     mu = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     pi = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
-from mindspeed_rl.models.weights import MemorySource
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +27,10 @@ def training_world(single_process_world: None) -> None:
 
 @pytest.fixture(scope="module")
 def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TrainEngine]:
-    """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights."""
-    folder = tmp_path_factory.mktemp("tiny")
+    """(keys of MegatronConfig) -> an engine in training on a random two-layer Qwen2, always with the same weights.
+
+    `model`, of transformers, takes its place.
+    """
     torch.manual_seed(0)
     hf = Qwen2ForCausalLM(
         Qwen2Config(
@@ -43,15 +43,19 @@ def make_engine(training_world: None, tmp_path_factory: pytest.TempPathFactory) 
             tie_word_embeddings=True,
         )
     )
-    Path(folder, "config.json").write_text(json.dumps(hf.config.to_dict(), default=str))
-    weights = MemorySource({name: tensor.detach().clone() for name, tensor in hf.state_dict().items()})
+    tiny = tmp_path_factory.mktemp("tiny")
+    hf.save_pretrained(tiny)
 
-    def make(*, steps_per_iteration: int = 1, **keys: Any) -> TrainEngine:
+    def make(*, steps_per_iteration: int = 1, model: PreTrainedModel | None = None, **keys: Any) -> TrainEngine:
+        folder = tiny
+        if model is not None:
+            folder = tmp_path_factory.mktemp("other")
+            model.save_pretrained(folder)
         config = MegatronConfig(**{"bf16": False, "lr": 1e-2, "train_iters": 10, "lr_decay_style": "constant", **keys})
         parallel._seed_all(1)
-        model = build_model(config, plan_model(config, folder), trainable=True)
-        load_weights(model, weights)
-        engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+        built = build_model(config, plan_model(config, folder), trainable=True)
+        load_weights(built, HfFolder(folder))
+        engine = TrainEngine(config, built, batch_shape(config, packed=True, pad_id=0))
         engine.start_training(steps_per_iteration)
         return engine
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
@@ -77,3 +80,32 @@ def test_a_step_without_labels_leaves_the_bias_as_it_was(training_world: None, t
     assert not step(True) and not torch.equal(bias, before)
     before = bias.clone()
     assert step(False) and torch.equal(bias, before)
+
+
+@pytest.mark.parametrize("rate", [None, 0.0, 0.25])
+def test_a_step_moves_the_bias_by_the_rate_towards_experts_with_few_tokens(
+    training_world: None, tmp_path: Path, rate: float | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
+    keys = {} if rate is None else {"moe_router_bias_update_rate": rate}
+    config = MegatronConfig(bf16=False, lr=1e-3, train_iters=10, lr_decay_style="constant", **keys)
+    parallel._seed_all(1)
+    model = build_model(config, plan_model(config, tmp_path), trainable=True)
+    load_weights(
+        model, MemorySource({n: torch.randn(shape) for op in list_model_ops(model) for n, shape in zip(op.hf, op.shapes)})
+    )
+    engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+    engine.start_training(1)
+    (router,) = (module for module in model.models[0].modules() if isinstance(module, TopKRouter))
+    chosen: list[Tensor] = []
+    router.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
+    before, ids = router.expert_bias.clone(), torch.arange(2, 14)
+
+    def negative_log_prob(inputs: LossInputs) -> LossOutput:
+        return LossOutput(-torch.where(inputs.mask, inputs.outputs[0], 0.0).sum(), inputs.mask.sum())
+
+    engine.train_step(Rows([ids], [2]), MicroBatching(1), negative_log_prob)
+    counts = sum(one[: len(ids)].sum(0).float() for one in chosen)
+    assert isinstance(counts, Tensor) and counts.max() > counts.min()
+    expected = before + (1e-3 if rate is None else rate) * (counts.mean() - counts).sign()
+    torch.testing.assert_close(router.expert_bias, expected, rtol=0, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
@@ -16,6 +18,9 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.muon import MuonAdamW, _Matrix, orthogonalize
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weights import list_local_weights
+from mindspeed_rl.resharding.layouts import full_slice
+from mindspeed_rl.resharding.transfer import Sources
 
 LR, DECAY = 0.02, 0.1
 
@@ -150,3 +155,72 @@ def test_a_tiny_model_learns_a_text_and_its_state_is_of_the_right_kinds(make_eng
     engine.offloader.onload(optimizer=True)
     for name, parameter in names.items():
         assert all(map(torch.equal, before[name], inner.state[parameter].values()))
+
+
+def read_all(engine: TrainEngine, *, gradients: bool) -> dict[str, np.ndarray]:
+    """Return copies of all weights, or of their gradients, by their names in Hugging Face's files."""
+    found = {}
+    weights = [w for w in list_local_weights(engine.model) if not gradients or hasattr(w.parameter, "main_grad")]
+    if gradients:
+        weights = [dataclasses.replace(w, tensor=w.parameter.main_grad) for w in weights]  # pyrefly: ignore[missing-attribute]
+    sources = Sources(weights, {})
+    for weight in weights:
+        for name, shape in zip(weight.op.hf, weight.op.shapes):
+            found[name] = torch.zeros(shape)
+            sources.read(name, full_slice(shape), found[name])
+    return {name: value.double().numpy() for name, value in found.items()}
+
+
+def cut_projections(name: str, value: np.ndarray, *, gated: bool, head_dim: int) -> list[np.ndarray]:
+    """Return the matrices that one tensor of a file stands for: a gated q_proj has a gate after each head's queries."""
+    if not gated or not name.endswith("q_proj.weight"):
+        return [value]
+    by_head = value.reshape(-1, 2, head_dim, value.shape[1])
+    return [by_head[:, part].reshape(-1, value.shape[1]) for part in (0, 1)]
+
+
+@pytest.mark.parametrize("gated", [True, False], ids=["gate", "no gate"])
+@pytest.mark.parametrize("heads", [(8, 4), (8, 2), (4, 4), (24, 4), (6, 2), (3, 1)], ids=str)
+def test_a_step_of_fused_attention_is_that_of_the_matrices_in_the_file(
+    make_engine: Callable[..., TrainEngine], heads: tuple[int, int], gated: bool
+) -> None:
+    sizes = {
+        "vocab_size": 67,
+        "hidden_size": 48,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    deltas = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    hf = (
+        transformers.Qwen3_5TextConfig(**sizes, **deltas, full_attention_interval=2)
+        if gated
+        else transformers.Qwen3Config(**sizes)
+    )
+    keys = {
+        "optimizer": "muon",
+        "muon_momentum": 0.0,
+        "muon_scale_mode": "unit_rms_norm",
+        "weight_decay": 0.0,
+        "clip_grad": 0.0,
+    }
+    torch.manual_seed(0)
+    engine = make_engine(model=transformers.AutoModelForCausalLM.from_config(hf), lr=0.5, **keys)
+    gradients: dict[str, np.ndarray] = {}
+    engine.on_gradients.append(lambda: gradients.update(read_all(engine, gradients=True)))
+    generator = torch.Generator().manual_seed(1)
+    rows = Rows([torch.randint(2, 60, (12,), generator=generator) for _ in range(4)], [2] * 4)
+    before = read_all(engine, gradients=False)
+    engine.train_step(rows, MicroBatching(4), step_loss)
+    after = read_all(engine, gradients=False)
+    names = [name for name in before if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]
+    assert len(names) == (3 if gated else 6)
+    for name in names:
+        cut = [cut_projections(name, values[name], gated=gated, head_dim=8) for values in (before, after, gradients)]
+        for first, second, gradient in zip(*cut, strict=True):
+            expected = 0.5 * math.sqrt(len(gradient) / gradient.shape[1]) * orthogonal_factor(gradient, 5)
+            np.testing.assert_allclose(first - second, expected, rtol=1e-3, atol=1e-5, err_msg=name)

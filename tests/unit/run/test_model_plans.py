@@ -16,6 +16,7 @@ from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.run.draft import draft, load_run
+from mindspeed_rl.run.formula import formula
 from mindspeed_rl.run.models import list_source_checks, plan_models, with_model_configs
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.rules.validation import unavailable
@@ -143,6 +144,15 @@ def derived(cfg: RunConfig, folder: Path, model: dict, platform: str = "npu") ->
     """Values and sources that the models of a run give to keys of its losses."""
     run = plan_models(resolve(with_model_configs(with_model(cfg, folder, model)), platform=platform))
     return {name.removeprefix("actor_config."): (item.value, item.source) for name, item in run.config.derived.items()}
+
+
+@pytest.mark.parametrize(("keys", "term"), [([], "+ 0.25 * B"), (["+actor_config.moe_aux_loss_coeff=0.5"], "+ 0.5 * B")])
+def test_the_balancing_loss_of_experts_in_config_json_is_in_the_objective(tmp_path: Path, keys: list[str], term: str) -> None:
+    cfg = load(BY_NAME["dapo_qwen3_30b_a3b_A3"], keys)
+    assert cfg is not None
+    model = MODELS["Qwen3-30B-A3B"] | {"router_aux_loss_coef": 0.25}
+    text = formula(plan_models(resolve(with_model_configs(with_model(cfg, tmp_path, model)), platform="npu")))
+    assert term in text and "of 128 sum_e f_e P_e" in text
 
 
 def test_the_weight_of_the_balancing_loss_is_that_of_config_json_unless_a_key_is_written(tmp_path: Path) -> None:
