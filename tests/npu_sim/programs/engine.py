@@ -201,7 +201,8 @@ def main() -> None:
         if counted and plan.model_config.mtp_num_layers:
             steps[-1]["mtp_loss"] = outcome.metrics["mtp_loss"].result()
         if settings.get("stream_each_step"):
-            sums = {name: zlib.crc32(value.float().cpu().numpy().tobytes()) for name, value in WeightStream(model).named_tensors()}
+            weights = ((name, value.float().cpu().numpy()) for name, value in WeightStream(model).named_tensors())
+            sums = {name: zlib.crc32(value.tobytes()) for name, value in weights}
             steps[-1] |= {"lr": outcome.lr, "weights": sums, "resident": engine.offloader.resident_bytes()}
         if settings.get("offload"):
             before = platform.current().memory_stats().allocated_gib

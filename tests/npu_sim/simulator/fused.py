@@ -291,7 +291,8 @@ def apply_adam_w(
     changed |= {"max_exp_avg_sq": max_exp_avg_sq} if amsgrad else {}
     for name, tensor in {**changed, "grad": grad}.items():
         if tensor.device.type != "npu" or tensor.dtype != torch.float32 or tensor.shape != param.shape:
-            raise RuntimeError(f"AdamW: {name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; that is not simulated")
+            found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise RuntimeError(f"AdamW: {name} is {found}; that is not simulated")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             raise RuntimeError(f"AdamW: {name} has no memory")
     lr, beta1, beta2, weight_decay, eps = torch.tensor([lr, beta1, beta2, weight_decay, eps], dtype=torch.float32)
@@ -309,8 +310,8 @@ def apply_adam_w(
 
 
 def _fused_adamw(
-    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, lr, beta1, beta2, weight_decay, eps, amsgrad, maximize,
-    grad_scale=None, found_inf=None,
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, lr, beta1, beta2, weight_decay, eps, amsgrad,
+    maximize, grad_scale=None, found_inf=None,
 ) -> None:  # fmt: skip
     """torch's operator, for which torch_npu calls the kernel above for each tensor."""
     calls["aten::_fused_adamw_"] += 1
