@@ -59,7 +59,7 @@ from mindspeed_rl.adaptors import (
     swapped_optimizer,
 )
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
+from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, NEEDED_BY_MINDSPEED, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -219,12 +219,9 @@ def check(config: MegatronConfig) -> None:
                 f"context_parallel_size: {heads} attention heads cannot be split over {size} context x "
                 f"{config.tensor_model_parallel_size} tensor parallel ranks; use context_parallel_algo: megatron_cp_algo."
             )
-    if config.swap_optimizer and config.reuse_fp32_param:
-        raise ValueError("swap_optimizer and reuse_fp32_param are both set; MindSpeed supports one of them at a time.")
-    if config.swap_optimizer and not config.use_distributed_optimizer:
-        raise ValueError("swap_optimizer: needs use_distributed_optimizer: true.")
-    if config.reuse_fp32_param and not config.bf16:
-        raise ValueError("reuse_fp32_param: needs bf16: true.")
+    for name, other, value, reason in NEEDED_BY_MINDSPEED:
+        if getattr(config, name) and getattr(config, other) != value:
+            raise ValueError(f"{name}: needs {other}: {str(value).lower()}: {reason}.")
 
 
 def _check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
