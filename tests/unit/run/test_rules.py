@@ -46,7 +46,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     (
         {"platform": "npu", M: {"swap_optimizer": True, "use_distributed_optimizer": False}},
         "mindspeed_optimizer",
-        ["megatron_training.swap_optimizer (true)", "use_distributed_optimizer (false) to be true on the NPU"],
+        ["actor_config.swap_optimizer (true)", "use_distributed_optimizer (false) to be true on the NPU"],
     ),
     (
         {"platform": "npu", M: {"swap_optimizer": True, "use_distributed_optimizer": True, "reuse_fp32_param": True}},
@@ -448,9 +448,9 @@ def test_every_proposed_value_mends_the_run(changes: dict[str, Any], rule: str, 
         assert validate(apply_values(changes, option)) == [], option
 
 
-def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> Run:
+def apply_values(changes: dict[str, Any], option: dict[str, Any]) -> Run:
     """Return the base run with `changes` and then the proposed values, by dotted key."""
-    merged = {group: dict(keys) for group, keys in changes.items()}
+    merged = {group: dict(keys) if isinstance(keys, dict) else keys for group, keys in changes.items()}
     for key, value in option.items():
         group, _, name = key.partition(".")
         if not name:
