@@ -74,6 +74,7 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "PP2 with virtual stages": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, {}),
     "EP2 with recomputation": (2, {"expert_model_parallel_size": 2, **RECOMPUTED}, {"model": "qwen3_moe"}),
+    "a stage without experts": (2, {"pipeline_model_parallel_size": 2}, {"model": "deepseek3"}),
     "grouped experts": (1, {"moe_grouped_gemm": True}, {"model": "qwen3_moe"}),
     "latent attention": (1, {}, {"model": "deepseek3"}),
     "adapters": (1, {"lora_target_modules": ["linear_qkv", "linear_proj"], "lora_r": 4, "lora_alpha": 8}, {}),
