@@ -5,7 +5,8 @@
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | MindSpeed takes cosine and sine of the same angles for query and key of every layer, and copies heads that rotate as a whole |
 | norm, clipping | clip_grads.multi_tensor_applier, l2_norm_impl, multi_tensor_scale_impl | a norm, a power and a sum for each parameter; a product and a copy |
 | AdamW | adamw of mindspeed.optimizer.adamw, mindspeed.core.optimizer.adamw | a call of `_fused_adamw_` for each parameter, though it takes lists |
-| weights | DistributedOptimizer._copy_main_params_to_model_params | a copy for each parameter |
+| weights | DistributedOptimizer._copy_main_params_to_model_params | a copy for each parameter; one that swaps its state \
+copies them in its step and keeps its own, which is empty |
 
 Numbers do not change, except for the norm's rounding. The calls take lists of tensors; how many launches torch_npu makes of a list is
 its matter. `remove` takes the patches back, for a comparison. They can go when MindSpeed caches the angles and calls lists itself.
@@ -22,6 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mindspeed_rl.adaptors import swapped_optimizer
 
 #: tables of angles whose cosines are kept: models with a second rotary base take turns
 _TABLES = 2
@@ -43,7 +46,8 @@ def apply() -> None:
     for name in ("mindspeed.optimizer.adamw", "mindspeed.core.optimizer.adamw"):
         _replace(importlib.import_module(name), "adamw", _step_together)
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
-    _replace(optimizer, "_copy_main_params_to_model_params", _build_copy(optimizer._copy_main_params_to_model_params))
+    if not swapped_optimizer.swaps(optimizer):
+        _replace(optimizer, "_copy_main_params_to_model_params", _build_copy(optimizer._copy_main_params_to_model_params))
 
 
 def remove() -> None:

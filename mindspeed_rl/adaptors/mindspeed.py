@@ -10,6 +10,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | resume | DistributedOptimizer.load_state_dict | MindSpeed's copy lacks the form of checkpoints that the engine saves |
 | packed RoPE | rope_utils._apply_rotary_pos_emb_thd | see `packed_rope` |
 | rotation, optimizer | several | see `fused_steps` |
+| swapped optimizer | SwapDistributedOptimizer | see `swapped_optimizer` |
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
 
@@ -48,9 +49,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.adaptors import DeltaRuleKernel, fused_steps, hccl_buffers, npu_attention, npu_experts, packed_rope
+from mindspeed_rl.adaptors import (
+    DeltaRuleKernel,
+    fused_steps,
+    hccl_buffers,
+    npu_attention,
+    npu_experts,
+    packed_rope,
+    swapped_optimizer,
+)
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, parse_group_buffers
+from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES, NEEDED_BY_MINDSPEED, parse_group_buffers
 from mindspeed_rl.registry import did_you_mean
 
 #: keys that `repatch` takes although MindSpeed's parser does not declare them: Megatron's own arguments that it reads
@@ -210,12 +219,9 @@ def check(config: MegatronConfig) -> None:
                 f"context_parallel_size: {heads} attention heads cannot be split over {size} context x "
                 f"{config.tensor_model_parallel_size} tensor parallel ranks; use context_parallel_algo: megatron_cp_algo."
             )
-    if config.swap_optimizer and config.reuse_fp32_param:
-        raise ValueError("swap_optimizer and reuse_fp32_param are both set; MindSpeed supports one of them at a time.")
-    if config.swap_optimizer and not config.use_distributed_optimizer:
-        raise ValueError("swap_optimizer: needs use_distributed_optimizer: true.")
-    if config.reuse_fp32_param and not config.bf16:
-        raise ValueError("reuse_fp32_param: needs bf16: true.")
+    for name, other, value, reason in NEEDED_BY_MINDSPEED:
+        if getattr(config, name) and getattr(config, other) != value:
+            raise ValueError(f"{name}: needs {other}: {str(value).lower()}: {reason}.")
 
 
 def _check_keys(keys: Mapping[str, object], known: Mapping[str, object]) -> None:
@@ -250,7 +256,9 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     repatch(keys)
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
-    _load_every_form(importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer)
+    optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
+    swapped_optimizer.adapt(optimizer)
+    _load_every_form(optimizer)
     npu_attention.configure(fuse_ring_update=config.use_fused_ring_attention_update)
     dispatcher = config.moe_token_dispatcher_type or "alltoall"
     fuses = config.use_fused_moe_token_permute_and_unpermute

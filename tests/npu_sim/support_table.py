@@ -48,6 +48,8 @@ ROWS = (
     ("MindSpeed bf16: TP2, PP2, DP2, TP2 x PP2, CP2 ring, CP2 Ulysses",
      "MindSpeed bf16：TP2、PP2、DP2、TP2×PP2、CP2 环形、CP2 Ulysses",
      ("test_mindspeed.test_every_layout", "test_mindspeed.test_ring")),
+    ("Optimizer state in host memory by MindSpeed's class: numbers of the plain optimizer; checkpoints go on either way",
+     "优化器状态经 MindSpeed 的类放在主机内存：数值与普通优化器相同，检查点可双向续训", ("test_swapped_optimizer.",)),
     ("MindSpeed bf16: EP2", "MindSpeed bf16：EP2", ("test_mindspeed.test_expert_parallelism",)),
     ("Multi-token-prediction layers (DeepSeek-V3, Qwen3.5) train as on the CPU, fp32; TP2, PP2, CP2; kernels counted",
      "MTP 层（DeepSeek-V3、Qwen3.5）训练与 CPU 一致，fp32；TP2、PP2、CP2；算子计数",

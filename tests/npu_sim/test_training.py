@@ -62,6 +62,7 @@ RUNS = {
     "TP2 to two engines": layout(2, tensor=2),
     "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
     "adapters": pytest.param(ADAPTERS, marks=slow),
+    "DP2 with a swapped optimizer": pytest.param(layout(2, swap_optimizer=True, use_distributed_optimizer=True), marks=slow),
 }
 
 

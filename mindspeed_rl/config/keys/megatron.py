@@ -27,6 +27,12 @@ LEFT_OFF_FEATURES = {
     "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,
     "gemm_gradient_accumulation_fusion": _OWN_ARGUMENTS,
 }
+#: (key, another key, the value that it needs there where MindSpeed trains, reason)
+NEEDED_BY_MINDSPEED = (
+    ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps the state of the distributed optimizer alone"),
+    ("swap_optimizer", "reuse_fp32_param", False, "MindSpeed supports one of them at a time"),
+    ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
+)
 # Megatron-core's names of a layer's linear modules
 LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from mindspeed_rl.config.errors import unknown_value
 from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
-from mindspeed_rl.config.keys.megatron import LORA_TARGETS, is_weight, read_split
+from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED, is_weight, read_split
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
 from mindspeed_rl.run.rules.violation import Broken, needs, violate
@@ -405,6 +405,23 @@ def _muon(run: Run) -> Iterator[Broken]:
                 )
 
 
+def _mindspeed(run: Run) -> Iterator[Broken]:
+    """Check what MindSpeed's optimizers need, which the workers would find."""
+    cfg = run.config
+    roles = {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config} if cfg.platform == "npu" else {}
+    for role, config in roles.items():
+        if config is None or config.optimizer == "muon":  # which excludes all of it, see above
+            continue
+        for name, other, value, reason in NEEDED_BY_MINDSPEED:
+            if getattr(config, name) and getattr(config, other) != value:
+                yield violate(
+                    "mindspeed_optimizer",
+                    f"[{role}.{name}] needs [{role}.{other}] to be {str(value).lower()} on the NPU: {reason}",
+                    {f"{role}.{other}": value},
+                    {f"{role}.{name}": False},
+                )
+
+
 def _adapters(run: Run) -> Iterator[Broken]:
     actor, key = run.config.actor_config, "actor_config.lora_target_modules"
     targets = actor.lora_target_modules or []
@@ -543,6 +560,7 @@ RUN_RULES = (
     _pushed_adapters,
     _shared_backbone,
     _muon,
+    _mindspeed,
     _profiler,
     _dumps,
     _rates,

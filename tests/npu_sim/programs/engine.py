@@ -92,20 +92,20 @@ def main() -> None:
     from mindspeed_rl.config import MegatronConfig
 
     platform.select("cpu" if mode == "cpu" else "npu")
-    config = MegatronConfig(
-        lr=2e-3,
-        min_lr=2e-3,
-        lr_decay_style="constant",
-        train_iters=100,
-        weight_decay=0.1,
-        clip_grad=1.0,
-        bf16=settings.get("bf16", False),
-        use_distributed_optimizer=True,
-        loss_chunk_size=16,
-        micro_batch_size=2,
-        num_attention_heads=4,
-        **layout,
-    )
+    keys = {
+        "lr": 2e-3,
+        "min_lr": 2e-3,
+        "lr_decay_style": "constant",
+        "train_iters": 100,
+        "weight_decay": 0.1,
+        "clip_grad": 1.0,
+        "bf16": settings.get("bf16", False),
+        "use_distributed_optimizer": True,
+        "loss_chunk_size": 16,
+        "micro_batch_size": 2,
+        "num_attention_heads": 4,
+    }
+    config = MegatronConfig(**keys | layout)
     if mode == "npu":
         import without_mindspeed
 
@@ -200,6 +200,10 @@ def main() -> None:
                       "grad_norm": outcome.grad_norm})  # fmt: skip
         if counted and plan.model_config.mtp_num_layers:
             steps[-1]["mtp_loss"] = outcome.metrics["mtp_loss"].result()
+        if settings.get("stream_each_step"):
+            weights = ((name, value.float().cpu().numpy()) for name, value in WeightStream(model).named_tensors())
+            sums = {name: zlib.crc32(value.tobytes()) for name, value in weights}
+            steps[-1] |= {"lr": outcome.lr, "weights": sums, "resident": engine.offloader.resident_bytes()}
         if settings.get("offload"):
             before = platform.current().memory_stats().allocated_gib
             copies = Copies()

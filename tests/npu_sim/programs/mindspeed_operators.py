@@ -9,6 +9,8 @@ import types
 
 import torch
 import torch_npu
+from simulator import calls
+from simulator.fused import apply_adam_w
 from torch.utils._python_dispatch import _disable_current_modes
 
 
@@ -38,9 +40,18 @@ def _grouped_matmul_backward(grad, x, weight, group_list, group_list_type):
     return [grad_rows], [grad_weights], []
 
 
+def _adam_w(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, max_exp_avg_sq: torch.Tensor,
+    step: torch.Tensor, *settings: float,
+) -> None:  # fmt: skip
+    calls["npu::npu_apply_fused_adamw_v2"] += 1
+    apply_adam_w(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, *settings)
+
+
 #: operator builder's name -> functions of the compiled module
 OPERATORS = {
     "npu_rotary_position_embedding": {"npu_rotary_position_embedding": _rotary},
+    "npu_apply_fused_adamw_v2": {"npu_apply_fused_adamw_v2": _adam_w},
     "grouped_matmul": {"npu_gmm": _grouped_matmul, "npu_gmm_backward": _grouped_matmul_backward},
 }
 

@@ -275,6 +275,53 @@ def _ring_update(
     return mixed.to(out.dtype), highest, sums
 
 
+def apply_adam_w(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, max_exp_avg_sq: Tensor | None, step: Tensor,
+    lr: float, beta1: float, beta2: float, weight_decay: float, eps: float, amsgrad: bool, maximize: bool,
+) -> None:  # fmt: skip
+    """aclnnApplyAdamWV2 by its documented formula, in place, for float32 on the device; numbers are rounded to float32 first.
+
+    m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, p = p - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) - lr wd p, with
+    the maximum of all v instead of v under amsgrad, and -g instead of g under maximize.
+
+    Args:
+        step: t, of which the first is 1.
+    """
+    changed = {"param": param, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    changed |= {"max_exp_avg_sq": max_exp_avg_sq} if amsgrad else {}
+    for name, tensor in {**changed, "grad": grad}.items():
+        if tensor.device.type != "npu" or tensor.dtype != torch.float32 or tensor.shape != param.shape:
+            found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            raise RuntimeError(f"AdamW: {name} is {found}; that is not simulated")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            raise RuntimeError(f"AdamW: {name} has no memory")
+    lr, beta1, beta2, weight_decay, eps = torch.tensor([lr, beta1, beta2, weight_decay, eps], dtype=torch.float32)
+    p, m, v = (cpu_view(tensor) for tensor in (param, exp_avg, exp_avg_sq))
+    g = -cpu_view(grad) if maximize else cpu_view(grad)
+    time = int(cpu_view(step) if step.device.type == "npu" else step)
+    m.copy_(beta1 * m + (1 - beta1) * g)
+    v.copy_(beta2 * v + (1 - beta2) * g * g)
+    second = v
+    if amsgrad:
+        second = cpu_view(max_exp_avg_sq)
+        second.copy_(torch.maximum(second, v))
+    scaled = m / (1 - beta1**time) / ((second / (1 - beta2**time)).sqrt() + eps)
+    p.copy_(p - lr * scaled - lr * weight_decay * p)
+
+
+def _fused_adamw(
+    params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, *, lr, beta1, beta2, weight_decay, eps, amsgrad,
+    maximize, grad_scale=None, found_inf=None,
+) -> None:  # fmt: skip
+    """torch's operator, for which torch_npu calls the kernel above for each tensor."""
+    calls["aten::_fused_adamw_"] += 1
+    if grad_scale is not None or found_inf is not None:
+        raise RuntimeError("_fused_adamw_: grad_scale and found_inf are not simulated")
+    for index, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+        maximum = max_exp_avg_sqs[index] if amsgrad else None
+        apply_adam_w(*tensors, maximum, state_steps[index], lr, beta1, beta2, weight_decay, eps, amsgrad, maximize)
+
+
 KERNELS: dict[str, Callable] = {
     "npu_fusion_attention": _attention,
     "npu_fusion_attention_grad": _attention_backward,
@@ -316,9 +363,11 @@ def _kernel(name: str, function: Callable) -> Callable:
 
 
 _library = torch.library.Library("npu", "IMPL")
+_aten = torch.library.Library("aten", "IMPL")
 
 
 def install() -> None:
     """Overrides the fused operators; one the wheel does not have is an error."""
     for name, function in KERNELS.items():
         _library.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
+    _aten.impl("_fused_adamw_", _fused_adamw, "PrivateUse1", allow_override=True)

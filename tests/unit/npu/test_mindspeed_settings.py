@@ -45,7 +45,7 @@ def test_a_misspelled_key_is_an_error_with_a_suggestion() -> None:
     [
         (
             MegatronConfig(swap_optimizer=True, reuse_fp32_param=True, use_distributed_optimizer=True),
-            "swap_optimizer and reuse",
+            "swap_optimizer: needs reuse_fp32_param: false",
         ),
         (MegatronConfig(swap_optimizer=True), "use_distributed_optimizer"),
         (MegatronConfig(reuse_fp32_param=True, bf16=False), "needs bf16"),

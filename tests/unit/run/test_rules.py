@@ -37,12 +37,22 @@ SIZE_NAMES = ("group_size",)
 KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
 
 # One broken rule each: changes to the sound run, the rule, and words the sentence must have (keys and values).
-CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
+CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({M: {"bf16": False}}, "same_number_format", ["megatron_training.bf16 (false)", "generate_config.dtype (bfloat16)"]),
     ({G: {"dtype": "float32"}}, "same_number_format", ["bf16 (true)", "dtype (float32)"]),
     ({M: {"seq_length": 5000}}, "seq_length_fits_engine", ["max_model_len (4096)", "seq_length (5000)"]),
     ({R: {"max_prompt_length": 4097}}, "prompts_fit_engine", ["max_prompt_length (4097)", "max_model_len (4096)"]),
     ({M: {"optimizer": "muon", "use_distributed_optimizer": True}}, "muon_matrices", ["muon", "use_distributed_optimizer"]),
+    (
+        {"platform": "npu", M: {"swap_optimizer": True, "use_distributed_optimizer": False}},
+        "mindspeed_optimizer",
+        ["actor_config.swap_optimizer (true)", "use_distributed_optimizer (false) to be true on the NPU"],
+    ),
+    (
+        {"platform": "npu", M: {"swap_optimizer": True, "use_distributed_optimizer": True, "reuse_fp32_param": True}},
+        "mindspeed_optimizer",
+        ["swap_optimizer (true)", "reuse_fp32_param (true) to be false"],
+    ),
     ({R: {"loss_type": "clip_cov", "clip_cov_lb": 6.0}}, "covariance_bounds", ["clip_cov_lb (6)", "clip_cov_ub (5)"]),
     ({R: {"loss_type": "real"}}, "groups_in_micro_batches", ["loss_type real", "micro_batch_size (4)", "multiple of 8"]),
     (
@@ -421,7 +431,7 @@ CASES: list[tuple[dict[str, dict[str, Any]], str, list[str]]] = [
 @pytest.mark.parametrize(
     ("changes", "rule", "words"), CASES, ids=[f"{rule}-{index}" for index, (_, rule, _) in enumerate(CASES)]
 )
-def test_a_broken_rule_names_keys_and_values(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
+def test_a_broken_rule_names_keys_and_values(changes: dict[str, Any], rule: str, words: list[str]) -> None:
     violations = rules_of(prompt_level(**changes))
     assert set(violations) == {rule}
     for word in words:
@@ -432,15 +442,15 @@ def test_a_broken_rule_names_keys_and_values(changes: dict[str, dict[str, Any]],
 @pytest.mark.parametrize(
     ("changes", "rule", "words"), CASES, ids=[f"{rule}-{index}" for index, (_, rule, _) in enumerate(CASES)]
 )
-def test_every_proposed_value_mends_the_run(changes: dict[str, dict[str, Any]], rule: str, words: list[str]) -> None:
+def test_every_proposed_value_mends_the_run(changes: dict[str, Any], rule: str, words: list[str]) -> None:
     (violation,) = rules_of(prompt_level(**changes)).values()
     for option in violation.suggestions:
         assert validate(apply_values(changes, option)) == [], option
 
 
-def apply_values(changes: dict[str, dict[str, Any]], option: dict[str, Any]) -> Run:
+def apply_values(changes: dict[str, Any], option: dict[str, Any]) -> Run:
     """Return the base run with `changes` and then the proposed values, by dotted key."""
-    merged = {group: dict(keys) for group, keys in changes.items()}
+    merged = {group: dict(keys) if isinstance(keys, dict) else keys for group, keys in changes.items()}
     for key, value in option.items():
         group, _, name = key.partition(".")
         if not name:
