@@ -788,3 +788,17 @@ def load_template(
         hint = registry.did_you_mean(name, entries)
         raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}")
     return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+
+
+def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:
+    """Return the token that a template makes the end token; None where it keeps the tokenizer's.
+
+    Args:
+        path: a template file of the user, which may be missing.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name is None or name == HF_TEMPLATE:
+        return None
+    return load_template(name, path=path if path and Path(path).is_file() else None).eos_token

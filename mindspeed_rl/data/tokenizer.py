@@ -82,6 +82,45 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     return tokenizer
 
 
+#: texts whose tokens are compared: blanks, line ends, digits, code, other scripts
+_SAMPLE_TEXTS = (
+    "The green guitars stood near 12 red boats, and didn't move.",
+    "  def f(x):\n\treturn x ** 2  # comment\n\n",
+    "你好，世界！ 3.14 + 2/7 = ? Ünïcödé ß",
+)
+
+
+def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Compare the tokens of some texts with those of tokenizer.json itself, and their texts.
+
+    transformers builds the steps of a known model_type by itself and ignores those of the file.
+
+    Raises:
+        ValueError: tokens or text of a sample differ.
+    """
+    # the folder of a name on a hub
+    file = Path(tokenizer.name_or_path).expanduser() / "tokenizer.json"
+    if not tokenizer.is_fast or not file.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    for text in _SAMPLE_TEXTS:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        expected_text = reference.decode(expected, skip_special_tokens=False)
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if ids != expected or decoded != expected_text:
+            raise ValueError(
+                f"tokenizer_name_or_path={str(path)!r}: {text!r} becomes {decoded!r} ({len(ids)} tokens), but {expected_text!r}"
+                f" ({len(expected)} tokens) by tokenizer.json itself: transformers builds {type(tokenizer).__name__} by its own"
+                " rules; set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json, and another model_type in"
+                " config.json where that does not help"
+            )
+
+
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: str | Path) -> None:
     """Check that the model has the end and the padding token.
 

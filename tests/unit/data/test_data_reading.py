@@ -5,11 +5,14 @@ import random
 
 import pytest
 from byte_tokenizer import build_tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from mindspeed_rl.checkpoint.hf import set_end_token
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.indexed import IGNORE_INDEX
-from mindspeed_rl.data.templates import load_template
+from mindspeed_rl.data.templates import find_end_token, load_template
+from mindspeed_rl.data.tokenizer import check_tokens, load_tokenizer
 
 #: it writes all that a template can read, with the prompt before each answer
 CHAT = (
@@ -310,3 +313,47 @@ def test_openais_earlier_keys_of_calls_are_read():
     text, trained, _ = read(handler, {"messages": turns})
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in trained
     assert "<tool_response>\n21\n</tool_response>" in text
+
+
+def test_a_tokenizer_that_transformers_builds_by_other_rules_than_its_file_is_an_error(tmp_path):
+    alphabet = [*map(chr, range(33, 127)), "▁", "<eos>", "<unk>"]
+    backend = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(alphabet)}, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    settings = {"eos_token": "<eos>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    check_tokens(load_tokenizer(tmp_path), tmp_path)
+    # for this type transformers has its own pre-tokenizer, which has no Metaspace
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Qwen2Tokenizer"}))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match="The green guitars .* by tokenizer.json itself: transformers builds Qwen2Tokenizer"):
+        check_tokens(load_tokenizer(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, [5, 3]), ([3, 4], [5, 3, 4]), (None, 5)])
+def test_an_exported_folder_ends_with_the_end_token_of_the_training(tmp_path, before, after):
+    build_tokenizer(eos_token="<|endoftext|>").save_pretrained(tmp_path)
+    config = {"model_type": "qwen2"} | ({} if before is None else {"eos_token_id": 3})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if before is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": before, "top_k": 2}))
+    set_end_token(tmp_path, find_end_token("qwen3"))
+    # <|im_end|> has the id 5
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": after} | ({} if before is None else {"top_k": 2})
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 5
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<|im_end|>", 5)
+    with pytest.raises(ValueError, match="has no token '<none>'"):
+        set_end_token(tmp_path, "<none>")
+
+
+def test_templates_that_keep_the_end_token_change_nothing():
+    assert [find_end_token(name) for name in (None, "hf", "default", "gemma", "llama3")] == [None] * 4 + ["<|eot_id|>"]
+
+
+def test_the_prompt_of_a_row_has_its_own_tools_and_system_column():
+    handler = build_handler("Math17kAlpacaStyleInstructionHandler", "qwen3", tools=({"name": "of_the_run"},))
+    row = {"prompt": [user("Q")], "reward_model": {"ground_truth": "1"}, "system": "S", "tools": [{"name": "own"}]}
+    text = read(handler, row)[0]
+    assert text.startswith("<|im_start|>system\nS\n\n# Tools") and '"name": "own"' in text and "of_the_run" not in text
