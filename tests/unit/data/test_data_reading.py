@@ -322,10 +322,10 @@ def test_a_tokenizer_that_transformers_builds_by_other_rules_than_its_file_is_an
     backend.save(str(tmp_path / "tokenizer.json"))
     settings = {"eos_token": "<eos>", "unk_token": "<unk>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     check_tokens(load_tokenizer(tmp_path), tmp_path)
     # for this type transformers has its own pre-tokenizer, which has no Metaspace
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": "Qwen2Tokenizer"}))
-    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
     with pytest.raises(ValueError, match="The green guitars .* by tokenizer.json itself: transformers builds Qwen2Tokenizer"):
         check_tokens(load_tokenizer(tmp_path), tmp_path)
 
