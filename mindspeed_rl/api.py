@@ -36,7 +36,7 @@ from mindspeed_rl.run import Run as ResolvedRun
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.plan_page import Report, render
 
-#: of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
+#: function of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
 Callback = Callable[[int, Mapping[str, float]], object]
 
 _PLUGIN = '''"""Reward functions that a program gave to `mindspeed_rl.train`; written by it."""

@@ -75,7 +75,7 @@ def replace_file(
             return
         if makes_folder:
             target.parent.mkdir(parents=True, exist_ok=True)
-        # of this process: two that write the same file do not mix
+        # the name has the process id: two processes that write the same file do not mix
         named = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial") if temporary is None else temporary
         named.open("wb").close()
         partial = named

@@ -72,10 +72,10 @@ class HttpClient:
     """Requests in one event loop; its connections are opened with the first one.
 
     Args:
-        max_bytes: of a reply.
-        attempts: of a request without a usable reply, or with a status that passes.
-        headers: of all requests.
-        follows_redirects: of services that may have moved.
+        max_bytes: limit of a reply.
+        attempts: attempts for a request without a usable reply, or with a status that passes.
+        headers: headers of all requests.
+        follows_redirects: True for services that may have moved.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HttpClient:
 
         Args:
             read: checks and converts the reply, of whatever status; its ValueError is a reply that is not usable.
-            timeout_s: of an attempt; None where the caller cancels.
+            timeout_s: limit of an attempt; None where the caller cancels.
             json, data, form: the body; a form has (name, value, file name or None) of each field.
 
         Raises:
@@ -209,7 +209,7 @@ class WebSocket:
 
 
 def _convert(error: Exception) -> HttpError:
-    # a connection that does not open is no late reply
+    # a connection that does not open is not a late reply
     late = isinstance(error, asyncio.TimeoutError) and not isinstance(error, aiohttp.ClientError)
     return HttpError(f"{type(error).__name__}: {error}", late)
 

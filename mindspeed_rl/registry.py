@@ -65,7 +65,7 @@ def load_class(target: str, subject: str, base: str) -> Any:
         base: "module:Class" of what it must derive from; a target because the caller must not import it before it is needed.
 
     Raises:
-        ValueError: as `load`, or it is no such class.
+        ValueError: as `load`, or it is not such a class.
     """
     loaded, expected = load(target, subject), load(base, subject)
     if not (isinstance(loaded, type) and issubclass(loaded, expected)):

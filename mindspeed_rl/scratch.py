@@ -95,7 +95,7 @@ def find_orphans(parent: Path) -> list[_Orphan]:
     orphans = []
     for path in sorted(parent.glob(f"*/{_OWNER}")):
         with contextlib.suppress(OSError, ValueError):
-            # of the name itself: in a folder for all users others may make links to our files
+            # status of the name itself: in a folder for all users others may make links to our files
             stat = path.parent.lstat()
             if stat.st_uid == os.getuid() and time.time() - stat.st_ctime > _NEW_S and not _is_locked(path):
                 orphans.append(_Orphan(path.parent, int(path.read_text(encoding="ascii"))))

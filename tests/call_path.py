@@ -28,14 +28,14 @@ def frames_of_ours(frame: FrameType | None) -> list[Call]:
 
     Comprehensions have frames of their own up to Python 3.11; they are no calls.
     """
-    found = []
+    results = []
     package = str(ROOT / "mindspeed_rl")
     while frame is not None:
         code = frame.f_code
         if code.co_filename.startswith(package) and not code.co_name.startswith("<"):
-            found.append((str(Path(code.co_filename).relative_to(ROOT)), code.co_name))
+            results.append((str(Path(code.co_filename).relative_to(ROOT)), code.co_name))
         frame = frame.f_back
-    return found[::-1]
+    return results[::-1]
 
 
 @contextmanager

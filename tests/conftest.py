@@ -66,7 +66,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="module")
-def one_process_world() -> Iterator[None]:
+def single_process_world() -> Iterator[None]:
     """The environment of rank 0 of 1; the process groups that a test makes are gone after its module."""
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     with pytest.MonkeyPatch.context() as patch:

@@ -125,11 +125,11 @@ class EngineModel(nn.Module):
         offset = width if kind == "up_proj" else 0
 
         def write(held: Tensor, whole: Tensor) -> None:
-            one = held[local].t() if at.transposed else held[local]
+            result = held[local].t() if at.transposed else held[local]
             if kind == "down_proj":
-                one.copy_(whole[:, start : start + width])
+                result.copy_(whole[:, start : start + width])
             else:
-                one[offset : offset + width].copy_(whole[start : start + width])
+                result[offset : offset + width].copy_(whole[start : start + width])
 
         self._add(name, parameter, write)
 

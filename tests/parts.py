@@ -27,7 +27,7 @@ _BUILD_AND_TRAIN = (
 )
 #: what else a release can change: on the newest
 _PATHS_OF_TRAINING = (
-    "tests/dist/test_broken_steps.py tests/dist/test_disks_apart.py tests/dist/test_muon_layouts.py "
+    "tests/dist/test_broken_steps.py tests/dist/test_separate_disks.py tests/dist/test_muon_layouts.py "
     "tests/dist/test_prediction_layers.py tests/dist/test_random_runs.py tests/dist/test_router_losses.py "
     "tests/dist/test_router_replay.py tests/dist/test_shared_prefixes.py tests/dist/test_supervised_layouts.py "
     "tests/dist/test_weight_transfer.py tests/e2e/test_grpo_run.py tests/e2e/test_supervised_commands.py"
@@ -71,8 +71,8 @@ def list_files(environment: str) -> list[str]:
     files: list[str] = []
     for name in ENVIRONMENTS[environment].split():
         path = _ROOT / name
-        found = [name] if path.is_file() else sorted(one.relative_to(_ROOT).as_posix() for one in path.rglob("test_*.py"))
-        files += [one for one in found if environment != "dist" or one not in ENVIRONMENTS["routers"].split()]
+        named = [name] if path.is_file() else sorted(file.relative_to(_ROOT).as_posix() for file in path.rglob("test_*.py"))
+        files += [file for file in named if environment != "dist" or file not in ENVIRONMENTS["routers"].split()]
     return files
 
 

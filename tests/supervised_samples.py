@@ -57,9 +57,9 @@ def write_columns(prefix: Path, rows: Sequence[Mapping[str, Sequence[int]]]) -> 
 
 def answers(count: int, seed: int) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) of random tokens; answers end in EOS."""
-    draw = np.random.RandomState(seed)
+    rng = np.random.RandomState(seed)
     return [
-        (draw.randint(3, VOCAB, draw.randint(2, 9)).tolist(), [*draw.randint(3, VOCAB, draw.randint(1, 12)).tolist(), EOS])
+        (rng.randint(3, VOCAB, rng.randint(2, 9)).tolist(), [*rng.randint(3, VOCAB, rng.randint(1, 12)).tolist(), EOS])
         for _ in range(count)
     ]
 

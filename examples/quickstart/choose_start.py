@@ -12,7 +12,7 @@ from pathlib import Path
 
 from compare import greedy_accuracy
 
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 
 GOAL, LOW, HIGH = 0.6, 0.5, 0.7
 
@@ -36,7 +36,7 @@ def main(save: Path, held_out: Path) -> None:
     link = save / "hf" / "latest"
     link.unlink()
     link.symlink_to(best.name)
-    (save / LATEST_NAME).write_text(str(int(best.name.removeprefix("iter_"))))
+    (save / TRACKER_NAME).write_text(str(int(best.name.removeprefix("iter_"))))
     print(f"warm start: {best.name}, {measured[exports.index(best)]:.1%} of the held-out sums right")
 
 

@@ -76,7 +76,7 @@ def _by_float32(name: str) -> Any:
     kernel = torch.library.get_kernel(f"aten::{name}", "CPU")
 
     def product(keys: torch.DispatchKeySet, first: Tensor, *others: Any, **options: Any) -> Tensor:
-        # of several formats: torch raises its own error
+        # with several formats torch raises its own error
         if first.dtype not in _HALVES or any(isinstance(other, Tensor) and other.dtype != first.dtype for other in others):
             return kernel.call_boxed(keys, first, *others, **options)
         wide = (other.float() if isinstance(other, Tensor) else other for other in others)

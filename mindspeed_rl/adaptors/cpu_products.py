@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 _PRECISION, _VLLM_PRECISION = "medium", "VLLM_FLOAT32_MATMUL_PRECISION"
-#: of a product's error, over the sum of its terms' sizes: float32 stays a hundred times below, bfloat16 (2^-8) far above
+#: bound of a product's error, over the sum of its terms' sizes: float32 stays a hundred times below, bfloat16 (2^-8) far above
 _ALLOWED_ERROR = 2.0**-16
 
 
@@ -58,7 +58,7 @@ def _is_exact() -> bool:
     values = torch.arange(128.0 * 128).view(128, 128).sin()
     for left, right in ((values, values), (values, values.t()), (values.t(), values)):
         exact, terms = left.double() @ right.double(), left.double().abs() @ right.double().abs()
-        for found in (torch.mm(left, right), torch.bmm(left[None], right[None])[0]):
-            if not ((found.double() - exact).abs() <= _ALLOWED_ERROR * terms).all():
+        for product in (torch.mm(left, right), torch.bmm(left[None], right[None])[0]):
+            if not ((product.double() - exact).abs() <= _ALLOWED_ERROR * terms).all():
                 return False
     return True

@@ -5,7 +5,7 @@
 | rotation | rope_utils._apply_rotary_pos_emb_bshd | copies of halves; cosines and sines of the same angles for every layer |
 
 Cosines and sines are cached as long as the same angles are used, which is a micro-batch's time. Heads of which only a part
-is turned, interleaved ones and those of latent attention stay with Megatron. It can go when Megatron has a fused rotation
+is turned, interleaved ones and latent attention stay with Megatron. It can go when Megatron has a fused rotation
 that needs no GPU.
 """
 

@@ -10,7 +10,7 @@ in another order, and may divide the sums of many rows among threads |
 of neighbours; a column of a product depends on nothing but that column |
 | attention | in float32; keys from the first one on in blocks of `KEY_BLOCK`, whose parts are added up one after the other |
 | sums of probabilities | groups of 16, then pairs of neighbours: zeros at the end change nothing, and the sums of ranks are \
-among those of one |
+among the sums of one |
 | rotation, SiLU | in float32 by single operations: torch's fused ones round the last elements of a tensor otherwise |
 | norms | torch's kernel, which computes row by row |
 | experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |

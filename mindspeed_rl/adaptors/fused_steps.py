@@ -68,20 +68,20 @@ def _build_rotation(rotate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         t: Tensor, freqs: Tensor, rotary_interleaved: bool = False, multi_latent_attention: bool = False, mscale: float = 1.0
     ) -> Tensor:
         key = freqs.data_ptr(), freqs.shape, freqs.stride(), freqs._version, t.dtype, mscale
-        found = next((one for one in known if one[1] == key), None)
-        if found is None:
+        table = next((entry for entry in known if entry[1] == key), None)
+        if table is None:
             with torch.no_grad():
                 cos, sin = freqs.cos(), freqs.sin()
                 if mscale != 1.0:
                     cos, sin = cos * mscale, sin * mscale
-                found = freqs, key, cos.to(t.dtype), sin.to(t.dtype)
-            known[:] = [*known, found][-_TABLES:]
+                table = freqs, key, cos.to(t.dtype), sin.to(t.dtype)
+            known[:] = [*known, table][-_TABLES:]
         if multi_latent_attention:
             t = torch.cat((t[..., 0::2], t[..., 1::2]), dim=-1)
         width = freqs.size(-1)
         if width == t.size(-1):
-            return rotate(t.contiguous(), *found[2:], int(rotary_interleaved))
-        return torch.cat((rotate(t[..., :width].contiguous(), *found[2:], int(rotary_interleaved)), t[..., width:]), dim=-1)
+            return rotate(t.contiguous(), *table[2:], int(rotary_interleaved))
+        return torch.cat((rotate(t[..., :width].contiguous(), *table[2:], int(rotary_interleaved)), t[..., width:]), dim=-1)
 
     return apply_bshd
 

@@ -42,7 +42,7 @@ def _reduce_scatter(output: Tensor, source: Tensor, group: dist.ProcessGroup) ->
     others = [other for other in range(size) if other != rank]
     chunks = [slice(start, start + _CHUNK) for start in range(0, output.numel(), _CHUNK)]
     sent = [group.send([shards[other][chunk]], other, tag) for tag, chunk in enumerate(chunks) for other in others]
-    # of each other rank one message is on its way while the one before it is added
+    # one message of each other rank is on its way while the one before it is added
     rooms = {(other, turn): torch.empty_like(output[chunks[0]]) for other in others for turn in range(2)}
 
     def receive(tag: int) -> list[tuple[Tensor, dist.Work]]:

@@ -5,8 +5,8 @@
 | dist_checkpointing.strategies.torch.get_async_strategy | 0.17 to 0.19 | `save(async_sharded_save=True)` has "nvrx" for its \
 default, which is nvidia-resiliency-ext, a package for NVIDIA's devices; without it every save fails |
 
-`save` of 0.17 takes the strategy as an argument, which that of 0.16 does not know, so the answer is changed instead. It can go
-with 0.16, when `engine/checkpoint.py` may say `async_strategy="mcore"`, or where Megatron falls back by itself.
+`save` takes the strategy as an argument only since 0.17, so the answer is changed instead. It can go with 0.16,
+when `engine/checkpoint.py` may say `async_strategy="mcore"`, or where Megatron falls back by itself.
 """
 
 from __future__ import annotations

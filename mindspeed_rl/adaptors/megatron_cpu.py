@@ -23,8 +23,8 @@ different lengths, which experts split over ranks exchange with EP |
 | writer | filesystem_async, async_utils | they fork a process that holds gloo threads, and `.to("cpu")` copies nothing |
 
 Which releases need a patch: all, but for those in LAST_RELEASE. megatron-core 0.17 has neither GroupedMLP nor the kernels under
-it, and says honestly that TransformerEngine is missing. Its writer uses threads where that of 0.16 forked, but asks a process
-that it starts to keep their results, and a thread that fails leaves everybody waiting: ours stands in for both.
+it, and says honestly that TransformerEngine is missing. Its writer uses threads where the writer of 0.16 forked, but asks
+a process that it starts to keep their results, and a thread that fails leaves everybody waiting: ours stands in for both.
 They can go when megatron-core supports a CPU device; `tests/unit/adaptors` fails for each that is no longer needed.
 """
 
@@ -204,7 +204,7 @@ def _mappings(module: Any) -> None:
         padded[: len(value)] = value
         slices = [torch.empty_like(padded) for _ in lengths]
         torch.distributed.all_gather(slices, padded, group=group)
-        return torch.cat([one[:length] for one, length in zip(slices, lengths)])
+        return torch.cat([padded[:length] for padded, length in zip(slices, lengths)])
 
     def sum_slices(value: Tensor, group: Any, lengths: list[int] | None = None, *args: Any, **kwargs: Any) -> Tensor:
         if lengths is None or len(set(lengths)) == 1 or group.size() == 1:

@@ -35,7 +35,7 @@ def indexed_dataset() -> ModuleType:
 def _alone() -> ModuleType:
     root = importlib.util.find_spec(_ROOT)
     folders = root.submodule_search_locations if root is not None else None
-    folder = next((Path(one) for one in folders or () if Path(one, "core").is_dir()), None)
+    folder = next((Path(location) for location in folders or () if Path(location, "core").is_dir()), None)
     if folder is None:
         return importlib.import_module(_WANTED)  # which says what is missing
     before = {name: module for name, module in sys.modules.items() if _is_megatrons(name)}

@@ -113,7 +113,7 @@ def apply(slices: int) -> None:
 
     def unpermute(outputs: Tensor, tokens: Tensor, restore_shape: torch.Size, **named: Any) -> Tensor:
         counts = tokens.bincount(minlength=restore_shape[0])
-        # of another model, each rank of which may add up only some experts of a token
+        # another model, whose ranks may each add up only some experts of a token
         if named.get("probs") is not None or counts.min() != counts.max():
             return scatter(outputs, tokens, restore_shape, **named)
         return exact_kernels.unpermute(outputs, tokens, restore_shape[0])

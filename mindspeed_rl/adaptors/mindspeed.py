@@ -13,7 +13,7 @@ environment -> `import torch, torch_npu` -> `apply()` (imports `mindspeed.megatr
 | scan | patch_utils.sys | every patch searches all modules, ten seconds of a processor in each process; lazy ones then import \
 half of their package or fail |
 
-They can go when MindSpeed's parser leaves `sys.argv` alone, its patches stop searching all modules and its loader knows
+They can go when MindSpeed's parser does not change `sys.argv`, its patches stop searching all modules and its loader knows
 "fully_reshardable"; the programs of tests/npu_sim run the real one.
 
 The gated delta rule of bfloat16 models runs on MindSpeed's Triton kernel where Triton has a device (`delta_rule_kernel`).
@@ -93,18 +93,18 @@ class _SearchableModules:
     """`sys.modules` as MindSpeed's patcher sees it: libraries that it has nothing to do with are left out of its searches."""
 
     def __init__(self) -> None:
-        self._found: dict[str, types.ModuleType] = {}
+        self._modules: dict[str, types.ModuleType] = {}
         self._count = 0
 
     def copy(self) -> dict[str, types.ModuleType]:
         if len(sys.modules) != self._count:  # modules are added, and none is replaced while patches are applied
             self._count = len(sys.modules)
-            self._found = {
+            self._modules = {
                 name: module
                 for name, module in list(sys.modules.items())
                 if _is_searched(name.partition(".")[0]) and not name.startswith(_LAZY_MODULE)
             }
-        return self._found
+        return self._modules
 
     def __getitem__(self, name: str) -> types.ModuleType:
         return sys.modules[name]

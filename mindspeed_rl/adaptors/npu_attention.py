@@ -197,8 +197,8 @@ class _Block:
         starts = [0, *itertools.accumulate(lengths)][:-1]
 
         def chunk(number: int) -> Tensor:
-            pieces = [torch.arange(start + number * half, start + (number + 1) * half) for start, half in zip(starts, halves)]
-            return torch.cat(pieces).to(device, non_blocking=True)
+            indexes = [torch.arange(start + number * half, start + (number + 1) * half) for start, half in zip(starts, halves)]
+            return torch.cat(indexes).to(device, non_blocking=True)
 
         self.causal = source == me
         self.query_index = chunk(1) if source > me else None

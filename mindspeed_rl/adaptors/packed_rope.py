@@ -5,7 +5,7 @@
 | rope | rope_utils._apply_rotary_pos_emb_thd | it cuts the angles sequence by sequence, for query and key of every layer |
 
 The boundaries lie on the host (`engine.sequence_layout.PackedLayout`), and the angles of a micro-batch are gathered once: as
-long as boundaries and table are the same, what was gathered is used again. Boundaries are those of whole sequences; where not
+long as boundaries and table are the same, what was gathered is used again. Boundaries enclose whole sequences; where not
 all of their tokens are computed, `set_positions` gives their positions. It can go when Megatron gathers by positions itself.
 """
 

@@ -145,9 +145,9 @@ def apply() -> None:
 
 def _find_real_spec(name: str, package: str | None = None) -> importlib.machinery.ModuleSpec | None:
     """Find the spec of a module that can be imported from somewhere; None for a placeholder that is only in sys.modules."""
-    found = importlib.util.find_spec(name, package)
-    placeholder = found is not None and found.loader is None and found.submodule_search_locations is None
-    return None if placeholder else found
+    spec = importlib.util.find_spec(name, package)
+    placeholder = spec is not None and spec.loader is None and spec.submodule_search_locations is None
+    return None if placeholder else spec
 
 
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -246,12 +246,12 @@ class VllmAscendHooks(EngineHooks):
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         if self._in_checkpoint_layout:
             return {}
-        found: dict[str, Callable[[Tensor], Tensor]] = {
+        unpacks: dict[str, Callable[[Tensor], Tensor]] = {
             f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS
         }
         for name, _ in _int8_modules(model):
-            found |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
-        return found
+            unpacks |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
+        return unpacks
 
     def release(self, llm: LLM) -> None:
         if self._in_checkpoint_layout and self._has_experts(llm):

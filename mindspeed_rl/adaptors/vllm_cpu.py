@@ -147,7 +147,7 @@ def _read_packings(kernel: Any, hidden: int, intermediate: int, dtype: torch.dty
         RuntimeError: not in blocks.
     """
     shapes = {"w13_weight": (2 * intermediate, hidden), "w2_weight": (hidden, intermediate)}
-    found: dict[str, Tensor] = {}
+    positions: dict[str, Tensor] = {}
     factor = 1
     while factor < 2 * intermediate * hidden:
         layer = nn.Module()
@@ -157,21 +157,21 @@ def _read_packings(kernel: Any, hidden: int, intermediate: int, dtype: torch.dty
         kernel.process_weights_after_loading(layer)
         for name in shapes:
             digits = layer.get_parameter(name).data[0].long() - 1  # negative in what was added
-            found[name] = found.get(name, 0) + digits * factor
+            positions[name] = positions.get(name, 0) + digits * factor
         factor *= _DIGITS
     packings = []
     for name, (rows, columns) in shapes.items():
-        flat = found[name].flatten()
-        num_rows, num_columns = found[name].shape
-        # of a block's elements the second row follows the first; the next columns are in the next block
+        flat = positions[name].flatten()
+        num_rows, num_columns = positions[name].shape
+        # the second row of a block's elements follows the first; the next columns are in the next block
         width = min(num_columns, int((flat == columns).nonzero()))
         height = num_rows if width == num_columns else int((flat == width).nonzero()) // width
-        matrix = _Packing((height, width), None, None)(found[name])
+        matrix = _Packing((height, width), None, None)(positions[name])
         orders = []
         for added in ((matrix < 0).all(1), (matrix < 0).all(0)):
             orders.append(torch.cat([(~added).nonzero(), added.nonzero()]).flatten() if bool(added.any()) else None)
         packings.append(_Packing((height, width), orders[0], orders[1]))
-        if not torch.equal(packings[-1](found[name])[:rows, :columns].flatten(), torch.arange(rows * columns)):
+        if not torch.equal(packings[-1](positions[name])[:rows, :columns].flatten(), torch.arange(rows * columns)):
             raise RuntimeError(
                 f"weight push: this release of vLLM packs {name} of experts in a layout that cannot be read back."
             )
@@ -220,14 +220,14 @@ class VllmCpuHooks(EngineHooks):
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        found: dict[str, Callable[[Tensor], Tensor]] = {}
+        packings: dict[str, Callable[[Tensor], Tensor]] = {}
         for module, kernel in _experts(model):
             up, down = module.w13_weight, module.w2_weight
             shapes = up.size(2), kernel.moe_config.intermediate_size_per_partition, up.dtype
             if shapes not in self._packings:
                 self._packings[shapes] = _read_packings(kernel, *shapes)
-            found |= dict(zip((names[id(up)], names[id(down)]), self._packings[shapes]))
-        return found
+            packings |= dict(zip((names[id(up)], names[id(down)]), self._packings[shapes]))
+        return packings
 
     def packed_bytes(self, model: nn.Module) -> int:
         return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))

@@ -149,10 +149,10 @@ def live_layers(model: nn.Module) -> Iterator[LiveLinear]:
     """Yield the linear layers of an engine's model; a tied head is the embedding's, and comes once."""
     seen = set()
     for module in model.modules():
-        found = getattr(module, "cpu_linear", None)
-        if isinstance(found, LiveLinear) and id(found) not in seen:
-            seen.add(id(found))
-            yield found
+        layer = getattr(module, "cpu_linear", None)
+        if isinstance(layer, LiveLinear) and id(layer) not in seen:
+            seen.add(id(layer))
+            yield layer
 
 
 def forget_packed(model: nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 | patch | symbol | why |
 |---|---|---|
-| norm, alone and with the residual added | RMSNorm.forward_cpu | eight operators, called from Python: a tenth of a step |
+| norm, without and with the residual added | RMSNorm.forward_cpu | eight operators, called from Python: a tenth of a step |
 
 vLLM has the kernels and takes them on GPUs only. What they do not know (a variance of part of a row, no weight, a weight of
 another format) stays as it was, and so does bfloat16: without AVX-512 they cut its digits off, and do not round, which doubles

@@ -8,8 +8,8 @@
 | seeds | TopKTopPSampler.forward_cpu | each token's seed is a call of its request's generator, and a tensor read back |
 
 After a turn of one token for each request, the runner continues with the tokens it has just sampled, up to _STEPS of them, as
-long as few requests have finished; the scheduler takes a turn's tokens as it takes those of speculative decoding, and
-cuts off the tokens after a request's end. Requests, tokens and log-probs are those of single steps: nothing but the
+long as few requests have finished; the scheduler takes a turn's tokens as in speculative decoding, and
+cuts off the tokens after a request's end. Requests, tokens and log-probs are the same as with single steps: nothing but the
 request's own generator and its own tokens enters them. Turns with prompts stay single, and so does everything that looks back
 at a request's tokens (penalties, grammars, stop strings, all of which a server may be asked for), hands out more than tokens
 (routed experts) or has to step with others (replicas that share experts; workers apart from their scheduler).
@@ -128,8 +128,8 @@ class _Turn:
         states = [runner.requests[name] for name in runner.input_batch.req_ids]
         self._texts = [state.output_token_ids for state in states]
         params = [state.sampling_params for state in states]
-        self._left = np.array([one.max_tokens - len(text) for one, text in zip(params, self._texts)])
-        stops = {token for one in params for token in (*one.stop_token_ids, one.eos_token_id) if token is not None}
+        self._left = np.array([param.max_tokens - len(text) for param, text in zip(params, self._texts)])
+        stops = {token for param in params for token in (*param.stop_token_ids, param.eos_token_id) if token is not None}
         self._stops = np.array(sorted(stops), dtype=np.int64)
 
     def finish(self) -> object:
@@ -155,7 +155,7 @@ class _Turn:
     def _room(self) -> int:
         """Return the number of tokens of this turn: within the model's length, and one request at least has room for all."""
         batch = self._runner.input_batch
-        # of a request that has as many tokens as the model takes, the last is not computed
+        # the last token of a request that has as many as the model takes is not computed
         free = self._runner.max_model_len - int(batch.num_tokens_no_spec[: self._requests].max())
         return 1 + min(_STEPS - 1, int(self._left.max()), free)
 
@@ -184,7 +184,7 @@ class _Turn:
         """Regroup log-probs from steps to requests; None where no request has them."""
         if logprobs[0] is None:
             return None
-        steps, fields = len(logprobs), zip(*(one[:3] for one in logprobs))  # token ids, log-probs, ranks
+        steps, fields = len(logprobs), zip(*(step[:3] for step in logprobs))  # token ids, log-probs, ranks
         ids, values, ranks = (np.stack(each, 1).reshape(-1, *each[0].shape[1:]) for each in fields)
         return type(logprobs[0])(ids, values, ranks, list(range(0, len(ranks) + 1, steps)))
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from mindspeed_rl.adaptors import torchvision_cpu
 
-#: classes of text models, all of vLLM's module `qwen3_5`; then those of images, for which this process has torchvision itself
+#: classes of text models, all of vLLM's module `qwen3_5`; then for images, for which this process has torchvision itself
 _CLASSES = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",

@@ -10,8 +10,8 @@
 
 On the CPU each position of a draft is sampled from the target's distribution, with the seed that the same token would have
 without drafts; the draft stays up to the first position where it is not what was sampled. For a draft that is not sampled
-itself the probability of this, p(draft), is that of rejection sampling (arXiv:2211.17192), so as many tokens stay. But
-responses are those of a run without drafts, token by token at every temperature, whatever the drafts are: a shared cache of
+itself the probability of this, p(draft), is the one of rejection sampling (arXiv:2211.17192), so as many tokens stay. But
+responses are the same as without drafts, token by token at every temperature, whatever the drafts are: a shared cache of
 drafts, another batch or a resumed run changes none. Seeds of positions that were not reached go back to the request.
 Other devices keep vLLM's own rejection sampling: the same distribution, from the request's own generator, but other tokens
 than without drafts.
@@ -64,7 +64,7 @@ class DraftCounts:
         return result
 
 
-#: of this process
+#: counts of this process
 counts = DraftCounts()
 
 
@@ -147,9 +147,9 @@ def _keep_matching_drafts(
     sampled = target_logits.argmax(-1)
     if not sampling_metadata.all_greedy:
         seeds = [seed for _, given in getattr(sampling_metadata, _SEEDS) for seed in given[:-1]]
-        drawn = torch.ops._C.fused_gumbel_argmax(target_logits.float(), torch.tensor(seeds, dtype=torch.int64))
+        random_tokens = torch.ops._C.fused_gumbel_argmax(target_logits.float(), torch.tensor(seeds, dtype=torch.int64))
         greedy = _expand(sampling_metadata.temperature, cu_num_draft_tokens, len(sampled)) == 0
-        sampled = torch.where(greedy, sampled, drawn.view(-1))
+        sampled = torch.where(greedy, sampled, random_tokens.view(-1))
     tokens = torch.full((len(num_draft_tokens), max_spec_len + 1), _PLACEHOLDER, dtype=torch.int32)
     matches = (sampled == draft_token_ids).tolist()
     start = 0
@@ -282,8 +282,8 @@ class _Corpus:
 class _SuffixDrafts:
     """Drafts from what follows the longest match of a response's last tokens (suffix decoding, arXiv:2411.04975).
 
-    Texts that are looked at are those of the same prompt: the response itself, the other samples of its group, also while they
-    are generated, and those of earlier rollouts. Settings are vLLM's own keys of `speculative_config`.
+    Only texts of the same prompt are looked at: the response itself, the other samples of its group, also while they
+    are generated, and samples of earlier rollouts. Settings are vLLM's own keys of `speculative_config`.
 
     Attributes:
         max_tokens: largest number of tokens of a draft.
@@ -343,29 +343,29 @@ class _SuffixDrafts:
         text = corpus.responses[name]
         if len(text) < _MIN_MATCH:
             return []
-        best, found = 0, []
+        best, matches = 0, []
         for other, end in reversed(corpus.places.get((text[-2], text[-1]), ())):
             if end == len(other):  # nothing follows, as at the end of this text itself
                 continue
             length = _MIN_MATCH
-            most = min(end, len(text), self.max_depth - 1)
-            while length < most and other[end - length - 1] == text[-length - 1]:
+            max_length = min(end, len(text), self.max_depth - 1)
+            while length < max_length and other[end - length - 1] == text[-length - 1]:
                 length += 1
             if length > best:
-                best, found = length, []
+                best, matches = length, []
             if length == best:
-                found.append((other, end))
+                matches.append((other, end))
         limit = min(limit, self.max_tokens, self.max_depth - best, int(self.max_factor * best))
         draft: list[int] = []
-        num_found = len(found)
+        num_matches = len(matches)
         while len(draft) < limit:
-            following = Counter(other[end + len(draft)] for other, end in found if end + len(draft) < len(other))
+            following = Counter(other[end + len(draft)] for other, end in matches if end + len(draft) < len(other))
             if not following:
                 break
             token, count = following.most_common(1)[0]
-            if count < self.min_probability * num_found:
+            if count < self.min_probability * num_matches:
                 break
-            found = [(other, end) for other, end in found if other[end + len(draft) : end + len(draft) + 1] == [token]]
+            matches = [(other, end) for other, end in matches if other[end + len(draft) : end + len(draft) + 1] == [token]]
             draft.append(token)
         return draft
 
@@ -401,7 +401,7 @@ def _propose_suffixes(self: Any, *arguments: Any, **keywords: object) -> list[li
             num_prompt = int(batch.num_prompt_tokens[row])
             ids: np.ndarray = batch.token_ids_cpu[row]
             drafts.start(name, ids[:num_prompt].tolist())
-            # of a request that was put back, all that it had sampled
+            # a request that was put back keeps all that it had sampled
             drafts.extend(name, ids[num_prompt : count - len(tokens)].tolist())
         drafts.extend(name, [int(token) for token in tokens])
         result.append(drafts.propose(name, self.max_model_len - count - 1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-#: of attention: of queries, keys, values and probabilities
+#: scales of attention: queries, keys, values and probabilities
 _SCALES = ("q_scale", "k_scale", "v_scale", "prob_scale")
 _applied = False
 

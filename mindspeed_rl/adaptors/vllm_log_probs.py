@@ -4,7 +4,7 @@
 |---|---|---|
 | temperature | `Sampler.forward` | `raw_logprobs` are those at temperature 1; `processed_logprobs` have penalties in them, and are renormalised over the tokens that top_k, top_p and min_p leave |
 | form of a response | `apply_grammar_bitmask` | it removes tokens from the logits before the sampler sees them; a copy of all of them is kept |
-| model runner | VLLM_USE_V2_MODEL_RUNNER | the second runner has another sampler; 0.18 to 0.32 have both, and vllm-ascend up to 0.23 has the first alone |
+| model runner | VLLM_USE_V2_MODEL_RUNNER | the second runner has another sampler; 0.18 to 0.32 have both, and vllm-ascend up to 0.23 has only the first |
 
 Requests with temperature 0 are greedy: their log-probs are those at temperature 1, as in the trainer. A sampler whose
 `tempers_log_probs` is False keeps temperature 1 for all. Looked up in 0.18 to 0.32.

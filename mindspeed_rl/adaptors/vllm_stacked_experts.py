@@ -1,9 +1,9 @@
 """vLLM's gpt-oss takes the separate experts of a weight sync (GptOssForCausalLM.load_weights; vLLM 0.18 to 0.32).
 
-Its loader takes the experts of a layer as one tensor, as checkpoints have them, and a weight sync sends each expert by itself.
-So separate experts are put together before the loader sees them; under expert parallelism those of this rank, with zeros for
-the others, of which the loader takes nothing. It can go when the loader takes ``experts.0.gate_proj.weight`` and the like, as
-it does for other families; `tests/unit/adaptors` fails then.
+Its loader takes a layer's experts as one tensor, as checkpoints have them, and a weight sync sends each expert by itself.
+So separate experts are put together before the loader sees them; under expert parallelism this rank's experts, with zeros
+for the others, of which the loader takes nothing. It can go when the loader takes ``experts.0.gate_proj.weight`` and the like,
+as it does for other families; `tests/unit/adaptors` fails then.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def join_experts(
     awaited = set(local or range(num_experts))
     waiting: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in named:
-        found = find_stack(name)
-        if found is None:
+        place = find_stack(name)
+        if place is None:
             yield name, tensor
             continue
-        stack, expert, part = found
+        stack, expert, part = place
         if expert not in awaited:
             continue
         experts = waiting.setdefault(stack, {})

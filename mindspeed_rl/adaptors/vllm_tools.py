@@ -53,9 +53,9 @@ def tool_extractor(
 
     def extract(text: str, token_ids: Sequence[int]) -> _Extracted:
         more = {"token_ids": list(token_ids)} if takes_tokens else {}
-        found = kind(tokenizer, **extra).extract_tool_calls(text, request, **more)
-        calls = [(call.function.name, call.function.arguments, call.id) for call in found.tool_calls]
-        return found.content or "", calls
+        extracted = kind(tokenizer, **extra).extract_tool_calls(text, request, **more)
+        calls = [(call.function.name, call.function.arguments, call.id) for call in extracted.tool_calls]
+        return extracted.content or "", calls
 
     return extract
 

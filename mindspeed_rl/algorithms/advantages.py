@@ -105,7 +105,7 @@ def opo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
 
 
 def pass_at_k(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
-    """Credit the best response of a group alone, with its lead over the second (Pass@k as verl has it, arXiv:2503.19595).
+    """Credit only the best response of a group, with its lead over the second (Pass@k as verl has it, arXiv:2503.19595).
 
     A = (R_best - R_second) / (std_group R + eps) for the best response of a group, without the division where scale_rewards is
     "none", and 0 for all others, also where two are best.
@@ -142,7 +142,7 @@ def max_rl(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tenso
     A_i = (R_i - mean_group R) / mean_group R; 0 in a group without success. Derived for rewards of 0 and 1.
 
     Raises:
-        ValueError: a negative reward, for which the mean is no rate of success.
+        ValueError: a negative reward, for which the mean is not a rate of success.
     """
     scores = _compute_sequence_rewards(inputs)
     if (scores < 0).any():
@@ -254,7 +254,7 @@ def combine_components(inputs: AdvantageInputs, objective: Objective) -> Tensor:
     """Return the weighted sum of the reward functions, each normalized within its group: [B] float64.
 
     a_ik = (r_ik - mean_group r_k) / (std_group r_k + eps); a_i = sum_k w_k a_ik. Where a function has no opinion of row i, a_ik
-    is 0, and mean and std are those of the others.
+    is 0, and mean and std are computed over the others.
 
     Raises:
         ValueError: the numbers of weights and components differ.

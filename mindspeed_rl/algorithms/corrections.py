@@ -12,7 +12,7 @@ the threshold C, "mask" (MIS, IcePop) sets it to 0 outside [C_min, C]:
     geometric_mask        geo w * [C_min <= geo w <= C]
     token_geometric_mask  w_t * [C_min <= geo w <= C]          ms-swift's sequence_mask, OpenRLHF's seq-mask-tis
 
-Weights carry no gradient and multiply the policy term alone, never the KL or the entropy.
+Weights carry no gradient and multiply only the policy term, never the KL or the entropy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def truncate(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
 
 def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Return w where C_min <= the bounded number <= C, else 0: [B, R]."""
-    # weights are positive: 0 is no lower bound
+    # weights are positive: 0 does not bound them
     correction, low = objective.correction, objective.rollout_importance_sampling_threshold_min or 0.0
     assert correction is not None
     bounded = _weight(difference, mask, correction.bounded)

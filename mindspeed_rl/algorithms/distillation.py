@@ -92,5 +92,5 @@ def compute_weighted_divergence(student: Tensor, teacher: Tensor, settings: Dist
 
 
 def _average(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the weighted sum over the last dimension, that of the teachers."""
+    """Return the weighted sum over the last dimension, the teachers."""
     return values[..., 0] if len(weights) == 1 else values @ torch.tensor(weights, dtype=values.dtype, device=values.device)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,6 +54,20 @@ def masked_extreme(values: Tensor, mask: Tensor, reduction: Literal["max", "min"
     return reduction, (masked.amax() if reduction == "max" else masked.amin(), mask.sum())
 
 
+def _read_together(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the values of 0-d tensors, which reach the host in one transfer."""
+    # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
+    wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    # one cast for all tensors of a type, not one for each
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(index)
+    stacked = [torch.stack([tensors[index] for index in some]).to(wide) for some in by_dtype.values()]
+    values = torch.cat(stacked).tolist() if stacked else []
+    indexes = itertools.chain.from_iterable(by_dtype.values())
+    return [value for _, value in sorted(zip(indexes, values))]
+
+
 class PendingMetrics(Mapping[str, Metric]):
     """Metrics that stay on the device until they are read, in one transfer; those over nothing are left out then.
 
@@ -77,14 +92,7 @@ class PendingMetrics(Mapping[str, Metric]):
         unread = [metrics for metrics in waiting.values() if metrics._read is None]
         tensors = [tensor for metrics in unread for _, terms in metrics._terms.values() for tensor in terms]
         tensors += others
-        # float32 represents counts exactly up to 2**24, more tokens than a micro-batch has
-        wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-        # one cast for all tensors of a type, not one for each
-        dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
-        indices = [index for dtype in dtypes for index, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        stacked = [torch.stack([tensor for tensor in tensors if tensor.dtype == dtype]).to(wide) for dtype in dtypes]
-        values = torch.cat(stacked).tolist() if stacked else []
-        ordered = iter([value for _, value in sorted(zip(indices, values))])
+        ordered = iter(_read_together(tensors))
         for metrics in unread:
             metrics._read = {}
             for name, (reduction, terms) in metrics._terms.items():
@@ -122,7 +130,7 @@ class LossOutput:
 
     Attributes:
         loss_sum: 0-d, carries the gradient.
-        count: 0-d integer: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns alone,
+        count: 0-d integer: tokens, sequences, pairs, or rows * L_max, by the loss's normalizer; from masks and columns only,
             since the losses of routers need it before the forward pass.
         metrics: by the name in the log; with `PendingMetrics` the host does not wait in every micro-batch.
     """
@@ -141,11 +149,11 @@ class LossInputs:
     """One micro-batch as the input of a loss. A response has as many tokens as its row predicts.
 
     Attributes:
-        outputs: of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
+        outputs: outputs of the model's head, each [B, R] float32 with gradient: log-probs and entropies of the predicted
             tokens of a language model, and NUM_DIVERGENCES more where it is compared with a teacher's tokens; one logit a
             choice where it is restricted to choices; the values of a value head.
         mask: [B, R] bool; True on predicted tokens.
-        columns: of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
+        columns: columns of the rows: name -> [B, R], 0 where the mask is False, or [B] for one value a row.
     """
 
     outputs: tuple[Tensor, ...]
@@ -165,11 +173,12 @@ class PolicyBatch:
         advantages: one value a token.
         response_mask: bool; tokens the actor sampled. A row without any is a filler and is not counted.
         loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
-        old_log_probs: of the policy at the start of the update; None means exactly on-policy (log_probs without gradient).
-        ref_log_probs: of the reference policy; required when the KL is in the loss.
-        rollout_log_probs: those of the inference engine.
+        old_log_probs: log-probs of the policy at the start of the update; None means exactly on-policy (log_probs
+            without gradient).
+        ref_log_probs: log-probs of the reference policy; required when the KL is in the loss.
+        rollout_log_probs: log-probs of the inference engine.
         entropy: per-token entropy; required for entropy_coeff (with gradient).
-        old_entropy: of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
+        old_entropy: entropy of the policy at the start of the update; compared with entropy_threshold, else `entropy` is.
         entropy_threshold: tokens below it lose their policy term; from `masks.entropy_threshold` over the global batch.
         divergence: to the teachers over their most probable tokens, with gradient, and the student's and the teachers'
             probability there; None without.
@@ -244,11 +253,12 @@ class PolicyInputs:
         mask: bool; tokens that train.
         drift: log_probs - old_log_probs; carries the gradient.
         log_ratio: the drift within `policy_losses.LOG_RATIO_LIMIT`; carries the gradient.
-        old_log_probs: of the policy at the start of the update; log_probs without gradient where there is one step a rollout.
-        ref_log_probs: of the reference; set for a loss that needs "reference".
-        rollout_log_probs: of the inference engine; None where the caller has none.
+        old_log_probs: log-probs of the policy at the start of the update; log_probs without gradient where there is one step
+            per rollout.
+        ref_log_probs: log-probs of the reference; set for a loss that needs "reference".
+        rollout_log_probs: log-probs of the inference engine; None where the caller has none.
         entropy: with gradient; None where the caller has none.
-        old_entropy: of the policy at the start of the update; set for a loss that needs "entropies".
+        old_entropy: entropy of the policy at the start of the update; set for a loss that needs "entropies".
         marked: bool; set for a loss that marks tokens of the batch.
     """
 
@@ -312,7 +322,7 @@ class AdvantageInputs:
         if self.scored is not None and (self.scored.shape != (rows,) or self.scored.dtype != torch.bool):
             raise ValueError(f"scored must be a [{rows}] bool tensor, not {list(self.scored.shape)} {self.scored.dtype}")
         self.valid = torch.ones_like(self.rewards, dtype=torch.bool) if self.scored is None else self.scored
-        # one NaN would reach all advantages of its group, and by whitening those of the batch
+        # one NaN would reach all advantages of its group, and by whitening all of the batch
         bad = ~torch.isfinite(self.rewards) & self.valid
         if bad.any():
             raise ValueError(f"rewards of rows {bad.nonzero().flatten().tolist()[:8]} are not finite")

@@ -3,8 +3,8 @@
 With x = log pi(a) - log ref(a) for tokens a sampled from pi (http://joschu.net/blog/kl-approx.html):
 
     k1 = x            unbiased, noisy, may be negative; as a loss its gradient is zero on average
-    k2 = x^2 / 2      biased value; as a loss its gradient is that of KL(pi || ref), the intended one
-    k3 = e^-x + x - 1 unbiased value, never negative; as a loss its gradient is that of KL(ref || pi)
+    k2 = x^2 / 2      biased value; as a loss it has the gradient of KL(pi || ref), the intended one
+    k3 = e^-x + x - 1 unbiased value, never negative; as a loss it has the gradient of KL(ref || pi)
 
 "k3+" has the value of k3 and has the gradient of k2.
 
@@ -124,7 +124,7 @@ def estimate_divergence(log_probs: Tensor, teacher: Tensor, settings: Distillati
     estimator = settings.estimator
     assert estimator is not None  # of a mode over sampled tokens
     each = [kl_penalty(student, teacher[..., index], estimator, clamp=False) for index in range(len(settings.weights))]
-    return sum((weight * one for weight, one in zip(settings.weights[1:], each[1:])), settings.weights[0] * each[0])
+    return sum((weight * estimate for weight, estimate in zip(settings.weights[1:], each[1:])), settings.weights[0] * each[0])
 
 
 @dataclass

@@ -57,7 +57,7 @@ def find_groups_with_signal(metric: Tensor, group_size: int) -> Tensor:
     For a metric of right or wrong these are groups with 0 < #right < G. Groups of one are True.
 
     Args:
-        metric: [B]; the samples of a prompt are adjacent. NaN where there is no score: such rows are ignored.
+        metric: [B]; the samples of a prompt are adjacent. NaN without a score: such rows are ignored.
     """
     if group_size < 1 or metric.numel() % group_size:
         raise ValueError(f"{metric.numel()} rows do not divide into groups of {group_size} samples")

@@ -29,7 +29,7 @@ def gmpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Weight the advantage of a response by the geometric mean of its clipped ratios (GMPO, arXiv:2507.20673).
 
     L = -A exp(mean_t c_t) for every token of the response, d_t = log pi - log pi_old, and c_t = min(d_t, eps_high) where A > 0,
-    else max(d_t, -eps_low): the bounds are those of the logarithm, in the paper 0.4 each. A is the mean over the response.
+    else max(d_t, -eps_low): the bounds apply to the logarithm, in the paper 0.4 each. A is the mean over the response.
     """
     difference, advantages = inputs.log_ratio, row_mean(inputs.advantages, inputs.mask)
     high = difference.clamp(max=objective.clip_ratio_high)
@@ -210,7 +210,7 @@ def online_dpo(inputs: PolicyInputs, objective: Objective) -> tuple[Tensor, Tens
     """Prefer the best response of a prompt to its worst, by advantage (online DPO, arXiv:2402.04792).
 
     L = -log sigmoid(beta z), or (z - 1 / (2 beta))^2 with `online_dpo_loss_type` ipo, for every token of the group; z = sum_t
-    (log pi - log pi_ref) of the best minus that of the worst. Of equal ones the first counts; a group of equals has no loss.
+    (log pi - log pi_ref) of the best minus the worst's. Of equal ones the first counts; a group of equals has no loss.
 
     Raises:
         ValueError: the rows are not whole groups.

@@ -121,7 +121,7 @@ def policy_loss(batch: PolicyBatch, objective: Objective) -> LossOutput:
             clamp=objective.kl_clamp,
             log_ratio=inputs.log_ratio if objective.use_bias_correction_kl else None,
         )
-        # the second is that of a token, whatever the normalizer: an adaptive coefficient follows it
+        # the second is per token, whatever the normalizer: an adaptive coefficient follows it
         metrics |= {"actor/kl_loss": ("loss", kl), "actor/ref_kl": ("mean", kl)}
         losses = losses.add(kl, alpha=objective.kl_in_loss) if objective.kl_in_loss else losses
     if objective.entropy_coeff:
@@ -176,7 +176,7 @@ def _compute_policy_term(
 def _measure_distance(batch: PolicyBatch, inputs: PolicyInputs, term: Distillation) -> Tensor:
     """Return the divergence of every token to the teachers, [B, R] with gradient, 0 where the mask is False.
 
-    As a reward it is that of the policy which sampled the tokens, where the divergence is over sampled tokens.
+    As a reward it compares the policy which sampled the tokens, where the divergence is over sampled tokens.
     """
     if term.estimator is None:
         distance = _require(None if batch.divergence is None else batch.divergence[0], "divergence", term.loss_mode)
@@ -216,7 +216,7 @@ def value_loss(
         old_values = torch.where(response_mask, old_values, 0)
         moved = values - old_values
         bounded = (old_values + moved.clamp(-clip_range, clip_range) - returns).square()
-        # within the range the two differ by rounding alone
+        # within the range the two differ only by rounding
         terms["critic/vf_clipfrac"] = masked_mean((bounded > losses) & (moved.abs() > clip_range), response_mask)
         # the worse of the two: clipping never makes a step look better than it is
         losses = torch.maximum(losses, bounded)
@@ -274,7 +274,7 @@ def _compute_importance_ratio(log_ratio: Tensor, mask: Tensor, level: Level) -> 
     """Return the importance ratio of every token: [B, R], with gradient.
 
     token: e^{log r_t}. sequence: e^{mean_t log r_t}, the same for all tokens of the row. sequence_token: the value of the
-    latter with the gradient of log pi(t) alone.
+    latter with only the gradient of log pi(t).
     """
     if level == "token":
         return log_ratio.exp()

@@ -21,7 +21,7 @@ _SIMPO_LOSS_TYPES: tuple[str, ...] = ("sigmoid", "hinge")
 
 @dataclass(frozen=True)
 class PreferenceBatch:
-    """P pairs, whose log-probs are sums over the tokens of the response; those of the policy carry the gradient.
+    """P pairs, whose log-probs are sums over the tokens of the response; the policy's carry the gradient.
 
     Attributes:
         chosen_log_probs, rejected_log_probs: [P].
@@ -104,7 +104,7 @@ def dpo_loss(batch: PreferenceBatch, settings: DPOSettings) -> LossOutput:
     else:
         losses = _compute_margin_loss(settings.beta * (chosen - rejected), settings.loss_type, settings.label_smoothing)
     losses = losses + _compute_sft_term(batch, settings.pref_ftx)
-    # DPO's implicit rewards, up to a term of the prompt alone
+    # DPO's implicit rewards, up to a term that only depends on the prompt
     return _build_pair_output(losses, settings.beta * chosen, settings.beta * rejected, decided)
 
 
@@ -150,7 +150,7 @@ def orpo_loss(batch: PreferenceBatch, *, weight: float) -> LossOutput:
 
 @dataclass(frozen=True)
 class UnpairedBatch:
-    """N answers, each judged alone; log-probs are sums over the tokens of an answer, and the policy's carry the gradient.
+    """N answers, each judged by itself; log-probs are sums over the tokens of an answer, and the policy's carry the gradient.
 
     Attributes:
         log_probs, ref_log_probs: [N].

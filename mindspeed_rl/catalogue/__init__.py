@@ -195,8 +195,8 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         levels=("token",),
         compares_group=True,
         reads=frozenset(("real_tau",)),
-        formula="log(1 + sum_+ exp(-s / {real_tau:g})) + log(1 + sum_- exp(s / {real_tau:g})); sum_+, sum_-: over those of the "
-        "{group_size} responses of a prompt with A > 0, and the others, s = mean_t(log r)",
+        formula="log(1 + sum_+ exp(-s / {real_tau:g})) + log(1 + sum_- exp(s / {real_tau:g})); sum_+, sum_-: over the "
+        "{group_size} responses of a prompt with A > 0, and with A <= 0, s = mean_t(log r)",
     ),
     "online_dpo": PolicyLoss(
         target=f"{_PAPERS}:online_dpo",
@@ -212,7 +212,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
                 "-log sigmoid({online_dpo_beta:g} * z)",
             )
         },
-        formula="{form}, z = sum_t(log pi - log pi_ref) of the best of {group_size} responses to a prompt - that of the worst",
+        formula="{form}, z = sum_t(log pi - log pi_ref) of the best of {group_size} responses to a prompt - z of the worst",
     ),
 }
 
@@ -392,7 +392,7 @@ _NUMBERS = {"high": Choice(_HIGH, {}, f"{{{_HIGH}:g}}"), "low": Choice(_LOW, {No
 _TRUNCATE = Correction(target=f"{_CORRECTIONS}:truncate", reads=frozenset((_HIGH,)), choices=_NUMBERS)
 _MASK = Correction(target=f"{_CORRECTIONS}:mask_outside", reads=frozenset((_HIGH, _LOW)), choices=_NUMBERS)
 
-#: of a run whose rollout engine samples from another policy by construction, where none is named
+#: correction of a run whose rollout engine samples from another policy by construction, where none is named
 DEFAULT_CORRECTION = "token_truncate"
 #: w_t = pi_old / pi_rollout of a token; prod and geo: product and geometric mean over the tokens of the sequence
 CORRECTIONS: dict[str, Correction] = {

@@ -67,7 +67,7 @@ LINES: tuple[Formula, ...] = (
     _line("policy", "L = {weight}{loss}", weight=Choice("correction", {None: ""}, "w * ")),
     _line_unless(
         *("weight", "correction", None),
-        "w = {rollout_importance_sampling_mode}(pi_old / pi_rollout) = {correction}, w_t that of a token",
+        "w = {rollout_importance_sampling_mode}(pi_old / pi_rollout) = {correction}, w_t per token",
     ),
     _line("aggregate", "{divisor}", divisor=Choice("normalizer", NORMALIZERS)),
     _line_where("reward", "kl_place", ("reward",), "r_t - {kl_coef:g} * KL_t, KL = {kl}{limits}{control}", **_KL_LIMITS),
@@ -150,7 +150,7 @@ LAST_LINES: tuple[Formula, ...] = (
 
 @dataclass(frozen=True)
 class AddedLoss:
-    """A loss of parts of the model, which is added to that of the stage.
+    """A loss of parts of the model, which is added to the loss of the stage.
 
     Attributes:
         name: its symbol.
@@ -173,7 +173,7 @@ ADDED_LOSSES: tuple[AddedLoss, ...] = (
         _line(
             "",
             "mean over {mtp_num_layers} prediction layer(s) k of sum_t -log p_k(token t) / trained tokens; gradient to {reach}",
-            reach=Choice("mtp_detach_heads", {True: "these layers alone"}, "the model before them too"),
+            reach=Choice("mtp_detach_heads", {True: "only these layers"}, "the model before them too"),
         ),
     ),
     AddedLoss(
@@ -183,7 +183,7 @@ ADDED_LOSSES: tuple[AddedLoss, ...] = (
         _line(
             "",
             "sum over layers of KL(attention of all heads, scores of the indexer) over chosen tokens, mean over tokens; "
-            "gradient to the indexers alone",
+            "gradient only to the indexers",
         ),
     ),
     AddedLoss(
@@ -206,7 +206,7 @@ _TOKENS = "mean over all trained tokens of the global batch of "
 _STORED = " over the teacher's stored tokens, p the teacher, the rest {rest}"
 _LIKELIHOOD = Choice("pref_ftx", {0.0: ""}, " + {pref_ftx:g} * (-log pi(chosen))")
 
-#: stage -> its loss; the lines of a stage that is not here are those of "pretrain"
+#: stage -> its loss; a stage that is not here has the lines of "pretrain"
 SUPERVISED: dict[str, Formula] = {
     "pretrain": _line("", f"loss = {_TOKENS}-log pi(token)"),
     "sft": _line(

@@ -60,7 +60,7 @@ class Distillation:
     @property
     def models(self) -> dict[str, str]:
         """Teachers with weights of their own: folder -> name of the role's model in `Run.models`."""
-        folders = [one for one in dict.fromkeys(self.teachers) if one not in ROLE_TEACHERS and "://" not in one]
+        folders = [teacher for teacher in dict.fromkeys(self.teachers) if teacher not in ROLE_TEACHERS and "://" not in teacher]
         return {folder: f"teacher_{index}" if index else "teacher" for index, folder in enumerate(folders)}
 
     @property
@@ -189,12 +189,12 @@ class Objective:
         return frozenset(needs)
 
     @property
-    def needs_reference(self) -> bool:
+    def needs_ref(self) -> bool:
         """True when reference log-probs are computed at all."""
         return "reference" in self.needs
 
     @property
-    def loss_reads_reference(self) -> bool:
+    def loss_reads_ref(self) -> bool:
         """True when they reach the loss."""
         return self.kl_place == "loss" or "reference" in self.loss.needs
 

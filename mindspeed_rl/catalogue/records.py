@@ -152,7 +152,7 @@ class Algorithm:
         return self.reads is None or name in self.reads
 
     def format_formula(self, numbers: Mapping[str, object]) -> str | None:
-        """Return the formula with the run's numbers in it; None when there is no formula.
+        """Return the formula with the run's numbers in it; None without a formula.
 
         Raises:
             KeyError: the template names a number that does not exist.

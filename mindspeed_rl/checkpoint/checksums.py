@@ -35,8 +35,8 @@ class DamagedCheckpointError(ValueError):
 
 def checksum(path: Path) -> tuple[int, int]:
     """Compute bytes and CRC-32 of a file."""
-    (found,) = _sums(path.parent, [path.name]).values()
-    return found
+    (sums,) = _sums(path.parent, [path.name]).values()
+    return sums
 
 
 def combine(first: int, second: int, num_bytes: int) -> int:
@@ -59,15 +59,15 @@ def combine(first: int, second: int, num_bytes: int) -> int:
 _DIVISOR, _ONE, _BYTE = 0xEDB88320, 1 << 31, 1 << 23
 
 
-def _product(one: int, other: int) -> int:
+def _product(first: int, second: int) -> int:
     """Compute the remainder of the product of two polynomials of less than 32 coefficients."""
-    found = 0
-    while one:
-        if one & _ONE:
-            found ^= other
-        one = one << 1 & 0xFFFFFFFF
-        other = other >> 1 ^ (_DIVISOR if other & 1 else 0)
-    return found
+    product = 0
+    while first:
+        if first & _ONE:
+            product ^= second
+        first = first << 1 & 0xFFFFFFFF
+        second = second >> 1 ^ (_DIVISOR if second & 1 else 0)
+    return product
 
 
 def write_list(folder: Path, rank: int, names: Iterable[str]) -> None:
@@ -147,11 +147,11 @@ def check_sizes(folder: Path, sums: Mapping[str, tuple[int, int]], leave_out: Co
             continue
         path = folder / name
         if not path.is_file():
-            apart = "; machines without a shared disk wrote this checkpoint: copy the folders of all of them into one"
-            raise DamagedCheckpointError(f"{path} is missing" + (apart if (folder / SPREAD).is_file() else ""))
-        found = path.stat().st_size
-        if found != size:
-            raise DamagedCheckpointError(f"{path} has {found} bytes, but was written with {size}")
+            hint = "; machines without a shared disk wrote this checkpoint: copy the folders of all of them into one"
+            raise DamagedCheckpointError(f"{path} is missing" + (hint if (folder / SPREAD).is_file() else ""))
+        actual = path.stat().st_size
+        if actual != size:
+            raise DamagedCheckpointError(f"{path} has {actual} bytes, but was written with {size}")
     for name in sorted(_files(folder) - sums.keys() - {NAME}):
         # what a loader would read; a note next to it does no harm
         if name.endswith((".distcp", ".pt", ".safetensors")):
@@ -184,9 +184,11 @@ def verify(
     else:
         check_sizes(folder, sums, leave_out)
     mine = sorted(sums.keys() - set(leave_out))[shard::num_shards]
-    for name, found in _sums(folder, mine).items():
-        if found[1] != sums[name][1]:
-            raise DamagedCheckpointError(f"{folder / name} is damaged: its checksum is {found[1]:08x}, not {sums[name][1]:08x}")
+    for name, actual in _sums(folder, mine).items():
+        if actual[1] != sums[name][1]:
+            raise DamagedCheckpointError(
+                f"{folder / name} is damaged: its checksum is {actual[1]:08x}, not {sums[name][1]:08x}"
+            )
     return True
 
 
@@ -219,7 +221,7 @@ def _sum_part(path: Path, start: int) -> tuple[int, int]:
 
 def _files(folder: Path) -> set[str]:
     """Return all files below the folder, relative to it."""
-    found = set()
+    paths = set()
     for root, _, names in os.walk(folder):
-        found |= {os.path.relpath(os.path.join(root, name), folder) for name in names}
-    return found
+        paths |= {os.path.relpath(os.path.join(root, name), folder) for name in names}
+    return paths

@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_rl.checkpoint import lora
 from mindspeed_rl.checkpoint.conversion_plan import WRITTEN_BELOW, Destination, Plan, make_plan
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME, MegatronFolder
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME, MegatronFolder
 from mindspeed_rl.checkpoint.megatron_args import parse_layers
 from mindspeed_rl.checkpoint.options import ConvertOptions, ParamsDtype, SourceForm
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
@@ -80,7 +80,7 @@ def _detect_form(folder: Path) -> SourceForm:
     """Detect the form of a folder; "hf" in doubt."""
     if (folder / "config.json").is_file():
         return "hf"
-    names = (LATEST_NAME, "metadata.json", "iter_*", "release", "mp_rank_*")
+    names = (TRACKER_NAME, "metadata.json", "iter_*", "release", "mp_rank_*")
     return "mg" if any(next(folder.glob(name), None) for name in names) else "hf"
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ from torch import Tensor
 from mindspeed_rl.checkpoint.hf import dtype_keys, make_safetensors_header, plan_shards, write_index
 from mindspeed_rl.checkpoint.jobs import HfTarget, MegatronGroup, Target, Transform
 from mindspeed_rl.checkpoint.lora import PeftMerge
-from mindspeed_rl.checkpoint.mcore import RankPlan, plan_ranks
+from mindspeed_rl.checkpoint.mcore import plan_ranks
 from mindspeed_rl.checkpoint.megatron_args import write_args
 from mindspeed_rl.checkpoint.source import Source
 from mindspeed_rl.checkpoint.stacked_experts import list_targets, stack_shapes
@@ -22,11 +24,9 @@ from mindspeed_rl.checkpoint.tensor_record import TensorRecord, is_finite
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.models.architecture import ExpertPacking
 from mindspeed_rl.models.layout import Layout
+from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.names import fuse_mindspeed_mla
 from mindspeed_rl.models.weights import WeightOp
-
-if TYPE_CHECKING:
-    from mindspeed_rl.checkpoint.dist import DistPlan
 
 _ITERATION = "iter_0000001"
 
@@ -172,98 +172,62 @@ class Plan:
     beside: tuple[Path, ...] = ()
 
 
+#: (path at the destination, (name, shape, dtype) of every tensor) of every weight file.
+_Listing = list[tuple[Path, list[tuple[str, tuple[int, ...], torch.dtype]]]]
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What the checkpoint will hold.
+
+    Args:
+        model_config: shape of the model, with the vocabulary as the destination pads it.
+        layout: how it is cut.
+        ops: where each parameter goes.
+        dtypes: HF name -> dtype at the destination.
+    """
+
+    source: Source
+    destination: Destination
+    model_config: ModelConfig
+    layout: Layout
+    ops: Sequence[WeightOp]
+    dtypes: Mapping[str, torch.dtype]
+
+    def dtype_of(self, op: WeightOp) -> torch.dtype:
+        """Return the dtype of a parameter."""
+        if op.hf[0] not in self.dtypes:
+            raise ValueError(f"{self.source.path} lacks {op.hf[0]!r}")
+        # that of the first: a parameter whose tensors differ in dtype is refused when its pieces are written
+        return self.dtypes[op.hf[0]]
+
+    def make_args(self) -> argparse.Namespace:
+        """Return the args of a Megatron checkpoint."""
+        destination, config = self.destination, dict(self.source.hf_config)
+        if destination.dtype is not None:
+            config |= dtype_keys(config, destination.dtype)
+        return write_args(
+            self.model_config,
+            self.layout,
+            config,
+            destination.dtype or self.source.dtype,
+            make_vocab_size_divisible_by=destination.make_vocab_size_divisible_by,
+            grouped_gemm=destination.grouped_gemm,
+            transformer_impl="transformer_engine" if destination.transformer_engine else "local",
+            legacy=destination.kind == "legacy",
+        )
+
+
 def make_plan(source: Source, destination: Destination, peft: PeftMerge | None = None) -> Plan:
     """Check a conversion and plan its files; nothing is written.
 
     Raises:
         ValueError: the layout does not fit the model, the destination exists, or the form cannot hold the model.
     """
-    architecture, model_config = source.architecture, source.model_config
-    if destination.kind == "torch_dist" and destination.mindspeed_mla and model_config.multi_latent_attention:
-        raise ValueError(
-            "--mla-layout mindspeed with --ckpt-format torch_dist: MindSpeed keeps the norms of such a checkpoint under keys "
-            "of its own, which neither this tool nor Megatron reads; use --ckpt-format torch, or --mla-layout megatron"
-        )
-    if destination.kind == "legacy" and not architecture.legacy:
-        raise ValueError(f"Megatron's legacy layout cannot hold {architecture.name}; use the mcore layout")
-    if destination.kind == "legacy" and model_config.head == "reward":
-        raise ValueError("Megatron's legacy layout has no reward head; use the mcore layout")
-    dtypes = {name: group.dtype for group in source.groups for name in group.hf}
-    layout = destination.layout or Layout(num_layers=model_config.num_layers, num_experts=model_config.num_moe_experts or 0)
-    model_config = model_config.pad_vocab(destination.make_vocab_size_divisible_by, layout.tp)
-    # elsewhere experts lie one by one, and the legacy layout has none
-    grouped = destination.grouped_gemm and bool(model_config.num_moe_experts) and destination.kind == "mcore"
-    packing = ExpertPacking("grouped" if grouped else "local", layout.num_expert_groups if grouped else 1)
-    ops = architecture.weight_ops(model_config, packing)
-    if destination.mindspeed_mla and model_config.multi_latent_attention:
-        ops = fuse_mindspeed_mla(model_config, ops)
-    # a router's balancing bias: in bfloat16 the small steps of its updates would be lost
-    buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
-    steps: list[Transform] = [] if peft is None else [peft]
-    if destination.dtype is not None:
-        steps.append(_Cast(destination.dtype, buffers))
-        dtypes = {name: dtype if name in buffers else destination.dtype for name, dtype in dtypes.items()}
-    transform = None if not steps else steps[0] if len(steps) == 1 else _Chain(tuple(steps))
-
-    def dtype_of(op: WeightOp) -> torch.dtype:
-        if op.hf[0] not in dtypes:
-            raise ValueError(f"{source.path} lacks {op.hf[0]!r}")
-        # that of the first: a parameter whose tensors differ in dtype is refused when its pieces are written
-        return dtypes[op.hf[0]]
-
-    staging = destination.staging
-    if destination.kind == "hf":
-        hf_plan = _plan_hf(source, ops, dtype_of, staging, destination.max_shard_bytes)
-        listed = [
-            (destination.final / file_name, [(name, hf_plan.entries[name][1], hf_plan.entries[name][0]) for name in names])
-            for file_name, names in hf_plan.files
-        ]
-        create: Callable[[], Sequence[Target]] = hf_plan.create
-    else:
-        config = dict(source.hf_config)
-        if destination.dtype is not None:
-            config |= dtype_keys(config, destination.dtype)
-        args = write_args(
-            model_config,
-            layout,
-            config,
-            destination.dtype or source.dtype,
-            make_vocab_size_divisible_by=destination.make_vocab_size_divisible_by,
-            grouped_gemm=destination.grouped_gemm,
-            transformer_impl="transformer_engine" if destination.transformer_engine else "local",
-            legacy=destination.kind == "legacy",
-        )
-        plan: RankPlan | DistPlan
-        if destination.kind == "torch_dist":
-            if layout.noop_layers:
-                raise ValueError(
-                    "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers"
-                )
-            from mindspeed_rl.checkpoint.dist import plan_dist  # loads torch.distributed.checkpoint, which takes a second
-
-            plan = plan_dist(staging, ops, model_config, dtype_of)
-            listed = [
-                (destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])
-                for file in plan.files
-            ]
-        else:
-            plan = plan_ranks(
-                staging,
-                ops,
-                model_config,
-                layout,
-                dtype_of,
-                legacy=destination.kind == "legacy",
-                transformer_engine=destination.transformer_engine,
-            )
-            listed = [
-                (
-                    destination.final / file.path.relative_to(staging),
-                    [("/".join(keys), shape, dtype) for keys, (dtype, shape) in file.tensors.items()],
-                )
-                for file in plan.files
-            ]
-        create = lambda: plan.create(args)  # noqa: E731
+    _refuse(source, destination)
+    content, cast = _plan_content(source, destination)
+    steps = tuple(step for step in (peft, cast) if step is not None)
+    listed, create = _FORMS[destination.kind](content)
     files = [
         (path, sum(TensorRecord("", 0, shape, dtype).num_bytes for _, shape, dtype in items), items) for path, items in listed
     ]
@@ -272,26 +236,120 @@ def make_plan(source: Source, destination: Destination, peft: PeftMerge | None =
         destination,
         files,
         create,
-        transform,
-        _memory_bound(source, ops, dtypes, frozenset() if peft is None else peft.pairs.keys()),
+        _Chain(steps) if len(steps) > 1 else next(iter(steps), None),
+        _memory_bound(source, content.ops, content.dtypes, frozenset() if peft is None else peft.pairs.keys()),
         sum(size for _, size, _ in files),
     )
 
 
-def _plan_hf(
-    source: Source, ops: Sequence[WeightOp], dtype_of: Callable[[WeightOp], torch.dtype], folder: Path, max_shard_bytes: int
-) -> _HfPlan:
+def _refuse(source: Source, destination: Destination) -> None:
+    """Refuse a model or a request that the form of the destination cannot hold."""
+    model_config, layout = source.model_config, destination.layout
+    refusals = {
+        "torch_dist": (
+            (
+                destination.mindspeed_mla and model_config.multi_latent_attention,
+                "--mla-layout mindspeed with --ckpt-format torch_dist: MindSpeed keeps the norms of such a checkpoint under "
+                "keys of its own, which neither this tool nor Megatron reads; use --ckpt-format torch, or "
+                "--mla-layout megatron",
+            ),
+            (
+                layout is not None and layout.noop_layers,
+                "torch_dist checkpoints load under any layout and hold no empty layers; leave out --noop-layers",
+            ),
+        ),
+        "legacy": (
+            (
+                not source.architecture.legacy,
+                f"Megatron's legacy layout cannot hold {source.architecture.name}; use the mcore layout",
+            ),
+            (model_config.head == "reward", "Megatron's legacy layout has no reward head; use the mcore layout"),
+        ),
+    }
+    for cannot_hold, text in refusals.get(destination.kind, ()):
+        if cannot_hold:
+            raise ValueError(text)
+
+
+def _plan_content(source: Source, destination: Destination) -> tuple[_Content, _Cast | None]:
+    """Return what the checkpoint will hold, and the cast of what does not have that dtype yet."""
+    model_config = source.model_config
+    num_experts = model_config.num_moe_experts or 0
+    layout = destination.layout or Layout(num_layers=model_config.num_layers, num_experts=num_experts)
+    model_config = model_config.pad_vocab(destination.make_vocab_size_divisible_by, layout.tp)
+    packing = ExpertPacking("local", 1)
+    # elsewhere experts lie one by one, and the legacy layout has none
+    if destination.grouped_gemm and num_experts and destination.kind == "mcore":
+        packing = ExpertPacking("grouped", layout.num_expert_groups)
+    ops = source.architecture.weight_ops(model_config, packing)
+    if destination.mindspeed_mla and model_config.multi_latent_attention:
+        ops = fuse_mindspeed_mla(model_config, ops)
+    dtypes = {name: group.dtype for group in source.groups for name in group.hf}
+    cast = None
+    if destination.dtype is not None:
+        # a router's balancing bias: in bfloat16 the small steps of its updates would be lost
+        buffers = frozenset(name for op in ops if op.buffer for name in op.hf)
+        cast = _Cast(destination.dtype, buffers)
+        dtypes |= dict.fromkeys(dtypes.keys() - buffers, destination.dtype)
+    return _Content(source, destination, model_config, layout, ops, dtypes), cast
+
+
+def _list_hf(content: _Content) -> tuple[_Listing, Callable[[], Sequence[Target]]]:
+    architecture = content.source.architecture
     entries: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for op in ops:
+    for op in content.ops:
         if not op.copy_of_tied:
-            entries |= {name: (dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
-    copies = source.architecture.hf_copies(source.model_config)
+            entries |= {name: (content.dtype_of(op), shape) for name, shape in zip(op.hf, op.shapes)}
+    copies = architecture.hf_copies(content.source.model_config)
     entries |= {copy: entries[owner] for copy, owner in copies.items()}
-    experts = source.architecture.expert_names
+    experts = architecture.expert_names
     separate = tuple(entries) if experts.stacked or experts.may_be_transposed else ()
     entries = stack_shapes(entries) if separate else entries
     sizes = {name: TensorRecord("", 0, shape, dtype).num_bytes for name, (dtype, shape) in entries.items()}
-    return _HfPlan(folder, plan_shards(sizes, max_shard_bytes), entries, copies, separate, experts.stacked)
+    shards = plan_shards(sizes, content.destination.max_shard_bytes)
+    plan = _HfPlan(content.destination.staging, shards, entries, copies, separate, experts.stacked)
+    listed = [
+        (content.destination.final / file_name, [(name, entries[name][1], entries[name][0]) for name in names])
+        for file_name, names in shards
+    ]
+    return listed, plan.create
+
+
+def _list_ranks(content: _Content) -> tuple[_Listing, Callable[[], Sequence[Target]]]:
+    args, destination = content.make_args(), content.destination
+    plan = plan_ranks(
+        destination.staging,
+        content.ops,
+        content.model_config,
+        content.layout,
+        content.dtype_of,
+        legacy=destination.kind == "legacy",
+        transformer_engine=destination.transformer_engine,
+    )
+    listed = [
+        (
+            destination.final / file.path.relative_to(destination.staging),
+            [("/".join(keys), shape, dtype) for keys, (dtype, shape) in file.tensors.items()],
+        )
+        for file in plan.files
+    ]
+    return listed, functools.partial(plan.create, args)
+
+
+def _list_dist(content: _Content) -> tuple[_Listing, Callable[[], Sequence[Target]]]:
+    from mindspeed_rl.checkpoint.dist import plan_dist  # loads torch.distributed.checkpoint, which takes a second
+
+    args = content.make_args()
+    plan = plan_dist(content.destination.staging, content.ops, content.model_config, content.dtype_of)
+    listed = [
+        (content.destination.final / file.path.name, [(op.mcore, shape, dtype) for op, dtype, shape in file.items])
+        for file in plan.files
+    ]
+    return listed, functools.partial(plan.create, args)
+
+
+#: Lists the weight files of a form, and returns what makes them.
+_FORMS = {"hf": _list_hf, "mcore": _list_ranks, "legacy": _list_ranks, "torch_dist": _list_dist}
 
 
 def _memory_bound(

@@ -28,7 +28,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.conversion_plan import Destination, Plan
 from mindspeed_rl.checkpoint.hf import copy_companions, dtype_keys, mtp_keys, write_config
 from mindspeed_rl.checkpoint.jobs import Group, Job, MegatronGroup, Report, Target, Transform, connect, same_bits
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.options import Progress
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config.model_metadata import HF_FILES
@@ -37,10 +37,10 @@ from mindspeed_rl.observability.folder_locks import hold_folders
 _TASK_BYTES = 64 << 20  # work is handed out and recorded in pieces of about this size
 _STATE_NAME = "conversion.json"
 _DONE_NAME = "conversion.done"
-_LATEST_STAGING = LATEST_NAME + ".partial"
+_TRACKER_STAGING = TRACKER_NAME + ".partial"
 _T = TypeVar("_T")
-#: of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the other
-#: reads, and looks at what it has read
+#: threads of a conversion without worker processes: while the kernel writes for one, and it lets one into a file at a time, the
+#: other reads, and looks at what it has read
 _THREADS = 2
 
 
@@ -70,7 +70,7 @@ def run_plan(
     """
     progress = progress or Progress()
     check_destination(plan.destination)
-    staging = [plan.destination.staging, _companions_staging(plan), plan.destination.path / _LATEST_STAGING]
+    staging = [plan.destination.staging, _companions_staging(plan), plan.destination.path / _TRACKER_STAGING]
     held = hold_folders({"--save-dir": plan.destination.path}, beside=plan.destination.kind == "hf")
     with nothing_left(plan.destination.path, plan.num_bytes, staging), held:
         _write(plan, workers, progress, task_bytes)
@@ -269,12 +269,12 @@ def _publish(plan: Plan) -> Path:
         return final
     checksums.write(staging, checksums.take_lists(staging))
     # all that may find the disk full is written before the first rename
-    (companions / LATEST_NAME).write_text("1", encoding="utf-8")
-    os.replace(companions / LATEST_NAME, destination.path / _LATEST_STAGING)
+    (companions / TRACKER_NAME).write_text("1", encoding="utf-8")
+    os.replace(companions / TRACKER_NAME, destination.path / _TRACKER_STAGING)
     _replace_folder(companions, destination.path / HF_FILES)
     _replace_folder(staging, final)
     # named newest last, so that a first checkpoint is not found before it is whole
-    os.replace(destination.path / _LATEST_STAGING, destination.path / LATEST_NAME)
+    os.replace(destination.path / _TRACKER_STAGING, destination.path / TRACKER_NAME)
     return final
 
 

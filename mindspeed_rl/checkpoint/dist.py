@@ -120,9 +120,9 @@ def _load_part(path: str, start: int, length: int, *, as_tensors: bool = False) 
     Raises:
         ValueError: the file is truncated or damaged, or refers to code.
     """
-    found = os.path.getsize(path) - start
-    if found < length:
-        raise ValueError(f"{path} is truncated: {length} bytes expected at {start}, {max(found, 0)} found")
+    available = os.path.getsize(path) - start
+    if available < length:
+        raise ValueError(f"{path} is truncated: {length} bytes expected at {start}, {max(available, 0)} found")
     with open(path, "rb") as file:
         view = cast(IO[bytes], _create_file_view(file, start, length))  # declared as its base class
         # many zip files lie in one .distcp, and torch's reader takes its stream for a whole one
@@ -161,9 +161,9 @@ class DistReader(FileSystemReader):
                 content.seek(0)
                 planner.load_bytes(item, content)
                 continue
-            found = _load_part(path, info.offset, info.length)
+            stored = _load_part(path, info.offset, info.length)
             tensor = narrow_tensor_by_index(
-                found.read() if isinstance(found, TensorRecord) else found, item.storage_offsets, item.lengths
+                stored.read() if isinstance(stored, TensorRecord) else stored, item.storage_offsets, item.lengths
             )
             target = planner.resolve_tensor(item).detach()
             if tensor.shape != target.shape:
@@ -192,19 +192,19 @@ class Chunk:
         Raises:
             ValueError: the file is truncated or damaged.
         """
-        piece = _load_part(self.path, self.start, self.length)
-        if not isinstance(piece, (TensorRecord, Tensor)) or math.prod(piece.shape) != math.prod(self.sizes):
+        data = _load_part(self.path, self.start, self.length)
+        if not isinstance(data, (TensorRecord, Tensor)) or math.prod(data.shape) != math.prod(self.sizes):
             raise ValueError(f"{self.path}: no tensor of shape {list(self.sizes)} is at byte {self.start}")
-        return piece.reshaped(*self.sizes) if isinstance(piece, TensorRecord) else piece.reshape(self.sizes)
+        return data.reshaped(*self.sizes) if isinstance(data, TensorRecord) else data.reshape(self.sizes)
 
     def part(self, index: tuple[int, ...]) -> Tensor:
         """Read the values at these indices of the leading axes."""
-        piece = self.locate()
-        if isinstance(piece, Tensor):
-            return piece[index]
+        data = self.locate()
+        if isinstance(data, Tensor):
+            return data[index]
         for number in index:
-            piece = piece.rows(number, number + 1).reshaped(*piece.shape[1:])
-        return piece.read()
+            data = data.rows(number, number + 1).reshaped(*data.shape[1:])
+        return data.read()
 
 
 def listed_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
@@ -236,7 +236,7 @@ def _load_common_state(folder: Path, metadata: dcp.Metadata) -> object:
 def _stored_chunks(folder: Path, metadata: dcp.Metadata) -> dict[str, list[Chunk]]:
     """List the chunks of every tensor of a checkpoint; ValueError if a file is missing."""
     chunks = listed_chunks(folder, metadata)
-    missing = sorted(path for path in {c.path for found in chunks.values() for c in found} if not os.path.isfile(path))
+    missing = sorted(path for path in {c.path for listed in chunks.values() for c in listed} if not os.path.isfile(path))
     if missing:
         raise ValueError(f"{folder} lacks {os.path.basename(missing[0])}, which .metadata names")
     return chunks
@@ -274,7 +274,7 @@ class DistGroup:
         return self.stored_dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenate(pieces) for name, pieces in self.load_chunks().items()}
+        return {name: concatenate(slices) for name, slices in self.load_chunks().items()}
 
     def load_chunks(self) -> dict[str, list[Tensor]]:
         whole = self.read()
@@ -385,23 +385,23 @@ class DistFolder:
         return adapters
 
     def _adapters(self, architecture: Architecture, model_config: ModelConfig, used: set[str]) -> Adapters:
-        found: dict[str, tuple[WeightOp, tuple[Tensor], tuple[Tensor]]] = {}
+        adapters: dict[str, tuple[WeightOp, tuple[Tensor], tuple[Tensor]]] = {}
         for op in architecture.weight_ops(model_config):
             a, b = (self._stored(model_config, op, used, kind) for kind in _LORA)
             if (a is None) != (b is None):
                 raise ValueError(f"{self.folder}: the adapter of {op.mcore} is incomplete")
             if a is not None and b is not None:
-                found[op.mcore] = (op, (a.read(),), (b.read(),))
-        return found
+                adapters[op.mcore] = (op, (a.read(),), (b.read(),))
+        return adapters
 
     def _group(self, model_config: ModelConfig, op: WeightOp, used: set[str]) -> DistGroup:
-        found = self._stored(model_config, op, used)
-        if found is None:
+        stored = self._stored(model_config, op, used)
+        if stored is None:
             raise ValueError(
                 f"{self.folder} lacks {_places(model_config, op)[0][0]!r}, which a {model_config.architecture} checkpoint with "
                 f"num_hidden_layers {model_config.num_layers} has"
             )
-        return found
+        return stored
 
     def _stored(self, model_config: ModelConfig, op: WeightOp, used: set[str], kind: str = "") -> DistGroup | None:
         """Find the stored parameter, or the part of its adapter that `kind` names; None if there is none."""
@@ -474,7 +474,7 @@ class DistPlan:
         if not (self.folder / METADATA_FILE).is_file():
             self._write_files(args)
         chunks = _stored_chunks(self.folder, read_metadata(self.folder / METADATA_FILE))
-        places = {(name, chunk.offsets): chunk for name, pieces in chunks.items() for chunk in pieces}
+        places = {(name, chunk.offsets): chunk for name, listed in chunks.items() for chunk in listed}
         targets = []
         for op, _, shape in (item for file in self.files for item in file.items):
             name, index, _ = get_distributed_name(self.model_config, op)
@@ -520,8 +520,8 @@ class DistPlan:
         names: dict[str, dcp.BytesStorageMetadata] = {}
         for file in self.files:
             for op, _, _ in file.items:
-                module, found, _ = op.mcore.rpartition(".weight")
-                if not found or op.section not in ("layer", "mtp") or not module.rpartition(".")[2].startswith(_LINEAR):
+                module, suffix, _ = op.mcore.rpartition(".weight")
+                if not suffix or op.section not in ("layer", "mtp") or not module.rpartition(".")[2].startswith(_LINEAR):
                     continue
                 name, index, sizes = get_distributed_name(self.model_config, op)
                 # Megatron's ShardedObject.unique_key, in which no leading axis is place 0 of 1

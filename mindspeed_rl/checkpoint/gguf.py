@@ -142,10 +142,10 @@ def open_gguf(path: Path) -> GgufModel:
         if scaling != "none":
             raise ValueError(f"{path}: rotary embedding scaled by {scaling!r} is not supported")
     config = _build_config(path, family, values, reader.tensors)
-    if (found := len({name.split(".")[2] for name in names.values() if name.startswith("model.layers.")})) != (
+    if (num_layers := len({name.split(".")[2] for name in names.values() if name.startswith("model.layers.")})) != (
         layers := config["num_hidden_layers"]
     ):
-        raise ValueError(f"{path} has tensors of {found} layers, and states {layers}; is it one of several parts?")
+        raise ValueError(f"{path} has tensors of {num_layers} layers, and states {layers}; is it one of several parts?")
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     dtype = next((dtype for dtype, kind in _TYPES.items() if kinds == {kind}), torch.bfloat16)
     return GgufModel(path, config, dtype, names, reader)
@@ -191,7 +191,7 @@ def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
     """Write the GGUF file at `load_dir` as a Hugging Face folder; return what was done, in a line.
 
     Raises:
-        ValueError: there is no such file, it is not supported, or the destination exists.
+        ValueError: the file does not exist, it is not supported, or the destination exists.
     """
     path = find_gguf(options.load_dir.expanduser())
     if path is None:

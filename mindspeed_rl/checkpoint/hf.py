@@ -198,7 +198,7 @@ def _separate_experts(
                 parts = {names.gate: whole.rows(0, half), names.up: whole.rows(half, 2 * half)}
             else:
                 parts = {names.down: whole}
-            separate |= {f"{block}.experts.{expert}.{part}.weight": piece for part, piece in parts.items()}
+            separate |= {f"{block}.experts.{expert}.{part}.weight": record for part, record in parts.items()}
     return separate, frozenset(renamed)
 
 
@@ -248,9 +248,9 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
 
 def _companion_files(folder: Path) -> list[Path]:
     """List config, generation config, tokenizer and code files of an HF folder (no weights, no index)."""
-    found = {path for pattern in _COMPANION_PATTERNS for path in folder.glob(pattern)}
+    companions = {path for pattern in _COMPANION_PATTERNS for path in folder.glob(pattern)}
     skipped = {path for pattern in _NOT_COMPANIONS for path in folder.glob(pattern)}
-    return sorted(path for path in found - skipped if path.is_file())
+    return sorted(path for path in companions - skipped if path.is_file())
 
 
 def copy_companions(source: Path, target: Path, config_changes: Mapping[str, Any] | None = None) -> None:

@@ -110,7 +110,7 @@ class LoraShards:
 
     def join_shards(self, op: WeightOp) -> tuple[Tensor, Tensor]:
         """Return A and B of the full parameter: the dimension that the base is split along is joined, the other replicated."""
-        a, b = [_read_stored(piece) for piece in self.a], [_read_stored(piece) for piece in self.b]
+        a, b = [_read_stored(shard) for shard in self.a], [_read_stored(shard) for shard in self.b]
         along_input = op.splits[0].dim == 1
         return (op.unshard(a), b[0]) if along_input else (a[0], op.unshard(b))
 
@@ -153,7 +153,7 @@ class MegatronGroup(Group):
         return self.shards[0][0].dtype
 
     def load(self, strict: bool = False) -> dict[str, Tensor]:
-        return {name: concatenate(pieces) for name, pieces in self._read_chunks(strict).items()}
+        return {name: concatenate(slices) for name, slices in self._read_chunks(strict).items()}
 
     def load_chunks(self) -> dict[str, list[Tensor]]:
         return self._read_chunks(strict=False)
@@ -241,9 +241,9 @@ class MegatronTarget:
         # read by way of HF's tensors: any source form meets any target form there, and none knows another
         source, finite = MemorySource(tensors), True
         for index, copies in enumerate(self.shards):
-            pieces = self.op.read_chunks(source, len(self.shards), index)
+            slices = self.op.read_chunks(source, len(self.shards), index)
             for record in copies:
-                finite &= record.write_tensors(pieces)
+                finite &= record.write_tensors(slices)
         return finite
 
 
@@ -290,12 +290,12 @@ class Job:
         """Read, transform and write."""
         # nothing looks at a tensor as a whole, so pieces go to their place without being joined
         if transform is None and not self.equal and all(isinstance(target, HfTarget) for target in self.targets):
-            pieces = {name: parts for group in self.groups for name, parts in group.load_chunks().items()}
+            slices = {name: parts for group in self.groups for name, parts in group.load_chunks().items()}
             finite = True
             for target in self.targets:
                 assert isinstance(target, HfTarget)
-                finite &= target.record.write_tensors(pieces[target.source_name])
-            return Report(self.num_bytes, () if finite else _list_non_finite(pieces))
+                finite &= target.record.write_tensors(slices[target.source_name])
+            return Report(self.num_bytes, () if finite else _list_non_finite(slices))
         tensors = self.load(transform)
         finite = all([target.write(tensors) for target in self.targets])  # a list: all of them are written
         return Report(self.num_bytes, () if finite else _list_non_finite({name: [tensor] for name, tensor in tensors.items()}))
@@ -384,7 +384,7 @@ def connect(
             # a copy that no target takes is read too: dropped unread, other numbers than the owner's would be lost
             needed[id(by_name[copy])] = by_name[copy]
             parent[root(id(by_name[copy]))] = root(id(by_name[owner]))
-    # in the order of the targets, which is that of their files: the result is written from front to back
+    # in the order of the targets, which is the order of their files: the result is written from front to back
     members: dict[int, list[Target]] = {}
     for target, group_id in zip(targets, first_group):
         members.setdefault(root(group_id), []).append(target)

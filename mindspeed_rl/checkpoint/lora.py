@@ -37,7 +37,7 @@ def check_scale(r: int | None, alpha: float | None, adapters: Adapters, stated: 
     Raises:
         ValueError: r or alpha contradicts the adapter, or alpha is stated nowhere.
     """
-    ranks = {piece.shape[0] for _, a, _ in adapters.values() for piece in a}
+    ranks = {shard.shape[0] for _, a, _ in adapters.values() for shard in a}
     if len(ranks) != 1:
         raise ValueError(f"the adapters have different ranks {sorted(ranks)}; one rank for all is supported")
     actual = ranks.pop()
@@ -157,8 +157,18 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
     Raises:
         ValueError: it is not plain LoRA, r or alpha contradicts it, or it does not fit the base.
     """
+    config = _read_config(path)
+    for option, given, key in (("--lora-r", r, "r"), ("--lora-alpha", alpha, "lora_alpha")):
+        if given is not None and given != config[key]:
+            raise ValueError(f"{option} {given:g} does not match {path}, whose {key} is {config[key]:g}")
+    rank = config["r"]
+    pairs = _pair(path, {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}, rank)
+    return PeftMerge(path, pairs, config["lora_alpha"] / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return adapter_config.json, which is that of plain LoRA."""
     config = read_json(path / ADAPTER_CONFIG)
-    hf_shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path} is a {config.get('peft_type')} adapter; only LORA is supported")
     for key in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out"):
@@ -166,26 +176,27 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
             raise ValueError(f"{path}: adapter_config.json sets {key}, which is not supported")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: adapter_config.json has bias {config['bias']!r}; supported is 'none'")
-    rank, own_alpha = (config.get(key) for key in ("r", "lora_alpha"))
-    if not isinstance(rank, int) or not isinstance(own_alpha, (int, float)) or rank < 1 or own_alpha <= 0:
-        raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {own_alpha!r}; expected numbers above 0")
-    if r is not None and r != rank:
-        raise ValueError(f"--lora-r {r} does not match {path}, whose r is {rank}")
-    if alpha is not None and alpha != own_alpha:
-        raise ValueError(f"--lora-alpha {alpha:g} does not match {path}, whose lora_alpha is {own_alpha:g}")
+    rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))
+    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or rank < 1 or alpha <= 0:
+        raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {alpha!r}; expected numbers above 0")
+    return config
+
+
+def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[TensorRecord, TensorRecord]]:
+    """Return the tensors A and B of an adapter by the HF name of the weight that they are added to."""
     records = read_safetensors_header(path / "adapter_model.safetensors")
     pairs: dict[str, tuple[TensorRecord, TensorRecord]] = {}
     for key, record in records.items():
-        module, found, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
-        if not found:
+        module, separator, _ = key.removeprefix(_PEFT_PREFIX).partition(".lora_A.")
+        if not separator:
             continue
         other = records.get(key.replace(".lora_A.", ".lora_B."))
         # PEFT has the names of transformers' modules, which a checkpoint of Qwen2.5-VL has not
         own = re.sub(r"^model\.(visual\.)|^(model\.)language_model\.", r"\1\2", module)
-        name = next((f"{one}.weight" for one in (module, own) if f"{one}.weight" in hf_shapes), f"{module}.weight")
+        name = next((f"{one}.weight" for one in (module, own) if f"{one}.weight" in hf_shapes), None)
         if other is None:
             raise ValueError(f"{path}: {key} has no lora_B next to it")
-        if name not in hf_shapes:
+        if name is None:
             raise ValueError(f"{path} adapts {module}, which the base does not have")
         fits = (other.shape[0], record.shape[1]) == hf_shapes[name] and record.shape[0] == other.shape[1] == rank
         if not fits:
@@ -197,7 +208,7 @@ def open_peft(path: Path, ops: Iterable[WeightOp], r: int | None = None, alpha: 
         raise ValueError(f"{path} holds {strange[0]!r}, which is not a LoRA weight")
     if not pairs:
         raise ValueError(f"{path} holds no LoRA weights")
-    return PeftMerge(path, pairs, own_alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+    return pairs
 
 
 def get_staging_path(path: Path) -> Path:

@@ -14,7 +14,7 @@ import torch
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.jobs import Group, MegatronGroup, MegatronTarget, StoredTensor
 from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
-from mindspeed_rl.checkpoint.newest import LATEST_NAME, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import TRACKER_NAME, newest_checkpoint
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
@@ -49,26 +49,26 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder")
     if iteration is not None:
-        found = folder / f"iter_{iteration:07d}"
-        if not found.is_dir():
+        named = folder / f"iter_{iteration:07d}"
+        if not named.is_dir():
             others = sorted(entry.name for entry in folder.glob("iter_*") if entry.is_dir() and entry.name[5:].isdigit())
             held = f"it has {', '.join(others[-5:])}" if others else "it has no iterations"
             raise ValueError(f"{folder} has no iter_{iteration:07d} (iteration {iteration}); {held}")
-        return found
+        return named
     if any(folder.glob("mp_rank_*")) or (folder / "metadata.json").is_file():
         return folder
-    latest = folder / LATEST_NAME
-    if not latest.is_file():
+    tracker = folder / TRACKER_NAME
+    if not tracker.is_file():
         if (newest := newest_checkpoint(folder)) is not None:
             return folder / f"iter_{int(newest):07d}"
-        raise ValueError(f"{folder} is not a Megatron checkpoint: it has neither {LATEST_NAME} nor mp_rank_* folders")
-    text = latest.read_text(encoding="utf-8").strip()
+        raise ValueError(f"{folder} is not a Megatron checkpoint: it has neither {TRACKER_NAME} nor mp_rank_* folders")
+    text = tracker.read_text(encoding="utf-8").strip()
     if text != "release" and not text.isdigit():
-        raise ValueError(f"{latest} says {text!r}; expected an iteration number or 'release'")
-    found = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
-    if not found.is_dir():
-        raise ValueError(f"{latest} names {found.name}, which is missing")
-    return found
+        raise ValueError(f"{tracker} says {text!r}; expected an iteration number or 'release'")
+    named = folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    if not named.is_dir():
+        raise ValueError(f"{tracker} names {named.name}, which is missing")
+    return named
 
 
 def _rank_folder_name(rank: Rank, layout: Layout) -> str:
@@ -123,9 +123,9 @@ def _stored_ops(ops: Iterable[WeightOp], layout: Layout, model_config: ModelConf
     With prediction layers on another chunk than the embedding, that chunk has a copy of the embedding.
     """
     # stages are compared, not chunks: under dualpipev stage 0 has both ends, so its ranks have the embedding for the head
-    apart = layout.first_chunk[0] != layout.last_chunk[0]
-    kept = [op for op in ops if apart or not op.copy_of_tied]
-    if model_config.mtp_num_layers and apart:
+    has_copy = layout.first_chunk[0] != layout.last_chunk[0]
+    kept = [op for op in ops if has_copy or not op.copy_of_tied]
+    if model_config.mtp_num_layers and has_copy:
         embedding = next(op for op in kept if op.section == "pre")
         kept.append(replace(embedding, section="post", copy_of_tied=True))
     return kept
@@ -182,13 +182,13 @@ class MegatronFolder:
 
     def names(self) -> set[str]:
         """Return the names of the tensors in all model chunks, as `state` gives them."""
-        found = set()
+        stored = set()
         for folder in self.rank_folders:
             for key, chunk in self._load(folder).items():
                 if re.fullmatch(r"model\d*", key):
                     joined = ("/".join(keys) for keys, _ in walk_records(chunk))
-                    found.update(name if self.legacy else name.removeprefix("module.") for name in joined)
-        return found
+                    stored.update(name if self.legacy else name.removeprefix("module.") for name in joined)
+        return stored
 
     def layout(self, model_config: ModelConfig) -> Layout:
         """Return how the checkpoint is split: from its args, and from the names of its files where args are silent.
@@ -196,17 +196,8 @@ class MegatronFolder:
         Raises:
             ValueError: args and file names contradict each other, or a rank file is missing.
         """
-        args = self.args
-        parts = [match.groups() for match in map(_RANK_FOLDER.match, self.rank_folders) if match is not None]
-        tp = args.tp or len({tp for tp, _, _ in parts})
-        three = any(third is not None for _, _, third in parts)
-        second = len({second for _, second, _ in parts if second is not None}) or 1
-        if three:
-            pp, ep = args.pp or second, args.ep or len({third for _, _, third in parts})
-        elif second > 1 and model_config.num_moe_experts and self._second_index_is_expert(args):
-            pp, ep = 1, args.ep or second
-        else:
-            pp, ep = args.pp or second, args.ep or 1
+        args, num_experts = self.args, model_config.num_moe_experts or 0
+        tp, pp, ep = self._count_ranks(args, num_experts)
         # counted: args say it in one way or another or not at all, the keys of the file always do
         chunks = [key for key in self._load(self.rank_folders[0]) if re.fullmatch(r"model\d+", key)]
         layout = Layout(
@@ -214,24 +205,28 @@ class MegatronFolder:
             tp=tp,
             pp=pp,
             vpp=len(chunks) or 1,
-            ep=ep if model_config.num_moe_experts else 1,
-            etp=args.etp if model_config.num_moe_experts else None,
             num_layer_list=args.num_layer_list if pp > 1 else None,
             noop_layers=args.noop_layers,
-            num_experts=model_config.num_moe_experts or 0,
-            moe_tp_extend_ep=args.moe_tp_extend_ep and bool(model_config.num_moe_experts),
             schedule="dualpipev" if args.schedule == "dualpipev" else None,
         )
+        if num_experts:
+            layout = replace(layout, ep=ep, etp=args.etp, num_experts=num_experts, moe_tp_extend_ep=args.moe_tp_extend_ep)
         expected = {_rank_folder_name(rank, layout) for rank in layout.ranks()}
-        missing = sorted(expected - set(self.rank_folders))
-        if missing:
-            raise ValueError(
-                f"{self.folder} lacks {missing[0]} (a checkpoint of TP {tp}, PP {pp}, EP {ep} has {len(expected)} ranks)"
-            )
-        surplus = sorted(set(self.rank_folders) - expected)
-        if surplus:
-            raise ValueError(f"{self.folder} has {surplus[0]}, which does not belong to TP {tp}, PP {pp}, EP {ep}")
+        sizes = f"TP {tp}, PP {pp}, EP {ep}"
+        if missing := expected - set(self.rank_folders):
+            raise ValueError(f"{self.folder} lacks {min(missing)} (a checkpoint of {sizes} has {len(expected)} ranks)")
+        if surplus := set(self.rank_folders) - expected:
+            raise ValueError(f"{self.folder} has {min(surplus)}, which does not belong to {sizes}")
         return layout
+
+    def _count_ranks(self, args: CheckpointArgs, num_experts: int) -> tuple[int, int, int]:
+        """Return the TP, PP and EP size: what args say, else as many as the folders of the ranks number."""
+        parts = [match.groups() for match in map(_RANK_FOLDER.match, self.rank_folders) if match is not None]
+        first, second, third = (len(set(column) - {None}) for column in zip(*parts, strict=True))
+        pp, ep = second or 1, third or 1
+        if not third and pp > 1 and num_experts and self._second_index_is_expert(args):
+            return args.tp or first, 1, args.ep or pp
+        return args.tp or first, args.pp or pp, args.ep or ep
 
     def _second_index_is_expert(self, args: CheckpointArgs) -> bool:
         """Return whether ``mp_rank_TT_NNN`` counts expert ranks: every expert rank holds the embedding, later stages do not."""
@@ -248,9 +243,9 @@ class MegatronFolder:
         if key not in content:
             raise ValueError(f"{self.folder / name / _RANK_FILE} has no {key!r}; it has {', '.join(sorted(map(str, content)))}")
         state = {}
-        for keys, piece in walk_records(content[key]):
+        for keys, record in walk_records(content[key]):
             joined = "/".join(keys)
-            state[joined if self.legacy else joined.removeprefix("module.")] = piece
+            state[joined if self.legacy else joined.removeprefix("module.")] = record
         return state
 
     def open(self, architecture: Architecture, model_config: ModelConfig, loosely: bool = False) -> OpenCheckpoint:
@@ -280,10 +275,10 @@ class MegatronFolder:
         if model_config.multi_latent_attention and any(".self_attention.linear_qkv.weight" in name for name in names):
             ops = fuse_mindspeed_mla(model_config, ops)
         reader = _Reader(self, model_config, layout, states)
-        found = [reader.group(op) for op in _stored_ops(ops, layout, model_config)]
+        groups = [reader.group(op) for op in _stored_ops(ops, layout, model_config)]
         if not loosely:
             reader.check_all_used()
-        return OpenCheckpoint(architecture, model_config, layout, found, reader.adapters, reader.unused())
+        return OpenCheckpoint(architecture, model_config, layout, groups, reader.adapters, reader.unused())
 
     def adapters(self, architecture: Architecture, model_config: ModelConfig, layout: Layout) -> Adapters:
         """Return the LoRA weights of a checkpoint that need not hold the base weights; cut like ``layout``.
@@ -310,9 +305,9 @@ class MegatronFolder:
         return reader.adapters
 
     def _embedding_rows(self, state: Mapping[str, StoredTensor]) -> int:
-        for name, piece in state.items():
-            if name.endswith(("word_embeddings.weight", "word_embeddings/weight")) and len(piece.shape) == 2:
-                return piece.shape[0]
+        for name, record in state.items():
+            if name.endswith(("word_embeddings.weight", "word_embeddings/weight")) and len(record.shape) == 2:
+                return record.shape[0]
         raise ValueError(f"{self.folder / self.rank_folders[0]} has no word embeddings")
 
     def _num_prediction_layers(self, states: Mapping[tuple[Rank, int], Mapping[str, StoredTensor]]) -> int:
@@ -382,11 +377,11 @@ class _Reader:
         for ranks in where.shards:
             copies = []
             for rank in ranks:
-                name, piece = self._find(op, rank, where.vp_stage)
-                if tuple(piece.shape) != expected:
+                name, record = self._find(op, rank, where.vp_stage)
+                if tuple(record.shape) != expected:
                     file = self.folder.folder / _rank_folder_name(rank, self.layout) / _RANK_FILE
-                    raise ValueError(f"{file}: {name} has shape {list(piece.shape)}; expected {list(expected)}")
-                copies.append(piece)
+                    raise ValueError(f"{file}: {name} has shape {list(record.shape)}; expected {list(expected)}")
+                copies.append(record)
             shards.append(tuple(copies))
         self.collect_adapter(op, where)
         return MegatronGroup(op, tuple(shards))
@@ -399,10 +394,10 @@ class _Reader:
         parts: dict[str, list[StoredTensor]] = {"lora_A": [], "lora_B": []}
         # ranks that repeat a shard repeat its adapter: one copy is taken, and all count as used
         for ranks in where.shards:
-            for kind, pieces in parts.items():
+            for kind, records in parts.items():
                 for name in (f"{stem}.{kind}.default.weight" for stem in stems):
                     if name in self.states[ranks[0], where.vp_stage]:
-                        pieces.append(self.states[ranks[0], where.vp_stage][name])
+                        records.append(self.states[ranks[0], where.vp_stage][name])
                         for rank in ranks:
                             self.used[rank, where.vp_stage].add(name)
         count = len(where.shards)

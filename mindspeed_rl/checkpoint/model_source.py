@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl.checkpoint.hf import read_json, read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
-from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
@@ -61,7 +61,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
             named = load_key if key == "load" and load_key else f"{role}.{key}"
             raise ValueError(
                 f"{named}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
-                f"({LATEST_NAME})."
+                f"({TRACKER_NAME})."
             )
     assert weights is not None
     folders = [weights[0]] if weights[1] == "hf" else []
@@ -124,12 +124,12 @@ def weights_kind(folder: Path, iteration: int | None = None) -> _WeightsKind | N
     """
     newest = newest_checkpoint(folder) if iteration is None else str(iteration)
     if newest is not None:
-        found = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")
-        if not found.is_dir():
+        checkpoint = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")
+        if not checkpoint.is_dir():
             held = ", ".join(map(str, iterations(folder)[-5:])) or "none"
             raise ValueError(f"{folder} has no checkpoint of iteration {newest} (load_iteration); it has {held}")
         # only our own checkpoints say where the run stood
-        return "training" if (found / "run_state.json").is_file() else "megatron"
+        return "training" if (checkpoint / "run_state.json").is_file() else "megatron"
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return "hf"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-LATEST_NAME = "latest_checkpointed_iteration.txt"
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
 #: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
 EXPORTS = "hf"
 #: folder of a checkpoint with the responses that were being generated when it was written
@@ -20,7 +20,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         ValueError: the file that names it is missing beside checkpoints, is damaged, or names none that is there. A run that
             took such a folder for an empty one would begin anew and write over what is there.
     """
-    path = Path(folder, LATEST_NAME)
+    path = Path(folder, TRACKER_NAME)
     others = iterations(folder)
     held = f"the folder holds iterations {', '.join(map(str, others[-5:]))}" if others else "the folder holds no checkpoint"
     try:
@@ -56,9 +56,9 @@ def iterations(folder: str | Path) -> list[int]:
 
 def lacks_export(folder: str | Path, iteration: int) -> bool:
     """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there."""
-    name, latest = f"iter_{iteration:07d}", Path(folder, EXPORTS, "latest")
+    name, link = f"iter_{iteration:07d}", Path(folder, EXPORTS, "latest")
     # a later one is of a run that was then restarted from this checkpoint
-    return not latest.with_name(name).is_dir() or not latest.is_symlink() or os.readlink(latest) < name
+    return not link.with_name(name).is_dir() or not link.is_symlink() or os.readlink(link) < name
 
 
 def list_old(folder: Path, iteration: int, keep_last: int | None) -> list[Path]:

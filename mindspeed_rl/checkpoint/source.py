@@ -243,8 +243,8 @@ def _check_layer_count(folder: HfFolder, architecture: Architecture, model_confi
         raise ValueError(f"{architecture.name} has no multi-token-prediction layers; --mtp-num-layers must be 0")
     stored = {layer for name in folder.stored_names if (layer := _layer_of(name)) is not None}
     # HF numbers prediction layers on behind the decoder's, or gives them names of their own
-    apart = any(name.startswith(_MTP) for name in folder.stored_names)
-    num_expected = model_config.num_layers + (0 if apart else model_config.mtp_num_layers)
+    are_separate = any(name.startswith(_MTP) for name in folder.stored_names)
+    num_expected = model_config.num_layers + (0 if are_separate else model_config.mtp_num_layers)
     if not stored or num_expected <= max(stored) + 1:
         return
     first = max(stored) + 1
@@ -280,10 +280,10 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
     surplus = _surplus(folder, names | copies, architecture, model_config, options)
     if surplus.unknown and not loosely:
         raise ValueError(f"{_unknown(folder, surplus, model_config)}; load_checkpoint_loosely: true skips them")
-    found = [_skipped(surplus, model_config)] if surplus.unknown else []
+    notes = [_skipped(surplus, model_config)] if surplus.unknown else []
     if surplus.predictions:
-        found.append(f"left out {_num_layers(surplus.predictions)} multi-token-prediction layer(s), which are not trained")
-    return found
+        notes.append(f"left out {_num_layers(surplus.predictions)} multi-token-prediction layer(s), which are not trained")
+    return notes
 
 
 @dataclass(frozen=True)
@@ -377,22 +377,22 @@ def _prediction_tensors(
     if architecture.read_mtp_ops is None:
         return frozenset()
     layers: dict[int, set[str]] = {}
-    apart = architecture.read_mtp_ops(model_config, 0, ExpertPacking())[0].hf[0].startswith(_MTP)
+    are_separate = architecture.read_mtp_ops(model_config, 0, ExpertPacking())[0].hf[0].startswith(_MTP)
     for name in names:
         layer = _layer_of(name)
-        if apart and name.startswith(_MTP):
+        if are_separate and name.startswith(_MTP):
             layers.setdefault(0, set()).add(name)
-        elif not apart and layer is not None and layer >= model_config.num_layers:
+        elif not are_separate and layer is not None and layer >= model_config.num_layers:
             layers.setdefault(layer - model_config.num_layers, set()).add(name)
-    found: set[str] = set()
+    complete: set[str] = set()
     for number, present in layers.items():
         ops = architecture.read_mtp_ops(model_config, number, ExpertPacking())
         shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
         copies = architecture.hf_copies(replace(model_config, mtp_num_layers=number + 1))
         shaped = all(folder.shape(name) == shapes[name] for name in present & shapes.keys())
         if shaped and shapes.keys() <= present <= shapes.keys() | copies.keys():
-            found |= present
-    return frozenset(found)
+            complete |= present
+    return frozenset(complete)
 
 
 def open_megatron(path: Path, options: ModelOptions, fallback_hf: Path | None = None, *, verified: bool = False) -> Source:

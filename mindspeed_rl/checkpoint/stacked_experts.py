@@ -81,12 +81,12 @@ def separate_stacks(records: Mapping[str, TensorRecord]) -> tuple[dict[str, Tens
         ValueError: a tensor in MXFP4 has no scales, or they are of another shape.
     """
     separate: dict[str, TensorRecord] = {}
-    found: set[str] = set()
+    stored: set[str] = set()
     for name, record in records.items():
         match = _STORED.match(name)
         if match is None or len(record.shape) < 2:
             continue
-        found.add(name)
+        stored.add(name)
         block, stem, kind = match.groups()
         if kind == "_scales":
             continue
@@ -110,7 +110,7 @@ def separate_stacks(records: Mapping[str, TensorRecord]) -> tuple[dict[str, Tens
                     shape = (share.shape[-1] // len(parts), *share.shape[:-1])
                     matrix = _PartRecord(record.path, share.offset, shape, record.dtype, share, first, len(parts))
                 separate[f"{block}.{expert}.{part}_proj.{'bias' if kind == '_bias' else 'weight'}"] = matrix
-    return separate, frozenset(found)
+    return separate, frozenset(stored)
 
 
 def stack_shapes(
@@ -120,11 +120,11 @@ def stack_shapes(
     counts: dict[str, int] = {}
     stacked: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for name, (dtype, shape) in entries.items():
-        found = find_stack(name)
-        if found is None:
+        place = find_stack(name)
+        if place is None:
             stacked[name] = dtype, shape
             continue
-        stack, expert, part = found
+        stack, expert, part = place
         counts[stack] = max(counts.get(stack, 0), expert + 1)
         outputs, *inputs = shape
         stacked[stack] = dtype, (counts[stack], *inputs, outputs if part == "down" else 2 * outputs)
@@ -157,9 +157,9 @@ class StackTarget:
 
 
 def _find_part(name: str) -> str:
-    found = find_stack(name)
-    assert found is not None, name
-    return found[2]
+    place = find_stack(name)
+    assert place is not None, name
+    return place[2]
 
 
 def list_targets(
@@ -174,9 +174,9 @@ def list_targets(
     """
     shares: dict[tuple[str, int], list[str]] = {}
     for name in names:
-        found = find_stack(name)
-        if found is not None and found[0] in records:
-            shares.setdefault(found[:2], []).append(name)
+        place = find_stack(name)
+        if place is not None and place[0] in records:
+            shares.setdefault(place[:2], []).append(name)
     targets = []
     for (stack, expert), parts in shares.items():
         record = records[stack].rows(expert, expert + 1).reshaped(*records[stack].shape[1:])

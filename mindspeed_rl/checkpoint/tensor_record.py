@@ -25,10 +25,10 @@ def _find_location(tensor: Tensor) -> tuple[str, int] | None:
 
     None for tensors in memory, and for those that are not contiguous.
     """
-    found = getattr(tensor.untyped_storage(), "file_location", None)
-    if found is None or tensor._version or not tensor.is_contiguous():
+    location = getattr(tensor.untyped_storage(), "file_location", None)
+    if location is None or tensor._version or not tensor.is_contiguous():
         return None
-    path, begin = found
+    path, begin = location
     return path, begin + int(tensor.storage_offset()) * tensor.element_size()
 
 
@@ -198,7 +198,9 @@ class TensorRecord:
             True when they hold neither NaN nor infinities.
         """
         if any(tensor.dtype != self.dtype for tensor in tensors):
-            raise ValueError(f"{self.path}: tensors of {[one.dtype for one in tensors]} do not fit a place of {self.dtype}")
+            raise ValueError(
+                f"{self.path}: tensors of {[tensor.dtype for tensor in tensors]} do not fit a place of {self.dtype}"
+            )
         total = sum(tensor.numel() for tensor in tensors) * self.dtype.itemsize
         if total != self.num_bytes:
             raise ValueError(f"{self.path}: {total} bytes do not fit a place of {self.num_bytes}")

@@ -210,8 +210,8 @@ class _TensorUnpickler(_RecordUnpickler):
     def _record(
         self, storage: _Storage, start: int, size: Sequence[int], stride: Sequence[int], *unused: object
     ) -> TensorRecord | Tensor:
-        found = super()._record(storage, start, size, stride)
-        return found.read().clone() if isinstance(found, TensorRecord) else found
+        record = super()._record(storage, start, size, stride)
+        return record.read().clone() if isinstance(record, TensorRecord) else record
 
 
 def load_with_records(path: str | Path, *, as_tensors: bool = False) -> Any:
@@ -327,13 +327,13 @@ def create_with_holes(
 def records_at(path: str | Path, places: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], TensorRecord]:
     """Return the records of some tensors of a torch zip file, by their path of keys."""
     content = load_with_records(path)
-    found = {}
+    records = {}
     for keys in places:
         entry = content
         for key in keys:
             entry = entry[key]
-        found[keys] = entry
-    return found
+        records[keys] = entry
+    return records
 
 
 def walk_records(content: object, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], TensorRecord | Tensor]]:

@@ -30,6 +30,7 @@ from mindspeed_rl.cli.options import (
     get_flag,
     note_without_effect,
     print_status,
+    refuse_first,
     take_adapter,
 )
 
@@ -154,16 +155,25 @@ def _check_flags(args: argparse.Namespace) -> None:
         )
     if args.save_model_type == "hf" or args.save_lora_to_hf:
         _check_hf_result(args)
-    if args.target_data_parallel_size != 1:
-        raise ValueError("--target-data-parallel-size: weights do not depend on data parallelism; leave it out")
-    if args.workers < 1:
-        raise ValueError(f"--workers is {args.workers}; it must be at least 1")
-    if args.tokenizer_model not in (None, "None", "none") and not Path(args.tokenizer_model).exists():
-        raise ValueError(f"--tokenizer-model {args.tokenizer_model} does not exist")
-    if args.save_to_legacy and args.save_model_type == "hf":
-        raise ValueError("--save-to-legacy contradicts --save-model-type hf")
-    if args.ckpt_format == "torch_dist" and (args.save_to_legacy or args.save_model_type == "legacy"):
-        raise ValueError("--ckpt-format torch_dist holds mcore checkpoints only; drop --save-to-legacy")
+    refuse_first(
+        (
+            args.target_data_parallel_size != 1,
+            "--target-data-parallel-size: weights do not depend on data parallelism; leave it out",
+        ),
+        (args.workers < 1, f"--workers is {args.workers}; it must be at least 1"),
+        (
+            args.tokenizer_model not in (None, "None", "none") and not Path(args.tokenizer_model).exists(),
+            f"--tokenizer-model {args.tokenizer_model} does not exist",
+        ),
+        (
+            args.save_to_legacy and args.save_model_type == "hf",
+            "--save-to-legacy contradicts --save-model-type hf",
+        ),
+        (
+            args.ckpt_format == "torch_dist" and (args.save_to_legacy or args.save_model_type == "legacy"),
+            "--ckpt-format torch_dist holds mcore checkpoints only; drop --save-to-legacy",
+        ),
+    )
 
 
 #: Flags that describe how a Megatron result is cut; upstream's commands also give them for the source, where they apply.

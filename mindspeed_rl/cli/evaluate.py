@@ -26,7 +26,7 @@ from mindspeed_rl.cli.inference_options import (
     run_command,
     running_engine,
 )
-from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.cli.options import Parser, print_status, refuse_first
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.files import write_file
 from mindspeed_rl.inference.batch_generation import write_jsonl
@@ -103,35 +103,42 @@ def make_parser() -> Parser:
 
 def _check(args: argparse.Namespace) -> None:
     check_common(args)
-    if len(args.task) != len(args.task_data_path):
-        raise ValueError(f"{len(args.task)} tasks need as many --task-data-path, not {len(args.task_data_path)}")
-    if len(set(args.task)) < len(args.task):
-        raise ValueError("--task names a task twice")
-    if args.max_eval_samples is not None and args.max_eval_samples < 1:
-        raise ValueError(f"--max-eval-samples is {args.max_eval_samples}; it must be at least 1")
-    if args.no_chat_template and (args.hf_chat_template or args.prompt_type):
-        raise ValueError("--no-chat-template contradicts --hf-chat-template and --prompt-type")
-    for name, values in (("context-lengths", args.context_lengths), ("depths", args.depths)):
-        if values and "needlebench" not in args.task:
-            raise ValueError(f"--{name} is for --task needlebench")
-    if any(length < 1 for length in args.context_lengths):
-        raise ValueError("--context-lengths must be positive")
-    if any(not 0 <= depth <= 100 for depth in args.depths):
-        raise ValueError("--depths are percent, from 0 to 100")
+    no_needle = "needlebench" not in args.task
+    sampled = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
+    refuse_first(
+        (
+            len(args.task) != len(args.task_data_path),
+            f"{len(args.task)} tasks need as many --task-data-path, not {len(args.task_data_path)}",
+        ),
+        (len(set(args.task)) < len(args.task), "--task names a task twice"),
+        (
+            args.max_eval_samples is not None and args.max_eval_samples < 1,
+            f"--max-eval-samples is {args.max_eval_samples}; it must be at least 1",
+        ),
+        (
+            args.no_chat_template and (args.hf_chat_template or args.prompt_type),
+            "--no-chat-template contradicts --hf-chat-template and --prompt-type",
+        ),
+        (no_needle and args.context_lengths, "--context-lengths is for --task needlebench"),
+        (no_needle and args.depths, "--depths is for --task needlebench"),
+        (any(length < 1 for length in args.context_lengths), "--context-lengths must be positive"),
+        (any(not 0 <= depth <= 100 for depth in args.depths), "--depths are percent, from 0 to 100"),
+        (
+            args.alternative_prompt and args.chain_of_thought,
+            "--alternative-prompt and --chain-of-thought are two ways to answer; choose one",
+        ),
+        (args.greedy and sampled, "--greedy samples nothing: drop --temperature, --top-k, --top-p and --min-p"),
+        (
+            args.num_return < 1 or (args.num_return > 1 and not args.temperature),
+            f"--num-return {args.num_return}: several answers need a --temperature above 0",
+        ),
+        (sampled and not args.temperature, "--top-k, --top-p and --min-p need a --temperature above 0"),
+    )
     if args.instruction_template is not None:  # before the model is read
         fill_template(args.instruction_template)
-    if args.alternative_prompt and args.chain_of_thought:
-        raise ValueError("--alternative-prompt and --chain-of-thought are two ways to answer; choose one")
     _check_harness(args)
     if args.origin_postprocess:
         print_status("note: --origin-postprocess has no effect: answers are read by one rule for all labels")
-    sampled = any(value is not None for value in (args.top_k, args.top_p, args.min_p)) or bool(args.temperature)
-    if args.greedy and sampled:
-        raise ValueError("--greedy samples nothing: drop --temperature, --top-k, --top-p and --min-p")
-    if args.num_return < 1 or (args.num_return > 1 and not args.temperature):
-        raise ValueError(f"--num-return {args.num_return}: several answers need a --temperature above 0")
-    if sampled and not args.temperature:
-        raise ValueError("--top-k, --top-p and --min-p need a --temperature above 0")
 
 
 def _check_harness(args: argparse.Namespace) -> None:

@@ -27,7 +27,7 @@ from mindspeed_rl.cli.inference_options import (
     run_command,
     running_engine,
 )
-from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.cli.options import Parser, print_status, refuse_first
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.data.images import TAG
 from mindspeed_rl.data.turns import IMAGE_MARK
@@ -89,16 +89,20 @@ def _read_prompts(args: argparse.Namespace) -> list[_PromptRow]:
     """Return (conversation, columns that the output repeats) of every prompt.
 
     Raises:
-        ValueError: there is no prompt, there are several sources, or a line is malformed.
+        ValueError: no prompt is given, or several sources, or a line is malformed.
     """
-    if args.prompt is not None and args.input is not None:
-        raise ValueError("--prompt and --input exclude each other")
-    if args.image and args.prompt is None:
-        raise ValueError("--image belongs to --prompt; rows of --input name their images themselves")
-    if args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir():
-        raise ValueError(f"--image-folder {args.image_folder} is not a folder")
-    if args.input_key is not None and args.input is None:
-        raise ValueError("--input-key names a column of --input")
+    refuse_first(
+        (args.prompt is not None and args.input is not None, "--prompt and --input exclude each other"),
+        (
+            args.image and args.prompt is None,
+            "--image belongs to --prompt; rows of --input name their images themselves",
+        ),
+        (
+            args.image_folder is not None and not Path(args.image_folder).expanduser().is_dir(),
+            f"--image-folder {args.image_folder} is not a folder",
+        ),
+        (args.input_key is not None and args.input is None, "--input-key names a column of --input"),
+    )
     if args.input == "-":
         rows = read_jsonl(sys.stdin, "standard input", args.input_key, args.image_folder)
     elif args.input is not None:
@@ -204,8 +208,10 @@ def _generate_responses(
         _build_generation_settings(method, args, session.prompt_format.stop_token_ids, max_model_len) for method in methods
     ]
     max_log_probs = max(setting.max_log_probs for setting in settings)
-    most = max(1, *(len(conversation.images) for conversation, _ in prompts))
-    opened = running_engine(session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=most, agents=agents)
+    max_images = max(1, *(len(conversation.images) for conversation, _ in prompts))
+    opened = running_engine(
+        session, max_model_len=max_model_len, max_log_probs=max_log_probs, max_images=max_images, agents=agents
+    )
     with opened as engine:
         if args.stream:
             _stream(session, engine, ids[0], settings[0], prompts[0][0].images)

@@ -49,11 +49,11 @@ class RunParser(argparse.ArgumentParser):
         unknown = message.partition("unrecognized arguments: ")[2].split()
         for word in unknown if unknown and unknown[0].startswith("-") else ():
             name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-            found = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
+            key = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
             if name == "config_name":
                 message += "; the option is --config-name"
-            elif found is not None:
-                message += f"; keys of the run file are written without dashes: {found}={value or 'VALUE'}"
+            elif key is not None:
+                message += f"; keys of the run file are written without dashes: {key}={value or 'VALUE'}"
         if "--config-name" in message and not unknown:
             names = [word for word in self._words if "=" not in word and not word.startswith("-")]
             message += f"; did you mean --config-name {names[0]}?" if names else ""
@@ -129,3 +129,10 @@ def report_failure(error: BaseException) -> int:
     for text in error.errors if isinstance(error, ConfigError) else [error]:
         print_status(f"error: {text}")
     return 2 if isinstance(error, ValueError) else 1
+
+
+def refuse_first(*refusals: tuple[object, str]) -> None:
+    """Raise ValueError with the text of the first (whether it applies, text) that applies."""
+    for applies, text in refusals:
+        if applies:
+            raise ValueError(text)

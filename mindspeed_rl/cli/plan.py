@@ -31,7 +31,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
 
-#: of an iteration in the simulation of modes; larger numbers give the same ratios
+#: size of an iteration in the simulation of modes; larger numbers give the same ratios
 _SIMULATED_PROMPTS, _SIMULATED_SAMPLES = 16, 8
 
 

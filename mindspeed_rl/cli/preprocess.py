@@ -123,7 +123,7 @@ def _add_work(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("work").add_argument
     add("--workers", type=int, help="processes that tokenize")
     add("--n-subs", type=int, help="cut the work into parts; a repeated command keeps the finished ones")
-    add("--log-interval", type=int, help="rows between progress lines where there is no terminal")
+    add("--log-interval", type=int, help="rows between progress lines without a terminal")
     add("--merge-group-keys", nargs="+", help="only join the pairs in --input whose names contain each key")
 
 

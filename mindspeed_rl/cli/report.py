@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl report",
         description="Write one HTML file that needs no network: curves, warnings, samples, timeline, configuration. "
-        "Several runs are drawn into the same pictures; samples and timeline are those of the first.",
+        "Several runs are drawn into the same pictures; samples and timeline show the first run.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("-o", "--output", type=Path, help="default: report.html in the folder, comparison.html for several")

@@ -98,7 +98,7 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
     generate = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=256)
     if args.join is not None:
         if args.config_name is not None:
-            raise ValueError("--join and --config-name exclude one another: the settings are those of the run")
+            raise ValueError("--join and --config-name exclude one another: the settings come from the run")
         settings = ServerFolder(args.join.expanduser()).read_settings()
         pixels = settings["min_pixels"], settings["max_pixels"]
         shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])

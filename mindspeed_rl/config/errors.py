@@ -12,7 +12,7 @@ from mindspeed_rl.catalogue.guide import NOT_AVAILABLE
 from mindspeed_rl.config.compat import NO_EQUIVALENT, VALUES_ELSEWHERE
 
 _FP8 = (
-    "vLLM's CPU build computes fp8 products on processors with AMX alone, and vllm-ascend on devices after A2 and A3; set "
+    "vLLM's CPU build computes fp8 products only on processors with AMX, and vllm-ascend on devices after A2 and A3; set "
     "int8, which both have (vllm-ascend names it ascend), or null for the format of dtype"
 )
 #: key -> value that is not available -> the reason, and what is

@@ -60,6 +60,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     tree = normalize(tree)
     groups, deprecated = _read_groups(tree, errors)
     set_keys: dict[str, frozenset[str]] = {}
+    sampling = _fill_groups(groups)
 
     def build_group(name: str, schema: type[_G]) -> _G | None:
         if name not in groups:
@@ -75,24 +76,12 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         name: _merge_role(groups, name, blocks, errors) if name in groups else None
         for name in ("ref_config", "reward_config", "critic_config", "teacher_config", "vit_config")
     }
-    packing = groups.get("rl_config", {}).get("max_packing_token_size")
-    if isinstance(packing, list) and packing and groups["rl_config"].get("is_multimodal"):
-        # with images upstream has a second limit, of their patches; here their tokens count as others do
-        groups["rl_config"] = {**groups["rl_config"], "max_packing_token_size": packing[0]}
     rl = build_group("rl_config", RLConfig)
-    sampling = groups.get("generate_config", {}).get("sampling_config")
-    if isinstance(sampling, Mapping):
-        groups["generate_config"]["sampling_config"] = {**ENGINE_SAMPLING, **normalize(sampling)}
     if generate := build_group("generate_config", GenerateConfig):
-        set_keys["sampling_config"] = frozenset(normalize(sampling)) if isinstance(sampling, Mapping) else frozenset()
+        set_keys["sampling_config"] = sampling
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
-    platform, run_dir = tree.get("platform"), tree.get("run_dir")
-    platform = "auto" if platform is None else platform
-    if platform not in PLATFORMS:
-        errors.append(unknown_value("platform", platform, PLATFORMS))
-    if run_dir is not None and not isinstance(run_dir, str):
-        errors.append(f"run_dir is {run_dir!r}, but must be text or null")
+    platform, run_dir = _read_top_level(tree, errors)
     if errors:
         # each once: every role that takes a wrong model block reports it
         raise ConfigError(dict.fromkeys(errors))
@@ -163,16 +152,41 @@ def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[st
     return groups, deprecated
 
 
+def _fill_groups(groups: dict[str, dict[str, Any]]) -> frozenset[str]:
+    """Give groups the values that follow from others of their keys; return the keys of sampling_config that are written."""
+    rl, generate = groups.get("rl_config", {}), groups.get("generate_config", {})
+    packing, sampling = rl.get("max_packing_token_size"), generate.get("sampling_config")
+    if isinstance(packing, list) and packing and rl.get("is_multimodal"):
+        # with images upstream has a second limit, of their patches; here their tokens count as others do
+        groups["rl_config"] = {**rl, "max_packing_token_size": packing[0]}
+    if not isinstance(sampling, Mapping):
+        return frozenset()
+    written = normalize(sampling)
+    generate["sampling_config"] = {**ENGINE_SAMPLING, **written}
+    return frozenset(written)
+
+
+def _read_top_level(tree: Mapping[str, Any], errors: list[str]) -> tuple[Any, str | None]:
+    """Return the platform and the folder of the run."""
+    platform, run_dir = tree.get("platform"), tree.get("run_dir")
+    platform = "auto" if platform is None else platform
+    if platform not in PLATFORMS:
+        errors.append(unknown_value("platform", platform, PLATFORMS))
+    if run_dir is not None and not isinstance(run_dir, str):
+        errors.append(f"run_dir is {run_dir!r}, but must be text or null")
+    return platform, run_dir
+
+
 def _find_ignored(groups: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
     """Return the values of the keys that are accepted without effect, by dotted name."""
-    found: dict[str, object] = {}
+    without_effect: dict[str, object] = {}
     for group, values in groups.items():
         ignored = IGNORED.get(TOP_LEVEL[group].__name__, {})
-        found |= {f"{group}.{name}": value for name, value in values.items() if name in ignored}
+        without_effect |= {f"{group}.{name}": value for name, value in values.items() if name in ignored}
         if group == "generate_config" and isinstance(sampling := values.get("sampling_config"), Mapping):
             ignored = IGNORED["SamplingConfig"]
-            found |= {f"{group}.sampling_config.{name}": value for name, value in sampling.items() if name in ignored}
-    return found
+            without_effect |= {f"{group}.sampling_config.{name}": value for name, value in sampling.items() if name in ignored}
+    return without_effect
 
 
 def _read_model_blocks(value: object, errors: list[str]) -> dict[str, dict[str, Any]]:

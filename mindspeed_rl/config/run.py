@@ -114,14 +114,14 @@ class RunConfig:
         assert rl is not None and generate is not None and rl.served_judge is not None
         path = Path(rl.served_judge).expanduser() / "config.json"
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        most = max(_JUDGE_LEN, 2 * generate.max_model_len + rl.judge_max_tokens)
-        longest = (config.get("text_config") or config).get("max_position_embeddings") or most
+        limit = max(_JUDGE_LEN, 2 * generate.max_model_len + rl.judge_max_tokens)
+        longest = (config.get("text_config") or config).get("max_position_embeddings") or limit
         return replace(
             generate,
             infer_tensor_parallel_size=rl.judge_tensor_parallel_size,
             infer_expert_parallel_size=1,
             enable_expert_parallel=False,
-            max_model_len=rl.judge_max_model_len or min(most, longest),
+            max_model_len=rl.judge_max_model_len or min(limit, longest),
             # only of the rollout's model
             speculative_config=None,
             quantization=None,
@@ -188,13 +188,13 @@ class RunConfig:
         """Maximum tokens after a prompt, over all turns."""
         assert self.rl_config is not None and self.generate_config is not None
         rl, generate = self.rl_config, self.generate_config
-        one, total = generate.sampling_config.max_tokens, rl.max_total_response_length
+        per_turn, total = generate.sampling_config.max_tokens, rl.max_total_response_length
         if rl.agent_loop_name == "single_turn":
-            return one
+            return per_turn
         if not total:
             is_set = "max_model_len" in self.set_keys.get("generate_config", ())
             total = (generate.max_model_len if is_set else self.actor_config.seq_length or 0) - rl.max_prompt_length
-        return max(one, total)
+        return max(per_turn, total)
 
     @property
     def response_limit_key(self) -> str:

@@ -134,10 +134,10 @@ class ComparisonWorker(DeviceWorker):
         sampling = replace(engine.sampling, max_tokens=min(num_tokens, engine.sampling.max_tokens))
 
         async def respond() -> Generated:
-            return await self.rollout.host.generate(tuple(prompt_ids), sampling, sample_seed(1, index, 0, 0))
+            return await self.rollout.in_process.generate(tuple(prompt_ids), sampling, sample_seed(1, index, 0, 0))
 
         with EngineProbe(engine.get_model(), collected).recording():
-            generated = self.rollout.host.run(respond)
+            generated = self.rollout.in_process.run(respond)
         if generated is None or self.rollout.replica:
             return None
         return _build_outputs(generated, len(prompt_ids), collected, self.vocab_size)

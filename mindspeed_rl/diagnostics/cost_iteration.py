@@ -126,7 +126,7 @@ def build_count_job(cfg: RunConfig, name: str, layers: int, rows: int, tokens: i
     # more than one optimizer step a rollout: the more expensive case
     columns = {
         "old_log_probs": True,
-        "ref_log_probs": objective.loss_reads_reference,
+        "ref_log_probs": objective.loss_reads_ref,
         "entropies": "entropies" in objective.needs,
     }
     return CountJob(

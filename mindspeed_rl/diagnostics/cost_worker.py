@@ -103,8 +103,8 @@ class _EngineModel(nn.Module):
         columns: dict[str, tuple[int, ...]] = {}
         for tensor, slices in layout.list_slices(stream.ops, num_experts=num_experts).items():
             name, expert = tensor, 0
-            if found := _EXPERT.fullmatch(tensor):
-                name, expert = f"{found[1]}.{'w2' if found[3] == 'down' else 'w13'}_weight", int(found[2])
+            if match := _EXPERT.fullmatch(tensor):
+                name, expert = f"{match[1]}.{'w2' if match[3] == 'down' else 'w13'}_weight", int(match[2])
             for pattern, fused in _FUSED:
                 name = pattern.sub(fused, name)
             name = name.replace(".", "-")  # a module's parameters have no dots

@@ -382,19 +382,19 @@ def build_tail_table() -> str:
     """Return a Markdown table with the methods against a long tail; lengths are similar in a group."""
     times = _PUBLISHED[2]
     sync = Mode(Admission("pace", 0, times.prompts), False, 1.0)
-    ahead, apart = replace(sync, admission=Admission("pace", 1, times.prompts), interrupts=True), 3 / 8
+    ahead, trainer_fraction = replace(sync, admission=Admission("pace", 1, times.prompts), interrupts=True), 3 / 8
     quarter = replace(sync, places=0.25)
     rows: list[tuple[str, str, Outcome]] = [
         (name, places, simulate(times, mode, by_prompt=True))
         for name, places, mode in (
             ("sync", "all", sync),
-            ("one_step_off", "all", Mode(Admission("wait", 1, times.prompts), False, apart)),
-            ("async, 1", "all", replace(ahead, device_fraction=apart)),
+            ("one_step_off", "all", Mode(Admission("wait", 1, times.prompts), False, trainer_fraction)),
+            ("async, 1", "all", replace(ahead, device_fraction=trainer_fraction)),
             ("async, 0, 2 spare samples", "all", replace(sync, num_spare=2)),
-            ("async, 1, 2 spare samples", "all", replace(ahead, device_fraction=apart, num_spare=2)),
+            ("async, 1, 2 spare samples", "all", replace(ahead, device_fraction=trainer_fraction, num_spare=2)),
             ("sync", "a quarter", quarter),
             ("sync, longest first", "a quarter", replace(quarter, longest_first=True)),
-            ("async, 1", "a quarter", replace(ahead, device_fraction=apart, places=0.25)),
+            ("async, 1", "a quarter", replace(ahead, device_fraction=trainer_fraction, places=0.25)),
         )
     ]
     rows.insert(1, ("sync, split 8, over-sampling 1", "all", simulate_partial(times, 8, 1.0, by_prompt=True)))

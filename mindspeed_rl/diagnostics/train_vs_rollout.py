@@ -108,13 +108,8 @@ class Comparison:
         """
         self._workers.call(Phase("push_twice"))
         # all responses first: `check_weights` leaves nothing of use in the engine
-        engine: list[EngineOutputs] = []
-        for index, prompt in enumerate(prompts):
-            outputs = self._workers.call(Phases.GENERATE, prompt, num_tokens, index)
-            engine += [output for output in outputs if output is not None]  # of one rank
-        checked: list[tuple[list[WeightFinding], list[str]]] = self._workers.call(Phase("check_weights"))
-        weights = {finding.parameter: finding for findings, _ in checked for finding in findings}
-        notes = list(dict.fromkeys(note for _, notes in checked for note in notes))
+        engine = self._generate(prompts, num_tokens)
+        weights, notes = self._check_weights()
         temperature: float = self._workers.call(Phase("temperatures"))[0][0]
         gaps: list[Tensor] = []
         activations: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -144,13 +139,27 @@ class Comparison:
             trainer_type="bfloat16" if run.config.actor_config.bf16 else "float32",
             engine_type=run.generate.quantization or run.generate.dtype,
             first_other_token=other,
-            weights=tuple(weights.values()),
+            weights=tuple(weights),
             places=tuple(_measure_gap(name, activations[name]) for name in sorted(activations, key=_forward_order)),
             expert_layers=tuple(expert_layers),
             temperature=temperature,
             fitted_temperature=_fit_temperature(engine),
             notes=tuple(notes),
         )
+
+    def _generate(self, prompts: Sequence[list[int]], num_tokens: int) -> list[EngineOutputs]:
+        """Return a response to each prompt."""
+        engine: list[EngineOutputs] = []
+        for index, prompt in enumerate(prompts):
+            outputs = self._workers.call(Phases.GENERATE, prompt, num_tokens, index)
+            engine += [output for output in outputs if output is not None]  # of one rank
+        return engine
+
+    def _check_weights(self) -> tuple[list[WeightFinding], list[str]]:
+        """Return one finding for each parameter of the engine, and the notes of all ranks."""
+        checked: list[tuple[list[WeightFinding], list[str]]] = self._workers.call(Phase("check_weights"))
+        weights = {finding.parameter: finding for findings, _ in checked for finding in findings}
+        return [*weights.values()], list(dict.fromkeys(note for _, notes in checked for note in notes))
 
 
 def _join_ranks(ranks: Sequence[TrainerOutputs]) -> dict[str, Tensor]:

@@ -230,10 +230,7 @@ def _check_temperature(evidence: Evidence) -> Cause | None:
     # a fit that leaves much of the gap explains nothing
     if abs(fitted / evidence.temperature - 1.0) <= _TEMPERATURE_STEP or left > 0.1 * evidence.largest_gap:
         return None
-    text = (
-        f"the engine's log-probs are those of temperature {fitted:.4g}, the trainer divides its logits by "
-        f"{evidence.temperature:g}"
-    )
+    text = f"the engine's log-probs fit temperature {fitted:.4g}, the trainer divides its logits by {evidence.temperature:g}"
     return Cause("temperature", text)
 
 

@@ -91,7 +91,7 @@ class Dump:
         paths = sorted(folder.rglob(Record.INDEX))
         if not paths:
             raise ValueError(
-                f"{folder} holds no dump: there is no {Record.INDEX} in it or below it (msprobe_config writes one)"
+                f"{folder} holds no dump: it has no {Record.INDEX}, nor has a folder below it (msprobe_config writes one)"
             )
         dump = cls()
         for path in paths:
@@ -157,7 +157,7 @@ class _Findings:
     def describe(self, limit: int) -> Iterator[str]:
         """Yield lines for the console: notes, then the first differences, then the verdict."""
         yield from (f"note: {note}" for note in self.notes)
-        how = f", {self.by_statistics} of them by statistics alone" if self.by_statistics else ""
+        how = f", {self.by_statistics} of them only by statistics" if self.by_statistics else ""
         if not self.compared:
             yield "nothing was compared: the dumps have no tensor in common"
             return
@@ -185,10 +185,10 @@ def compare(first: Dump, second: Dump, tolerance: float | None = None) -> _Findi
         if key[:3] not in skipped or ours[0].everywhere:
             _compare_tensor(findings, ours, theirs, tolerance)
     for name, here, there in (("first", first, second), ("second", second, first)):
-        alone = [key for key in here.entries.keys() - there.entries.keys() if key[:3] not in skipped]
-        if alone:
-            step, role, phase, tensor, *_ = min(alone, key=here.sort_key)
-            text = f"{len(alone)} tensors are in the {name} dump alone, beginning with step {step}, {role} {phase}: {tensor}"
+        unmatched = [key for key in here.entries.keys() - there.entries.keys() if key[:3] not in skipped]
+        if unmatched:
+            step, role, phase, tensor, *_ = min(unmatched, key=here.sort_key)
+            text = f"{len(unmatched)} tensors are only in the {name} dump, beginning with step {step}, {role} {phase}: {tensor}"
             findings.notes.append(text)
     return findings
 

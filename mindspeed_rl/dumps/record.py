@@ -58,9 +58,9 @@ class Statistics:
         finite = values[torch.isfinite(values)]
         if not finite.numel():
             return cls(values.numel(), values.numel(), 0.0, 0.0, 0.0, 0.0)
-        least, most = finite.aminmax()
+        low, high = finite.aminmax()
         missing = values.numel() - finite.numel()
-        return cls(values.numel(), missing, least.item(), most.item(), finite.mean().item(), finite.norm().item())
+        return cls(values.numel(), missing, low.item(), high.item(), finite.mean().item(), finite.norm().item())
 
     @classmethod
     def merge(cls, parts: Sequence[Statistics]) -> Statistics:

@@ -206,7 +206,7 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Return [s, b, n * d_v] (dense) or [t, n, d_v] (packed); attention is causal, so masks are ignored.
 
-        Keys and values of earlier tokens may come before those of the queries, from a cache.
+        Keys and values of earlier tokens may come from a cache, before the queries' own.
         """
         if key.size(0) > query.size(0):
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))

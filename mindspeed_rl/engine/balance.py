@@ -65,7 +65,7 @@ def pack_within_budget(
         max_rows: maximum sequences in a bin.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     bins: list[list[int]] = []
@@ -83,15 +83,16 @@ def pack_within_budget(
     count = min(max(len(bins), min_bins), len(lengths))
     balanced = _karmarkar_karp(lengths, count) if lengths else []
     fits = all(
-        one and sum(lengths[i] for i in one) <= budget and (max_rows is None or len(one) <= max_rows) for one in balanced
+        group and sum(lengths[i] for i in group) <= budget and (max_rows is None or len(group) <= max_rows)
+        for group in balanced
     )
     if fits:
-        return [sorted(one) for one in balanced]
+        return [sorted(group) for group in balanced]
     # a bin split in two stays within the budget
     while len(bins) < count:
-        largest = max((one for one in bins if len(one) > 1), key=len)
+        largest = max((group for group in bins if len(group) > 1), key=len)
         bins.append([largest.pop()])
-    return [sorted(one) for one in bins]
+    return [sorted(group) for group in bins]
 
 
 def pack_families(
@@ -116,7 +117,7 @@ def pack_families(
         max_rows: maximum sequences in a bin.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     order = sorted(range(len(lengths)), key=lambda i: families[i])
@@ -153,7 +154,7 @@ def pad_within_budget(lengths: Sequence[int], budget: int, *, max_rows: int | No
         max_rows: maximum sequences in a batch.
 
     Raises:
-        ValueError: a sequence alone exceeds the budget.
+        ValueError: a single sequence exceeds the budget.
     """
     _check_each(lengths, budget)
     batches: list[list[int]] = []

@@ -46,7 +46,7 @@ class Rows:
             predicts the responses, one after the other. None: every row is one sequence.
         routing: one [length, routed layers of this stage, experts a token] int16 tensor a row: the experts of its tokens;
             the model's routers choose for a token with -1. None: they choose for all.
-        images: those of each row in the order of their tokens, sequence by sequence. None: text alone.
+        images: images of each row in the order of their tokens, sequence by sequence; None for a model of text.
     """
 
     input_ids: list[Tensor]
@@ -124,7 +124,7 @@ class BatchShape:
         shares_prefixes: prefix sharing: what sequences of a micro-batch begin with in common (a prompt, turns of a branch) is
             computed once, except for the last token before a sequence's own, which predicts in each of them. Packed layout
             only; a context-parallel rank then has a slice of the computed tokens, and sequence_multiple is 1.
-        vision: of a model that sees images, whose tokens have a position on three axes; None for others.
+        vision: vision config of a model that sees images, whose tokens have a position on three axes; None for others.
         num_predictions: multi-token-prediction layers, whose targets a micro-batch has too.
     """
 
@@ -185,7 +185,7 @@ class MicroBatch:
         rows, width: shape of response-aligned tensors; width is the maximum response length.
         predicted_mask: [rows, width] bool, True on real predicted tokens, of every context-parallel rank.
         columns: name -> [rows, width], [rows, width, k] or [rows].
-        indexes: of its rows in the batch.
+        indexes: indexes of its rows in the batch.
         num_tokens: real tokens that are computed, prompts included.
         lengths: tokens of each sequence, a shared prefix in all of them.
         tokens: [n] int64 on the host; for each position of the hidden states, as `hidden_index` counts them, the index of its
@@ -234,7 +234,7 @@ def _align(values: list[Tensor], width: int) -> Tensor:
 
 #: fewest tokens that sequences of different prompts share
 _MIN_SHARED = 16
-#: of the polynomial by which prefixes are found, modulo 2^64; equal tokens are compared afterwards
+#: base of the polynomial by which prefixes are found, modulo 2^64; equal tokens are compared afterwards
 _BASE = 0x9E3779B97F4A7C15
 _IdArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -284,7 +284,7 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape, located: Sequence[_Loca
     powers = np.cumprod(np.full(longest, _BASE, dtype=np.uint64))
     by_prompt: dict[bytes, int] = {}
     by_blocks: dict[tuple[int, int], int] = {}  # (tokens, their digest) -> first sequence that begins with them
-    found: list[tuple[int, int]] = []
+    prefixes: list[tuple[int, int]] = []
     for index, (ids, prompt, key) in enumerate(zip(sequences, prompts, _list_prefixes(rows, located))):
         digests = (powers[: len(ids)] * (ids.astype(np.uint64) + np.uint64(1))).cumsum()[_MIN_SHARED - 1 :: _MIN_SHARED]
         blocks = [((number + 1) * _MIN_SHARED, digest) for number, digest in enumerate(digests.tolist())]
@@ -296,10 +296,10 @@ def _find_shared_prefixes(rows: Rows, shape: BatchShape, located: Sequence[_Loca
             count = _count_common(sequences[owner], ids[: prompt - 1], located[owner], located[index])
             if count > shared[1] and (count == prompt - 1 or count >= _MIN_SHARED):
                 shared = (owner, count)
-        found.append(shared)
+        prefixes.append(shared)
         for block in blocks:
             by_blocks.setdefault(block, index)
-    return found
+    return prefixes
 
 
 def _count_common(first: _IdArray, second: _IdArray, first_images: _Located, second_images: _Located) -> int:
@@ -307,15 +307,15 @@ def _count_common(first: _IdArray, second: _IdArray, first_images: _Located, sec
     width = min(len(first), len(second))
     unequal = (first[:width] != second[:width]).nonzero()[0]
     count = int(unequal[0]) if len(unequal) else width
-    for start, one, other in zip(second_images[0], second_images[1], first_images[1]):
-        if start < count and one.key != other.key:
+    for start, image, other in zip(second_images[0], second_images[1], first_images[1]):
+        if start < count and image.key != other.key:
             return start
     return count
 
 
 def _count_computed(rows: Rows, shared: Sequence[tuple[int, int]]) -> list[int]:
     """Return the computed tokens of each sequence."""
-    lengths = [length for one in rows.sequence_lengths for length in one]
+    lengths = [length for row in rows.sequence_lengths for length in row]
     return [length - count for length, (_, count) in zip(lengths, shared)]
 
 
@@ -340,8 +340,8 @@ def build_micro_batch(
     predicted_lengths = [len(tokens) for tokens in predicted]
     width = max(max(predicted_lengths), 1)
     # from here on every sequence of a row counts as a row
-    lengths = [length for one in rows.sequence_lengths for length in one]
-    spans = [span for one in rows.spans for span in one]
+    lengths = [length for row in rows.sequence_lengths for length in row]
+    spans = [span for row in rows.spans for span in row]
     count = len(lengths)
     located = _locate_images(rows, shape)
     shared = _find_shared_prefixes(rows, shape, located)
@@ -375,18 +375,7 @@ def build_micro_batch(
         sequences = torch.cat(rows.input_ids).split(lengths)
         placed = PlacedImages.build(sequences, located, starts.tolist(), positions, shape.vision)
         positions = placed.positions
-    if shape.packed:
-        is_shared = shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared))
-        prefixes = SharedPrefixes.build(padded, shared, device) if is_shared else None
-        local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
-        layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
-        cells, order = local[None], local  # hidden states are [t, 1, h]
-    else:
-        layout = None
-        # rows are equally wide, so one row's slice is that of all
-        local = _local_positions(padded[:1], shape)
-        cells = torch.arange(total).view(len(padded), -1)[:, local]
-        order = cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    layout, cells, order = _divide(padded, shared, shape, device)
     input_ids, position_ids = ids[cells], positions[..., cells]
     predictions: tuple[PredictionTargets, ...] = ()
     if shape.num_predictions:
@@ -394,22 +383,16 @@ def build_micro_batch(
         predictions = shift_targets((ids, labels, slots), padded, (cells, order), device, **size)
     slots, labels, tokens = slots[order], labels[order], tokens[order]
     images = None
-    if placed is not None and shape.vision is not None and placed.images:
-        layout_of_images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], shape.vision)
-        on_device = platform.current().to_device([layout_of_images.tokens, layout_of_images.features], device)
-        images = ImageBatch(layout_of_images.images, *on_device)
-    if layout is not None and shape.vision is not None:
-        packed_rope.expect_angles(layout.cu_seqlens_q_padded)
+    if placed is not None and shape.vision is not None:
+        images = _build_images(placed, order, shape.vision, device)
+        if layout is not None:
+            packed_rope.expect_angles(layout.cu_seqlens_q_padded)
     hidden_index = (slots >= 0).nonzero()[:, 0]
     mask = torch.arange(width)[None, :] < torch.tensor(predicted_lengths)[:, None]
     columns = {name: _align(values, width) for name, values in rows.columns.items()}
-    host = [input_ids, position_ids, hidden_index, labels[hidden_index], slots[hidden_index], mask, *columns.values()]
+    on_host = [input_ids, position_ids, hidden_index, labels[hidden_index], slots[hidden_index], mask, *columns.values()]
     # one copy for all: the number of small copies costs more than their size
-    input_ids, position_ids, hidden_index, labels, slots, mask, *values = platform.current().to_device(host, device)
-    routing = None
-    if rows.routing is not None:
-        routing = torch.cat(rows.routing)[tokens.clamp(min=0)]
-        routing[tokens < 0] = -1
+    input_ids, position_ids, hidden_index, labels, slots, mask, *values = platform.current().to_device(on_host, device)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -425,10 +408,45 @@ def build_micro_batch(
         num_tokens=sum(computed),
         lengths=tuple(lengths),
         tokens=tokens,
-        routing=None if routing is None else routing.to(device),
+        routing=None if rows.routing is None else _order_routing(rows.routing, tokens).to(device),
         images=images,
         predictions=predictions,
     )
+
+
+def _divide(
+    padded: Sequence[int], shared: Sequence[tuple[int, int]], shape: BatchShape, device: torch.device
+) -> tuple[PackedLayout | None, Tensor, Tensor]:
+    """Divide sequences over the context-parallel ranks.
+
+    Returns:
+        Layout of the packed ones; indexes of this rank's tokens, [1, t] or [b, s]; the same in the order of hidden states.
+    """
+    if not shape.packed:
+        # rows are equally wide, so one row's slice is that of all
+        cells = torch.arange(sum(padded)).view(len(padded), -1)[:, _local_positions(padded[:1], shape)]
+        return None, cells, cells.t().flatten()  # hidden states are [s, b, h]: position-major
+    prefixes = None
+    if shape.shares_prefixes and (shape.cp_size > 1 or any(count for _, count in shared)):
+        prefixes = SharedPrefixes.build(padded, shared, device)
+    local = _local_positions(padded, shape) if prefixes is None else prefixes.computed.chunk(shape.cp_size)[shape.cp_rank]
+    layout = PackedLayout.build(padded, device, shape.cp_size, prefixes, shape.cp_rank)
+    return layout, local[None], local  # hidden states are [t, 1, h]
+
+
+def _build_images(placed: PlacedImages, order: Tensor, vision: VisionConfig, device: torch.device) -> ImageBatch | None:
+    """Return the images with tokens on this rank; None where the micro-batch has none at all."""
+    if not placed.images:
+        return None
+    images = ImageBatch.build(placed.images, placed.owners[order], placed.rows[order], vision)
+    return ImageBatch(images.images, *platform.current().to_device([images.tokens, images.features], device))
+
+
+def _order_routing(routing: list[Tensor], tokens: Tensor) -> Tensor:
+    """Return the rows' routing in the order of hidden states; -1 for padding."""
+    ordered = torch.cat(routing)[tokens.clamp(min=0)]
+    ordered[tokens < 0] = -1
+    return ordered
 
 
 def _local_positions(padded: Sequence[int], shape: BatchShape) -> Tensor:
@@ -466,8 +484,8 @@ def split_rows(rows: Rows, shape: BatchShape, batching: MicroBatching, *, min_co
     if rows.sequences is None:
         return _split_micro_batches(rows.lengths, shape, batching, min_count=min_count, group_sizes=rows.group_sizes)
     owners = [index for index, spans in enumerate(rows.sequences) for _ in spans]
-    lengths = [length for one in rows.sequence_lengths for length in one]
-    # of the sequences of each group of rows
+    lengths = [length for row in rows.sequence_lengths for length in row]
+    # ends and sizes of the groups of rows, in sequences
     ends = list(accumulate(rows.group_sizes or [1] * len(rows)))
     sizes = [sum(map(len, rows.sequences[first:end])) for first, end in zip([0, *ends], ends)]
     chosen = _split_micro_batches(lengths, shape, batching, min_count=min_count, group_sizes=sizes)
@@ -490,7 +508,7 @@ def _split_micro_batches(
         group_sizes: adjacent rows that stay together; `micro_batch_size` and `max_rows` count these groups.
 
     Raises:
-        ValueError: a row (or group) alone exceeds the budget.
+        ValueError: a single row (or group) exceeds the budget.
     """
     ends = list(accumulate(group_sizes)) if group_sizes is not None else list(range(1, len(lengths) + 1))
     groups = [list(range(first, end)) for first, end in zip([0, *ends], ends)]

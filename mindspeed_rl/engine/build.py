@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,6 +13,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -142,89 +145,117 @@ def plan_transformer_config(config: MegatronConfig, plan: ModelPlan) -> Transfor
     return transformer_config(plan.model_config, layout=plan.layout, **settings)
 
 
+@dataclass(frozen=True)
+class _ChunkBuilder:
+    """Builds the model chunks of this rank, one after the other, with random weights.
+
+    Args:
+        transformer: Megatron's config of the model.
+        lora: adapters; None without.
+    """
+
+    config: MegatronConfig
+    plan: ModelPlan
+    transformer: TransformerConfig
+    lora: LoraSettings | None
+
+    def build(self, stage: int) -> GPTModel:
+        """Build a chunk."""
+        config, layout, model_config = self.config, self.plan.layout, self.plan.model_config
+        place = (parallel_state.get_pipeline_model_parallel_rank(), stage)
+        # not a module itself, but a factory of one
+        norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
+        spec, *predictions = blocks = self._list_blocks(place, norm)
+        for block in blocks:
+            if config.recompute_activation_function and not platform.current().megatron_kernels:
+                recompute_activations(block)
+            if self.lora is not None:
+                adapt_spec(block, self.lora, gated=self.transformer.gated_linear_unit)
+        model = build_gpt_model(
+            model_config,
+            self.transformer,
+            spec,
+            pre_process=place == layout.first_chunk,
+            post_process=place == layout.last_chunk,
+            vp_stage=_get_vp_stage(layout, stage),
+            lm_class=PolicyModel,
+            reward_class=ValueModel,
+            prediction=build_prediction_spec(predictions[0], norm, model_config.mtp_num_layers) if predictions else None,
+        )
+        if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
+            # this stage has a copy of the embedding, which is its head too; Megatron also makes an unused one
+            model.output_layer.weight = None
+        if model.pre_process or model.mtp_process:
+            model.embedding.register_forward_hook(_restore_strides)
+        if model_config.vision is not None and isinstance(model, (PolicyModel, ValueModel)):
+            self._add_images(model, model_config.vision, layout.chunk_layers(*place))
+        if isinstance(model, PolicyModel):
+            model.true_vocab_size = model_config.vocab_size
+            model.final_logit_softcapping = model_config.final_logit_softcapping
+            model.fp32_lm_head = bool(config.fp32_lm_head)
+        if model_config.multi_latent_attention and layout.tp > 1:
+            complete_rotary_gradients(model)
+        if layout.num_experts and layout.expert_tp_size < layout.tp:
+            _reduce_over_expert_ranks(model)
+        return model.to(platform.current().current_device())
+
+    def _list_blocks(self, place: tuple[int, int], norm: type[nn.Module]) -> list[TransformerBlockSubmodules]:
+        """Return the spec of the layers of a chunk, and that of the layers that predict further tokens where it has them."""
+        model_config, layout = self.plan.model_config, self.plan.layout
+        core_attention = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
+        pp_rank, stage = place
+        spec = layer_spec(
+            model_config,
+            self.transformer,
+            norm=norm,
+            core_attention=core_attention,
+            linear_attention=GatedDeltaNet,
+            layout=layout,
+            vp_stage=_get_vp_stage(layout, stage),
+            pp_rank=pp_rank,
+        )
+        if not model_config.mtp_num_layers or place != layout.last_chunk:
+            return [spec]
+        return [spec, prediction_layer_spec(model_config, self.transformer, norm=norm, core_attention=core_attention)]
+
+    def _add_images(self, model: PolicyModel | ValueModel, vision: VisionConfig, layers: Sequence[int | None]) -> None:
+        """Let a chunk see images: the first has the tower, the others only the positions of its tokens."""
+        if not model.pre_process:
+            model.inputs = ImagePositions()
+            return
+        model.vision_model = tower = build_tower(self.plan.hf_config)
+        if self.lora is not None:
+            adapt_tower(tower, self.lora, self.config.trained_tower_parts)
+        model.inputs = encoder = VisionEncoder(tower, vision)
+        if self.lora is None:  # adapters freeze what is not theirs when all chunks are there
+            encoder.set_trained(self.config.trained_tower_parts)
+        add_to_layers(model, layers, len(vision.deepstack_layers))
+
+
+def _get_vp_stage(layout: Layout, stage: int) -> int | None:
+    """Return Megatron's number of a chunk, which has none where it is the only one of a rank."""
+    return stage if layout.vpp > 1 else None
+
+
 def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> BuiltModel:
     """Build this rank's model chunks with random weights; collective over the training world."""
-    model_config, layout, vision = plan.model_config, plan.layout, plan.model_config.vision
     lora = LoraSettings.from_config(config)
     transformer = plan_transformer_config(config, plan)
-    # not a module itself, but a factory of one
-    norm = cast(type[nn.Module], WrappedTorchNorm) if platform.current().megatron_kernels else RMSNorm
-    core_attention = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
-    models: list[GPTModel] = []
-    encoders: list[VisionEncoder] = []
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    builder = _ChunkBuilder(config, plan, transformer, lora)
     with platform.current().preserve_rng_state():
-        for stage in range(layout.vpp):
-            vp_stage = stage if layout.vpp > 1 else None
-            spec = layer_spec(
-                model_config,
-                transformer,
-                norm=norm,
-                core_attention=core_attention,
-                linear_attention=GatedDeltaNet,
-                layout=layout,
-                vp_stage=vp_stage,
-                pp_rank=pp_rank,
-            )
-            blocks = [spec]
-            if model_config.mtp_num_layers and (pp_rank, stage) == layout.last_chunk:
-                blocks.append(prediction_layer_spec(model_config, transformer, norm=norm, core_attention=core_attention))
-            if config.recompute_activation_function and not platform.current().megatron_kernels:
-                for block in blocks:
-                    recompute_activations(block)
-            if lora is not None:
-                for block in blocks:
-                    adapt_spec(block, lora, gated=transformer.gated_linear_unit)
-            model = build_gpt_model(
-                model_config,
-                transformer,
-                spec,
-                pre_process=(pp_rank, stage) == layout.first_chunk,
-                post_process=(pp_rank, stage) == layout.last_chunk,
-                vp_stage=vp_stage,
-                lm_class=PolicyModel,
-                reward_class=ValueModel,
-                prediction=build_prediction_spec(blocks[1], norm, model_config.mtp_num_layers) if blocks[1:] else None,
-            )
-            if model.mtp_process and not model.pre_process and model.share_embeddings_and_output_weights:
-                # this stage has a copy of the embedding, which is its head too; Megatron also makes an unused one
-                model.output_layer.weight = None
-            if model.pre_process or model.mtp_process:
-                model.embedding.register_forward_hook(_restore_strides)
-            if vision is not None and isinstance(model, (PolicyModel, ValueModel)):
-                model.inputs = ImagePositions()
-                if model.pre_process:
-                    model.vision_model = tower = build_tower(plan.hf_config)
-                    if lora is not None:
-                        adapt_tower(tower, lora, config.trained_tower_parts)
-                    model.inputs = encoder = VisionEncoder(tower, vision)
-                    encoders.append(encoder)
-                    add_to_layers(model, layout.chunk_layers(pp_rank, stage), len(vision.deepstack_layers))
-            if isinstance(model, PolicyModel):
-                model.true_vocab_size = model_config.vocab_size
-                model.final_logit_softcapping = model_config.final_logit_softcapping
-                model.fp32_lm_head = bool(config.fp32_lm_head)
-            if model_config.multi_latent_attention and layout.tp > 1:
-                complete_rotary_gradients(model)
-            if layout.num_experts and layout.expert_tp_size < layout.tp:
-                _reduce_over_expert_ranks(model)
-            models.append(model.to(platform.current().current_device()))
+        models = [builder.build(stage) for stage in range(plan.layout.vpp)]
         if lora is not None:
-            init_adapters(models, layout, seed=config.seed)
-        for encoder in encoders if lora is None else ():
-            encoder.set_trained(config.trained_tower_parts)
+            init_adapters(models, plan.layout, seed=config.seed)
     chunks: list[MegatronModule] = [Float16Module(transformer, model) if config.bf16 else model for model in models]
-    ddp_chunks: list[DistributedDataParallel] = []
     for router in (module for model in models for module in model.modules() if isinstance(module, TopKRouter)):
         router._maintain_float32_expert_bias()  # Float16Module has made it bfloat16, which is too coarse for a bias
-    if trainable:
-        ddp_chunks = [
-            # in the interleaved schedule Megatron does not divide the chunks after the first into buckets
-            DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
-            for index, chunk in enumerate(chunks)
-        ]
-        chunks = [*ddp_chunks]
-    else:
+    if not trainable:
         for chunk in chunks:
             chunk.requires_grad_(False)
-    return BuiltModel(plan, transformer, chunks, ddp_chunks, models)
+        return BuiltModel(plan, transformer, chunks, [], models)
+    ddp_chunks = [
+        # in the interleaved schedule Megatron does not divide the chunks after the first into buckets
+        DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    return BuiltModel(plan, transformer, [*ddp_chunks], ddp_chunks, models)

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mindspeed_rl.adaptors.megatron_loads import reading_with
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
 from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
 from mindspeed_rl.checkpoint.torch_file import load_with_records
@@ -69,7 +69,7 @@ def iteration_folder(folder: str | Path, iteration: int) -> Path:
     return Path(folder, f"iter_{iteration:07d}")
 
 
-def _find_latest_iteration(folder: str | Path) -> int | None:
+def _find_newest_iteration(folder: str | Path) -> int | None:
     """Return the iteration of the newest finished checkpoint, None when there is none.
 
     Raises:
@@ -77,7 +77,7 @@ def _find_latest_iteration(folder: str | Path) -> int | None:
     """
     newest = newest_checkpoint(folder)
     if newest == "release":
-        raise ValueError(f"{Path(folder, LATEST_NAME)}: has 'release', not the number of an iteration.")
+        raise ValueError(f"{Path(folder, TRACKER_NAME)}: has 'release', not the number of an iteration.")
     return None if newest is None else int(newest)
 
 
@@ -146,7 +146,7 @@ class CheckpointSaver:
         failure: str | None = None
         if self.disks.leads:
             try:
-                # of a killed save
+                # left by a killed save
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             except OSError as error:
@@ -333,7 +333,7 @@ def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
         if others:
             _name_newest(folder, max((saved for saved in others if saved < iteration), default=max(others)))
         else:
-            (folder / LATEST_NAME).unlink(missing_ok=True)
+            (folder / TRACKER_NAME).unlink(missing_ok=True)
         os.replace(final, final.with_name(f"{final.name}.old.partial"))
     os.replace(partial, final)
     _name_newest(folder, iteration)
@@ -342,11 +342,11 @@ def _publish(folder: Path, partial: Path, final: Path, iteration: int) -> None:
 
 
 def _name_newest(folder: Path, iteration: int) -> None:
-    latest = folder / LATEST_NAME
+    tracker = folder / TRACKER_NAME
     # replaced atomically, so that no reader gets half a number
-    temporary = latest.with_suffix(".tmp")
+    temporary = tracker.with_suffix(".tmp")
     temporary.write_text(str(iteration))
-    os.replace(temporary, latest)
+    os.replace(temporary, tracker)
 
 
 def _record_layout(engine: TrainEngine) -> dict[str, int]:
@@ -364,19 +364,19 @@ def choose_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple
         Its iteration, and the disks of the ranks where files had to be copied.
 
     Raises:
-        ValueError: there is no finished checkpoint, or a disk cannot write the files.
+        ValueError: no checkpoint is finished, or a disk cannot write the files.
     """
     failure: str | None = None
     if iteration is None and dist.get_rank() == 0:
         try:
-            iteration = _find_latest_iteration(folder)
+            iteration = _find_newest_iteration(folder)
         except ValueError as error:
             failure = str(error)
     iteration, failure = gather_objects((iteration, failure))[0]
     if failure is not None:
         raise ValueError(failure)
     if iteration is None:
-        raise ValueError(f"load: {folder} has no finished checkpoint (no {LATEST_NAME}).")
+        raise ValueError(f"load: {folder} has no finished checkpoint (no {TRACKER_NAME}).")
     return iteration, share_small_files(Path(folder), iteration_folder(folder, iteration))
 
 
@@ -387,7 +387,7 @@ def has_base_weights(folder: str | Path, iteration: int | None = None) -> bool:
         iteration: another checkpoint than the newest.
     """
     if iteration is None:
-        iteration = _find_latest_iteration(folder)
+        iteration = _find_newest_iteration(folder)
     assert iteration is not None
     saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
     return saved is None or saved["with_base"]
@@ -432,7 +432,7 @@ def verify_files(path: Path, advice: str, files: CheckpointFiles | None = None) 
 
     Args:
         advice: the fix of a damaged one, for the error.
-        files: those of each disk, where they differ.
+        files: files of each disk, where they differ.
 
     Returns:
         False where the checkpoint has no checksums.
@@ -469,32 +469,15 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         {"iteration": ..., "run_state": ..., "random_restored": bool}.
 
     Raises:
-        ValueError: there is no finished checkpoint, or it lacks a state that is restored.
+        ValueError: no checkpoint is finished, or it lacks a state that is restored.
     """
     config = engine.config
     engine.offloader.onload(optimizer=True)
     iteration, disks = choose_checkpoint(folder, iteration)
     path = iteration_folder(folder, iteration)
-    record_path = path / "run_state.json"
-    if not record_path.is_file():
-        raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
-    try:
-        files = find_missing_files(Path(folder), path, disks)
-    except ValueError as error:
-        raise ValueError(f"load: {error}; {_ADVICE}.") from None
-    if not verify_files(path, _ADVICE, files) and dist.get_rank() == 0:
-        _log.warning("load: %s is of a version without %s; its files are not verified.", path, checksums.NAME)
-    record = json.loads(record_path.read_text())
-    optimizer = engine.optimizer
-    with_optimizer = optimizer is not None and not (config.finetune or config.no_load_optim)
-    if with_optimizer and record["scheduler"] is None:
-        raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
-    if with_optimizer and record["bf16"] != config.bf16:
-        saved = str(record["bf16"]).lower()
-        raise ValueError(f"load: {path} was saved with bf16: {saved}; keep that, or set no_load_optim or finetune.")
-    noop_layers = list(engine.model.plan.layout.noop_layers)
-    if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
-        raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
+    record, files = _open_checkpoint(Path(folder), path, disks)
+    with_optimizer = engine.optimizer is not None and not (config.finetune or config.no_load_optim)
+    _check_record(engine, record, path, with_optimizer=with_optimizer)
     subset = _choose_subset(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
     fresh_head = engine.model.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
@@ -506,23 +489,18 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     if fresh_head:
         for index in range(len(engine.model.models)):
             sharded[f"model{index}"].pop(SCORE_HEAD, None)
-    states = path / _get_random_name(dist.get_rank())
-    restores_random = (
-        not (config.finetune or config.no_load_rng)
-        and record["world_size"] == dist.get_world_size()
-        and record["layout"] == _record_layout(engine)
-        and not (files is not None and files.lost)
-    )
+    random = _get_random_name(dist.get_rank())
+    restores_random = _fits_generators(engine, record) and (files is None or not files.lost)
     if files is not None:
         if files.lost and dist.get_rank() == 0:
             _log.warning("load: no machine has %s; random generators start anew.", path / min(files.lost))
-        files.fetch(list_needed_files(path, sharded) | ({_get_random_name(dist.get_rank())} if restores_random else set()))
+        files.fetch(list_needed_files(path, sharded) | ({random} if restores_random else set()))
     load_common = functools.partial(load_with_records, as_tensors=True)
     with _explaining_failures(f"load: {path} does not fit this run"), reading_with(DistReader, load_common):
         # a tuple is returned only where keys may be missing
         state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
-    for index, model in enumerate(engine.model.models):
-        if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
+    if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
+        for index, model in enumerate(engine.model.models):
             _add_zero_head(model, state[f"model{index}"])
     engine.load_weights(state, strict=subset == "all")
     if with_optimizer:
@@ -530,7 +508,40 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     elif engine.optimizer is not None:
         # its fp32 main weights are still copies of those from before the load
         engine.optimizer.reload_model_params()
-    random_restored = restores_random and states.is_file()
+    random_restored = restores_random and (path / random).is_file()
     if random_restored:
-        restore_rng_state(load_file(states))
+        restore_rng_state(load_file(path / random))
     return {"iteration": record["iteration"], "run_state": record["run_state"], "random_restored": random_restored}
+
+
+def _open_checkpoint(folder: Path, path: Path, disks: Disks | None) -> tuple[dict[str, Any], CheckpointFiles | None]:
+    """Return the record of a checkpoint whose files are whole, and those that not every disk has; collective."""
+    record = path / "run_state.json"
+    if not record.is_file():
+        raise ValueError(f"load: {path} has no run_state.json; it is not a checkpoint of this trainer.")
+    try:
+        files = find_missing_files(folder, path, disks)
+    except ValueError as error:
+        raise ValueError(f"load: {error}; {_ADVICE}.") from None
+    if not verify_files(path, _ADVICE, files) and dist.get_rank() == 0:
+        _log.warning("load: %s is of a version without %s; its files are not verified.", path, checksums.NAME)
+    return json.loads(record.read_text()), files
+
+
+def _check_record(engine: TrainEngine, record: Mapping[str, Any], path: Path, *, with_optimizer: bool) -> None:
+    """Raise ValueError where a checkpoint lacks a state that is restored, or names its layers in another way."""
+    if with_optimizer and record["scheduler"] is None:
+        raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
+    if with_optimizer and record["bf16"] != engine.config.bf16:
+        saved = str(record["bf16"]).lower()
+        raise ValueError(f"load: {path} was saved with bf16: {saved}; keep that, or set no_load_optim or finetune.")
+    noop_layers = list(engine.model.plan.layout.noop_layers)
+    if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
+        raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
+
+
+def _fits_generators(engine: TrainEngine, record: Mapping[str, Any]) -> bool:
+    """Return whether the states of random generators are restored: those of as many ranks in the same layout."""
+    if engine.config.finetune or engine.config.no_load_rng:
+        return False
+    return record["world_size"] == dist.get_world_size() and record["layout"] == _record_layout(engine)

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint import metadata as dcp
 
 from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import COMMON_STATE, METADATA_FILE, listed_chunks, read_metadata
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.files import write_file
 
@@ -136,7 +136,7 @@ def join_checksums(disks: Disks, partial: Path) -> None:
     """Write the checksums of all files on rank 0's disk, and the list of those on other disks; collective.
 
     Raises:
-        ValueError: a rank cannot read those of its disk, or rank 0 cannot write.
+        ValueError: a rank cannot read the lists of its disk, or rank 0 cannot write.
     """
     rank = dist.get_rank()
     local: checksums.Sums = {}
@@ -146,13 +146,13 @@ def join_checksums(disks: Disks, partial: Path) -> None:
     except (OSError, ValueError) as error:
         failure = f"{partial}: {error}"
     raise_any_failure(failure)
-    hosts = [(host, sums) for host, sums in gather_objects((socket.gethostname(), local)) if sums]
+    lists = [(host, sums) for host, sums in gather_objects((socket.gethostname(), local)) if sums]
     if rank == 0:
         try:
-            sums = {name: value for _, one in hosts for name, value in one.items()}
-            if len(hosts) > 1:
-                files = [sorted(name for name in one if name.endswith(_RANK_FILES)) for _, one in hosts]
-                listed = [{"host": host, "files": names} for (host, _), names in zip(hosts, files)]
+            sums = {name: value for _, sums_of_host in lists for name, value in sums_of_host.items()}
+            if len(lists) > 1:
+                files = [sorted(name for name in names if name.endswith(_RANK_FILES)) for _, names in lists]
+                listed = [{"host": host, "files": names} for (host, _), names in zip(lists, files)]
                 listing = partial / checksums.SPREAD
                 listing.write_text(json.dumps(listed, indent=0), encoding="utf-8")
                 sums[listing.name] = checksums.checksum(listing)
@@ -198,11 +198,11 @@ def _copy_everywhere(disks: Disks, folder: Path, read: Callable[[], Mapping[str,
 
 
 def share_small_files(folder: Path, path: Path) -> Disks | None:
-    """Copy the small files of a checkpoint to disks without them, such as that of a machine that replaced another; collective.
+    """Copy the small files of a checkpoint to disks without them, such as a replaced machine's; collective.
 
     Args:
-        folder: of the checkpoints.
-        path: of this one.
+        folder: folder of the checkpoints.
+        path: folder of this checkpoint.
 
     Returns:
         The disks of the ranks, None where every rank has the checkpoint already.
@@ -214,7 +214,7 @@ def share_small_files(folder: Path, path: Path) -> Disks | None:
 
     def read() -> dict[str, bytes]:
         companions = folder / HF_FILES
-        others = [folder / LATEST_NAME, *(companions.iterdir() if companions.is_dir() else ())]
+        others = [folder / TRACKER_NAME, *(companions.iterdir() if companions.is_dir() else ())]
         files = {f"{path.name}/{name}": content for name, content in _read_small_files(path).items()}
         return files | {str(file.relative_to(folder)): file.read_bytes() for file in others if file.is_file()}
 
@@ -336,9 +336,9 @@ def find_missing_files(folder: Path, path: Path, disks: Disks | None) -> Checkpo
     Collective.
 
     Args:
-        folder: of the checkpoints.
-        path: of this one.
-        disks: of the ranks, where they are known.
+        folder: folder of the checkpoints.
+        path: folder of this checkpoint.
+        disks: disks of the ranks, where they are known.
 
     Raises:
         ValueError: no machine has one of its files, and it is more than a random generator's state.
@@ -359,9 +359,9 @@ def find_missing_files(folder: Path, path: Path, disks: Disks | None) -> Checkpo
 def _describe_writer(path: Path, name: str) -> str:
     """Return the machine that has written a file, for an error."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        for one in json.loads((path / checksums.SPREAD).read_text(encoding="utf-8")):
-            if name in one["files"]:
-                return f"{one['host']} has written it"
+        for machine in json.loads((path / checksums.SPREAD).read_text(encoding="utf-8")):
+            if name in machine["files"]:
+                return f"{machine['host']} has written it"
     return "the machine that has written it is unknown"
 
 
@@ -386,7 +386,7 @@ def list_needed_files(path: Path, sharded: ShardedStateDict) -> set[str]:
     chunks = listed_chunks(path, metadata)
     for key, needed in slices.items():
         for chunk in chunks.get(key, ()):
-            if any(_overlap(chunk.offsets, chunk.sizes, *one) for one in needed):
+            if any(_overlap(chunk.offsets, chunk.sizes, *tensor_slice) for tensor_slice in needed):
                 files.add(os.path.basename(chunk.path))
     return files
 

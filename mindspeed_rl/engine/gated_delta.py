@@ -441,7 +441,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """Return [s, b, h] from [s, b, h] with this rank's tokens; causal, so the mask is ignored."""
         if inference_context is not None:
-            raise ValueError("a model with gated delta nets generates with the rollout engine alone; set its generate_config.")
+            raise ValueError("a model with gated delta nets generates only with the rollout engine; set its generate_config.")
         mixed, _ = self.in_proj(hidden_states)
         groups = mixed.unflatten(-1, (-1, sum(self.shape.group)))  # [s, b, key heads, rows]
         convolved, gate, beta, decay = groups.split([sum(self.shape.convolved), *self.shape.group[3:]], dim=-1)

@@ -48,7 +48,7 @@ class CachedModel:
         """Read the next tokens of all sequences.
 
         Args:
-            tokens: [b, s] int64, after those of earlier calls; more than one only in the first call.
+            tokens: [b, s] int64, after the tokens of earlier calls; more than one only in the first call.
             everywhere: logits after each of the tokens, not only the last one; of one sequence.
 
         Returns:

@@ -24,7 +24,7 @@ class HeadPass:
         vocab: form of the logits.
         select: (hidden states, indices of predicting positions) -> [n, h]; the gradient is summed over the tensor ranks.
         align: [n] values of this rank's predicted tokens -> [rows, width] of the full micro-batch, for each.
-        position_ids: of the tokens.
+        position_ids: positions of the tokens.
         inputs: arguments of the decoder's layers.
     """
 
@@ -76,11 +76,11 @@ class TeacherDivergence(HeadOutputs):
     count = HeadOutputs.count + NUM_DIVERGENCES
 
     def compute(self, head: HeadPass, hidden: Tensor) -> tuple[Tensor, ...]:
-        """Compute them, [rows, width] each; log-probs and entropies alone for rows without teachers."""
+        """Compute them, [rows, width] each; only log-probs and entropies for rows without teachers."""
         micro_batch = head.micro_batch
         if "teacher_ids" not in micro_batch.columns:
             return super().compute(head, hidden)
-        # [rows, width, k] -> those of this rank's predicted tokens
+        # [rows, width, k] -> values of this rank's predicted tokens
         ids, teacher = (
             micro_batch.columns[name].flatten(0, 1).index_select(0, micro_batch.slots)
             for name in ("teacher_ids", "teacher_log_probs")

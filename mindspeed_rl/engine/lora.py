@@ -129,7 +129,7 @@ def init_adapters(models: list[GPTModel], layout: Layout, *, seed: int) -> None:
         for adapter in _list_adapters(model):
             _init_adapter(adapter, f"{seed}/{_get_global_name(layout, adapter.weight, stage)}")
         if model.pre_process:
-            # recomputation and pipelines need an input that requires a gradient, and that of the frozen embedding does not
+            # recomputation and pipelines need an input that requires a gradient, and a frozen embedding's output does not
             model.embedding.register_forward_hook(_require_gradient)
 
 
@@ -178,7 +178,7 @@ def _get_global_name(layout: Layout, local: str, stage: int) -> str:
 
 @contextlib.contextmanager
 def adapters_disabled(model: BuiltModel) -> Iterator[None]:
-    """Switch the adapters off inside the block, so that the model computes with its base weights alone."""
+    """Switch the adapters off inside the block, so that the model computes with only its base weights."""
     adapted = [module for chunk in model.models for module in chunk.modules() if isinstance(module, AdaptedModule)]
     for module in adapted:
         module.adapter_enabled = False
@@ -211,7 +211,7 @@ def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]
 
 @torch.no_grad()
 def load_peft(model: BuiltModel, settings: LoraSettings, adapter: PeftMerge) -> None:
-    """Set this rank's adapters to those of a PEFT folder.
+    """Set this rank's adapters to the values of a PEFT folder.
 
     The ranks of a matrix that the folder does not fill stay as a fresh adapter begins, with B zero: the model computes what it
     does with the folder merged.
@@ -252,7 +252,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
     gathered: dict[str, dict[int, tuple[Tensor, Tensor]]] = {}
     for layer in (None, *range(plan.model_config.num_layers)):  # None: of a vision tower
         of_ranks: list[list[_Matrices]] = [[]] * dist.get_world_size()
-        # every rank takes part for every layer, even those of other stages
+        # every rank takes part for every layer, even layers of other stages
         dist.all_gather_object(of_ranks, mine.get(layer, []))
         if dist.get_rank() == 0:
             for name, shard, a, b in (item for matrices in of_ranks for item in matrices):

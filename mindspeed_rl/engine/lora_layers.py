@@ -106,7 +106,7 @@ class _SumGradients(torch.autograd.Function):
     """Identity whose gradient is summed over a group.
 
     Megatron's `copy_to_tensor_model_parallel_region` does the same, but it reduces a copy and returns the unreduced gradient
-    when that is not contiguous, as those of transposed matrices are.
+    when that is not contiguous, as in transposed matrices.
     """
 
     @staticmethod
@@ -297,7 +297,7 @@ class AdaptedColumnParallelLinear(_AdaptedLinear, ColumnParallelLinear):
 
     def _low_rank(self, x: Tensor) -> Tensor:
         if self.is_expert:
-            # all ranks have all tokens, and each its part of their gradient: only that of A has to be summed here
+            # all ranks have all tokens, and each its part of their gradient: only the gradient of A has to be summed here
             a = sum_gradients(self.lora_a, self.tp_group)
             return functional.linear(functional.linear(x, a), self.lora_b)
         hidden = functional.linear(x, self.lora_a)

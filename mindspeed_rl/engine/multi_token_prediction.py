@@ -49,7 +49,7 @@ _INNER = next(field.name for field in dataclasses.fields(MultiTokenPredictionLay
 
 
 class _PredictionLayer(MultiTokenPredictionLayer):
-    """Megatron's layer with tokens that are shifted already: its `input_ids` are those of this layer and of all after it.
+    """Megatron's layer with tokens that are shifted already: its `input_ids` are shifted for this layer and all after it.
 
     The decoder layer inside has the name `transformer_layer` in every release, as it has in all their checkpoints.
     """
@@ -129,7 +129,10 @@ class PredictionLosses(EnginePart):
     def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
         """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
         counted = count()
-        trained = sum((self._trained(one).sum() for one in micro_batches if not one.is_filler), torch.zeros_like(counted))
+        trained = sum(
+            (self._trained(micro_batch).sum() for micro_batch in micro_batches if not micro_batch.is_filler),
+            torch.zeros_like(counted),
+        )
         totals = torch.stack([counted, trained])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._ratio = totals[0] / totals[1].clamp(min=1)
@@ -144,7 +147,7 @@ class PredictionLosses(EnginePart):
     def attach(self, head: HeadPass, hidden_states: Tensor) -> Tensor:
         """Run the layers; return the model's hidden states with the loss in their graph.
 
-        The gradient of the loss is that of its sum.
+        The loss has the gradient of its sum.
         """
         micro_batch, model = head.micro_batch, self._model
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")

@@ -47,8 +47,8 @@ class _Matrix:
         group: ranks that hold a part of it each, in the order of the parts; None where this rank has all of it, or where parts
             count as matrices of their own.
         dim: along which it is split.
-        heads: of a fused projection of queries, keys and values: rows of each of the three in a query group, which count as
-            matrices of their own; None for other weights.
+        heads: for a fused projection of queries, keys and values, the rows of each of the three in a query group, which count
+            as matrices of their own; None for other weights.
     """
 
     group: dist.ProcessGroup | None = None
@@ -107,7 +107,7 @@ class MuonAdamW(torch.optim.Optimizer):
         """Return s O of the parameter, this rank's part of it, after the update of its momentum."""
         config, matrix, momentum = self._config, self._matrices[parameter], self.state[parameter]["momentum_buffer"]
         gradient = parameter.grad
-        assert gradient is not None  # a parameter without one is left alone
+        assert gradient is not None  # a parameter without one does not change
         momentum.lerp_(gradient, 1.0 - config.muon_momentum)
         update = gradient.lerp(momentum, config.muon_momentum) if config.muon_use_nesterov else momentum
         if matrix.group is None:
@@ -156,7 +156,7 @@ def use_muon(optimizer: MegatronOptimizer, chunks: Iterable[MegatronModule], con
     Muon updates all matrices but embeddings, heads and vision towers.
 
     Args:
-        optimizer: of the chunks, before its first step; not the distributed one, which has no full matrices.
+        optimizer: optimizer of the chunks, before its first step; not the distributed one, which has no full matrices.
     """
     matrices: dict[Tensor, _Matrix] = {}
     for chunk in chunks:
@@ -176,8 +176,8 @@ def _describe(name: str, parameter: Tensor, chunk: MegatronModule, config: Megat
     is_expert = not getattr(parameter, "allreduce", True)
     if getattr(parameter, "tensor_model_parallel", False) and config.muon_tp_mode == "duplicated":
         ranks = parallel_state.get_expert_tensor_parallel_group if is_expert else parallel_state.get_tensor_model_parallel_group
-        found = ranks()
-        group = found if found is not None and found.size() > 1 else None
+        ranks_group = ranks()
+        group = ranks_group if ranks_group is not None and ranks_group.size() > 1 else None
     width = model.kv_channels
     if config.muon_split_qkv and name.endswith("linear_qkv.weight") and width and model.num_query_groups:
         per_group = (model.num_attention_heads // model.num_query_groups * width, width, width)

@@ -32,7 +32,7 @@ class _Offload:
     def __init__(self, stream: SideStream, *, keep_content: bool) -> None:
         self._stream, self._keep = stream, keep_content
         #: host copies, allocated on first use, because pinning takes longer than copying
-        self._hosts: list[Tensor] = []
+        self._copies: list[Tensor] = []
         #: storages that are off the device, or (`is_leaving`) only copied so far, with their sizes
         self._entries: list[tuple[torch.UntypedStorage, int]] = []
         self.is_leaving = self._is_arriving = False
@@ -44,12 +44,12 @@ class _Offload:
         self._entries, self.is_leaving = [(storage, storage.size()) for storage in storages], True
         if not self._keep:
             return
-        if [host.numel() for host in self._hosts] != [size for _, size in self._entries]:
+        if [copy.numel() for copy in self._copies] != [size for _, size in self._entries]:
             pin = platform.current().pin_memory
-            self._hosts = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _, size in self._entries]
+            self._copies = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _, size in self._entries]
         with self._stream.issue():
-            for (storage, _), host in zip(self._entries, self._hosts):
-                host.copy_(_bytes(storage), non_blocking=True)
+            for (storage, _), copy in zip(self._entries, self._copies):
+                copy.copy_(_bytes(storage), non_blocking=True)
 
     def free(self) -> None:
         """Free the storages' device memory. Queued kernels and copies may still use it: the caller waits for them first."""
@@ -69,8 +69,8 @@ class _Offload:
                 _bytes(storage).zero_()
         if entries and self._keep:
             with self._stream.issue():
-                for (storage, _), host in zip(entries, self._hosts):
-                    _bytes(storage).copy_(host, non_blocking=True)
+                for (storage, _), copy in zip(entries, self._copies):
+                    _bytes(storage).copy_(copy, non_blocking=True)
             self._is_arriving = True
 
     def fill(self) -> None:
@@ -136,7 +136,7 @@ class Offloader:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
-        """Offload the named states. Optimizer before params, because its storages are identified by those of the weights."""
+        """Offload the named states. Optimizer before params, because its storages are identified by the weights'."""
         named: list[_Offload] = []
         if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
@@ -147,10 +147,10 @@ class Offloader:
         if params:
             self._params.start_emptying(_storages(self._weight_tensors()).values())
             named.append(self._params)
-        if leaving := [one for one in named if one.is_leaving]:
+        if leaving := [storages for storages in named if storages.is_leaving]:
             platform.current().synchronize()
-            for one in leaving:
-                one.free()
+            for storages in leaving:
+                storages.free()
         platform.current().empty_cache()
 
     def start_onload(self, *, optimizer: bool) -> None:

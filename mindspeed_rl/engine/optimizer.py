@@ -71,7 +71,7 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
         use_distributed_optimizer=config.use_distributed_optimizer,
         overlap_param_gather=config.overlap_param_gather,
     )
-    # (rate, whether it is that of the projector)
+    # (rate, whether the projector has it)
     rates = [(rate, projects) for rate, projects in ((config.vit_lr, False), (config.aligner_lr, True)) if rate is not None]
     overrides = get_standard_config_overrides(settings) if rates else None
     for rate, projects in rates:
@@ -88,8 +88,8 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
 
 def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
     """Return True for a parameter of the vision tower, or of its projector."""
-    _, found, inner = name.partition(TOWER)
-    return bool(found) and (get_tower_part(inner) == "projector") == projects
+    _, mark, inner = name.partition(TOWER)
+    return bool(mark) and (get_tower_part(inner) == "projector") == projects
 
 
 def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:
@@ -145,15 +145,15 @@ def compute_squared_norms(optimizer: MegatronOptimizer, device: torch.device) ->
     optimizer.prepare_grads()
     gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # the second name is that of release 0.19
+        # release 0.19 has the second name
         read = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
         gradients.setdefault(part.get_grad_stats_parallel_group(), []).extend(read())
     squares = []
-    for group, found in gradients.items():
+    for group, grads in gradients.items():
         square = torch.zeros(1, device=device)
-        if found:
+        if grads:
             flag = torch.zeros(1, dtype=torch.int, device=device)
-            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [found], False)
+            norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [grads], False)
             square = norm**2.0
         dist.all_reduce(square, group=group)
         squares.append(square.reshape(()))
@@ -164,7 +164,7 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float) -> None:
     """Clip the gradients and update the weights, after `compute_squared_norms`; collective.
 
     Args:
-        norm: of all gradients.
+        norm: norm of all gradients.
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
@@ -174,7 +174,7 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float) -> None:
 
 # ---------------------------------------------------------------------- state in a checkpoint
 #
-# Tensors are named after the weights alone, under any layout and kind of optimizer. Megatron makes other state dicts for each
+# Tensors are named after the weights only, under any layout and kind of optimizer. Megatron makes other state dicts for each
 # kind (distributed or not, fp32 or bf16), and one for each part of the layout (dense and expert parameters). Here every part is
 # reduced to {index: {"exp_avg", "exp_avg_sq", "fp32_param"}}, or "momentum_buffer" for a matrix of Muon, with indices that are
 # valid on this rank only and `fp32_param` where weights are bf16. Learning rates and the like are not saved: they are the run
@@ -197,7 +197,7 @@ def load_optimizer_state(optimizer: MegatronOptimizer, states: dict[str, _States
     """Load moments and main weights; the model's weights must be loaded already.
 
     Args:
-        num_steps: of the optimizer at the time of the save.
+        num_steps: steps of the optimizer at the time of the save.
     """
     for name, part in _list_parts(optimizer).items():
         # Adam's bias correction depends on it

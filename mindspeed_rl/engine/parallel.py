@@ -206,7 +206,7 @@ class ControlGroup:
         """Create the group; collective over the world, as every rank takes part in creating every group.
 
         Args:
-            of_stage: between the ranks of one pipeline stage of the replica alone, from its first TP and CP rank.
+            of_stage: only between the ranks of one pipeline stage of the replica, from its first TP and CP rank.
         """
         replicas: dict[tuple[int, int], list[int]] = {}
         stage = parallel_state.get_pipeline_model_parallel_rank() if of_stage else 0

@@ -29,7 +29,7 @@ class EnginePart:
     """An ingredient of one model on this rank; a method that a subclass leaves out does nothing.
 
     Attributes:
-        trains_only: False for a part that is armed, and attached to the head, in passes without training too.
+        trains_only: False for a part that is prepared, and attached to the head, in passes without training too.
     """
 
     trains_only: ClassVar[bool] = True
@@ -53,7 +53,7 @@ class EnginePart:
         """
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
 
     def attach(self, head: HeadPass, hidden_states: Tensor) -> Tensor:
         """Return the hidden states that reach the head, with what the part adds to their graph."""

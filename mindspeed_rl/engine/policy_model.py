@@ -55,7 +55,7 @@ class NextTokenRequest:
 class _Aligned(torch.autograd.Function):
     """Scatter of token values to their slots, with the disjoint context-parallel parts summed.
 
-    Each rank's gradient is that of its own part, because every rank computes the same loss. Values that the loss does not use
+    Each rank has the gradient of its own part, because every rank computes the same loss. Values that the loss does not use
     have no gradient.
     """
 
@@ -127,7 +127,7 @@ class PolicyModel(_ResponseAligned):
     Attributes:
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
         final_logit_softcapping: cap of the logits, None for none.
-        fp32_lm_head: log-probs are those of logits in float32, whatever the format of the weights.
+        fp32_lm_head: log-probs are computed from logits in float32, whatever the format of the weights.
     """
 
     true_vocab_size: int
@@ -176,7 +176,7 @@ class PolicyModel(_ResponseAligned):
 
     def _select_hidden(self, hidden_states: Tensor, index: Tensor) -> Tensor:
         """Return [n, h]: the hidden states that reach the vocabulary product, to which prompts and padding do not belong."""
-        # either sums the gradient over the ranks, each of which has that of its part of the vocabulary
+        # either sums the gradient over the ranks, each of which has it for its part of the vocabulary
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden_states, group=self.pg_collection.tp)
         else:

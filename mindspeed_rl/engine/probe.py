@@ -172,8 +172,8 @@ class ModelProbe:
 def _list_gradients(engine: TrainEngine) -> Iterator[tuple[str, Tensor, Cut | None]]:
     """Yield (name, gradient, its cut) of this rank's trained weights, between the backward pass and the optimizer's step.
 
-    Names are those of the HF checkpoint, parts are cut from its tensors, without padding, so that ranks of another layout have
-    parts of the same tensors. Gradients are those of the full batch, before clipping. Collective over the training world.
+    Names come from the HF checkpoint, parts are cut from its tensors, without padding, so that ranks of another layout have
+    parts of the same tensors. Gradients cover the full batch, before clipping. Collective over the training world.
     """
     _gather_gradients(engine)
     for weight in engine.weights():
@@ -210,7 +210,7 @@ def _to_hf(weight: LocalWeight, gradient: Tensor) -> Iterator[tuple[str, Tensor,
 
 
 def _list_adapter_gradients(model: BuiltModel) -> Iterator[tuple[str, Tensor, Cut | None]]:
-    """Yield gradients of low-rank adapters, under Megatron's names; each rank's part is compared with that of the same rank."""
+    """Yield gradients of low-rank adapters, under Megatron's names; each rank's part is compared with the same rank's."""
     layout = model.plan.layout
     tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
     ep = parallel_state.get_expert_model_parallel_rank() if layout.num_experts else 0

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.pass_arguments import PassArguments
 from mindspeed_rl.models.plan import RouterBalancing
 
 
@@ -68,7 +68,7 @@ class _Routing:
         self._router, self._route, self._balancing = router, router.routing, balancing
         # without sequence parallelism every tensor rank has all tokens, and the full gradient
         self._group = router.tp_cp_group if router.config.sequence_parallel else router.cp_group
-        self.passes = ArmedPasses[_Tokens]()
+        self.passes = PassArguments[_Tokens]()
         router.routing = self  # pyrefly: ignore[method-assign]  (called as the method is)
 
     def __call__(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -144,11 +144,11 @@ class RouterLosses(EnginePart):
         self._ratio = totals[0] / totals[1:].clamp(min=1)
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if id(micro_batch) not in self._tokens:
             self._tokens[id(micro_batch)] = self._find_tokens(micro_batch)
         for routing in self._chunks[chunk]:
-            routing.passes.armed = self._tokens[id(micro_batch)]
+            routing.passes.pending = self._tokens[id(micro_batch)]
 
     def revert(self) -> None:
         """Restore the biases that balance."""
@@ -184,12 +184,12 @@ class RouterLosses(EnginePart):
         # two means of a group's tokens each divide by its size; a micro-batch weighs by its tokens, a sequence as any other
         weights = 1.0 / lengths.clamp(min=1).square() if per_sequence else torch.tensor([1.0 / max(real, 1)])
         is_all = len(positions) == width and (layout is None or layout.shared is None)
-        host = [weights.float() * self._choices]
+        on_host = [weights.float() * self._choices]
         if not is_all:
-            host.append(positions)
+            on_host.append(positions)
         if per_sequence:
-            host.append(torch.searchsorted(lengths.cumsum(0), indices, right=True))
-        factors, *sent = platform.current().to_device(host, self._ratio.device)
+            on_host.append(torch.searchsorted(lengths.cumsum(0), indices, right=True))
+        factors, *sent = platform.current().to_device(on_host, self._ratio.device)
         return _Tokens(
             None if is_all else sent[0],
             sent[-1] if per_sequence else None,

@@ -20,10 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor
 
-from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.batching import MicroBatch, Rows
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.pass_arguments import PassArguments
 from mindspeed_rl.engine.sequence_layout import expand_ranges
 
 
@@ -40,11 +40,11 @@ class _Router(RouterReplay):
         self.agreed: Tensor | None = None
         self.compared: Tensor | None = None
         self.recorded: list[Tensor] | None = None
-        self._passes = ArmedPasses[Tensor]()
+        self._passes = PassArguments[Tensor]()
 
     def arm(self, experts: Tensor) -> None:
         """Set the experts of the tokens in the next pass, [tokens, k], -1 where the router chooses."""
-        self._passes.armed = experts
+        self._passes.pending = experts
 
     def reset(self) -> None:
         """Stop the replay and forget passes."""
@@ -63,7 +63,7 @@ class _Router(RouterReplay):
         values, default = default_compute_topk(scores, topk, num_groups, group_topk)
         if self.recorded is not None:
             self.recorded.append(default.detach())
-        is_forward = self._passes.armed is not None
+        is_forward = self._passes.pending is not None
         experts = self._passes.take_any()
         if experts is None:
             return values, default
@@ -119,7 +119,7 @@ class RoutedLayers(EnginePart):
         self._recording: _Recording | None = None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if self._recording is not None and chunk == 0:
             self._recording.micro_batches.append(micro_batch)
         if micro_batch.routing is None:
@@ -162,7 +162,7 @@ class RoutedLayers(EnginePart):
         starts = lengths.cumsum(0) - lengths
 
         def token_indices(micro_batch: MicroBatch) -> Tensor:
-            """Return the indices of its rows' tokens among those of all rows."""
+            """Return the indices of its rows' tokens among the tokens of all rows."""
             indexes = list(micro_batch.indexes)
             return expand_ranges(starts[indexes], [rows.lengths[i] for i in indexes])
 

@@ -26,7 +26,7 @@ class _DenseGroup:
     """Sequences of similar length, seen as a right-padded block [rows, width] of queries and one of keys.
 
     Attributes:
-        rows: of both blocks.
+        rows: rows of both blocks.
         width: queries of a row, which are its last tokens.
         gather: [rows * width] int64, index of each among the tokens with queries. Padding repeats the row's last token,
             harmless under a causal mask because no real token attends to it.
@@ -109,8 +109,8 @@ def expand_ranges(starts: Tensor, lengths: Sequence[int]) -> Tensor:
 class SharedPrefixes:
     """Prefix sharing: the computed tokens of packed sequences whose prefixes form a tree (arXiv 2506.05433 has one level).
 
-    A token's hidden state depends only on the tokens before it, so that of one sequence represents all others with the same
-    prefix. Only computed tokens have queries; keys and values are those of full sequences.
+    A token's hidden state depends only on the tokens before it, so the state in one sequence represents all others with the
+    same prefix. Only computed tokens have queries; keys and values cover full sequences.
 
     Attributes:
         lengths: computed tokens of each sequence, its last ones.
@@ -129,7 +129,7 @@ class SharedPrefixes:
 
     @classmethod
     def build(cls, lengths: Sequence[int], shared: Sequence[tuple[int, int]], device: torch.device) -> SharedPrefixes:
-        """Build that of sequences with these lengths.
+        """Build the layout of sequences with these lengths.
 
         Args:
             shared: (index of an earlier sequence, number of tokens in the prefix of both) for each; (any, 0) where none is
@@ -157,7 +157,7 @@ class SharedPrefixes:
         return representatives
 
     def expand(self, x: Tensor) -> Tensor:
-        """Return [tokens, ...] of all tokens from that of the computed ones."""
+        """Return [tokens, ...] of all tokens from the computed ones."""
         return x.index_select(0, self._on_device)
 
 
@@ -211,7 +211,7 @@ class ChunkPlan:
 
         Args:
             kernel: tokens that the convolution sees, the last one included.
-            shared: of sequences of which some have the same prefix; tokens are those that are computed.
+            shared: the prefixes, where some sequences have the same one; tokens are then the computed ones.
         """
         parts, parents = list(zip(_starts(lengths), lengths)), [-1] * len(lengths)
         places, represented = [(start, 0) for start, _ in parts], torch.arange(sum(lengths))
@@ -235,7 +235,7 @@ class ChunkPlan:
             slot_of |= {index: slot for slot, index in enumerate(chosen)}
             chunks = torch.tensor([-(-parts[index][1] // size) for index in chosen])
             counts = [int((chunks > step).sum()) for step in range(int(chunks.max()))]
-            # the chunk of a sequence at a step comes after those of the steps before and of the longer sequences
+            # the chunk of a sequence at a step comes after the chunks of earlier steps and of longer sequences
             chunk_starts = torch.tensor([0, *counts]).cumsum(0)
             tokens = torch.cat([torch.arange(start, start + length) for start, length in (parts[index] for index in chosen)])
             place = torch.cat([torch.arange(parts[index][1]) for index in chosen])
@@ -253,7 +253,7 @@ class ChunkPlan:
         window, ends = _plan_windows(parts, places, represented, kernel, num_tokens)
         bounds = torch.tensor([0, *(length for _, length in parts)]).cumsum(0)
         moved = platform.current().to_device(
-            [restore, window, ends, bounds, *(one for _, some in phases for one in some)], device
+            [restore, window, ends, bounds, *(index for _, some in phases for index in some)], device
         )
         restore, window, ends, bounds, *indexes = moved
         built = []
@@ -301,7 +301,7 @@ def _plan_windows(
     """Return `ChunkPlan.window` and `ChunkPlan.ends` of parts that are in the order of their tokens.
 
     Args:
-        places: (index of the first token of its sequence among those of full sequences, position of the part in it) of each.
+        places: (index of the first token of its sequence among all tokens of full sequences, position of the part in it).
         tokens: the computed token for each token of full sequences.
     """
     history = kernel - 1
@@ -311,7 +311,7 @@ def _plan_windows(
         before = tokens[first + positions.clamp(min=0)]
         windows += [torch.where(positions >= 0, before, num_tokens), torch.arange(start, start + length)]
     own = [length for _, length in parts]
-    # an output is that of the window that begins at the same index, and history tokens of each part have none
+    # an output belongs to the window that begins at the same index, and history tokens of each part have none
     firsts = torch.tensor(_starts([length + history for length in own]))
     return torch.cat(windows), expand_ranges(firsts, own)
 
@@ -467,7 +467,7 @@ class PredictionTargets:
     """Input and targets of one multi-token-prediction layer in a micro-batch, on this rank.
 
     Attributes:
-        input_ids: of the tokens k + 1 after those of the micro-batch's `input_ids`, in their shape; padding where a sequence
+        input_ids: ids of the tokens k + 1 after the micro-batch's `input_ids`, in their shape; padding where a sequence
             ends.
         hidden_index: [n] int64, positions with a target, as `MicroBatch.hidden_index` counts them.
         labels: [n] int64, the targets.
@@ -492,7 +492,7 @@ def shift_targets(
     """Return the targets of every multi-token-prediction layer.
 
     Args:
-        values: ids, labels and slots, [tokens] int64 each, of consecutive sequences on the host; a slot of -1 is no target.
+        values: ids, labels and slots, [tokens] int64 each, of consecutive sequences on the host; a slot of -1 marks no target.
         lengths: tokens of each sequence, padding included.
         local: indices of this rank's tokens, in the shape of its `input_ids`, and in the order of its hidden states.
         device: for the result.
@@ -503,9 +503,9 @@ def shift_targets(
     for by in range(1, num_layers + 1):
         is_inside = functional.pad(owners[by:] == owners[:-by], (0, min(by, len(owners))))
         fillers = (pad_id, 0, -1)
-        ids, labels, slots = (torch.where(is_inside, one.roll(-by), filler) for one, filler in zip(values, fillers))
+        ids, labels, slots = (torch.where(is_inside, value.roll(-by), filler) for value, filler in zip(values, fillers))
         labels, slots = labels[order], slots[order]
         index = (slots >= 0).nonzero()[:, 0]
-        host = [ids[cells], index, labels[index], slots[index]]
-        targets.append(PredictionTargets(*platform.current().to_device(host, device)))
+        on_host = [ids[cells], index, labels[index], slots[index]]
+        targets.append(PredictionTargets(*platform.current().to_device(on_host, device)))
     return tuple(targets)

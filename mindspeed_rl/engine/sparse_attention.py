@@ -5,7 +5,7 @@ The score of token s for query t, of the indexer's heads h, all of which share t
     I_ts = sum_h w_th relu(q_th . k_s)
 
 q comes from the query's low-rank form, k and w from the input of the layer. Scores are inside a sequence and causal. Of equal
-ones those of earlier tokens are chosen first, so that the choice does not depend on what else is in a micro-batch. DeepSeek's
+ones earlier tokens are chosen first, so that the choice does not depend on what else is in a micro-batch. DeepSeek's
 inference code turns q and k by a Hadamard matrix before it quantizes them: products, and so scores, are the same without it.
 
 The choice has no gradient: the loss of the model does not reach the indexer. By default its weights are frozen. With
@@ -43,13 +43,13 @@ from torch.utils.checkpoint import checkpoint
 from mindspeed_rl import adaptors, platform
 from mindspeed_rl.algorithms.interfaces import PendingMetrics
 from mindspeed_rl.config import MegatronConfig
-from mindspeed_rl.engine.armed_passes import ArmedPasses
 from mindspeed_rl.engine.attention import CoreAttention, heads_to_sequence
 from mindspeed_rl.engine.batching import MicroBatch
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.part import EnginePart
+from mindspeed_rl.engine.pass_arguments import PassArguments
 from mindspeed_rl.engine.sequence_layout import PackedLayout
-from mindspeed_rl.models.builder import LatestIndex
+from mindspeed_rl.models.builder import IndexerOutput
 from mindspeed_rl.models.model_config import SparseAttention
 
 #: elements of a matrix of scores, of all heads, that exists at a time
@@ -132,8 +132,8 @@ def sparse_attention(
     """Compute causal attention of rows of tokens to the `topk` tokens with the highest scores.
 
     Args:
-        query, key, value: [r, s, n, d], [r, t, n, d], [r, t, n, d_v]; queries are those of the last s of t tokens.
-        features: of the same tokens.
+        query, key, value: [r, s, n, d], [r, t, n, d], [r, t, n, d_v]; queries belong to the last s of t tokens.
+        features: features of the same tokens.
         groups: the ranks that have other heads, in turn; the second result is the divergence of `IndexerLosses` then.
             Collective over them, in backward too.
 
@@ -256,7 +256,7 @@ class SparseCoreAttention(CoreAttention):
         layer_number: int,
         *,
         shape: SparseAttention,
-        latest: LatestIndex,
+        last_output: IndexerOutput,
         shares: bool,
         **arguments: Any,
     ) -> None:
@@ -268,9 +268,9 @@ class SparseCoreAttention(CoreAttention):
         self._is_shared = bool(shape.shared_layers)
         if self.indexer is not None:
             self.indexer.requires_grad_(bool(config.dsa_indexer_loss_coeff))
-        #: of passes that are not armed, and of those that are
-        self.latest, self.indexes = latest, ArmedPasses[LatestIndex]()
-        self.passes = ArmedPasses[_TokenWeights]()
+        #: for passes without arguments of their own, and for passes with them
+        self.last_output, self.outputs = last_output, PassArguments[IndexerOutput]()
+        self.passes = PassArguments[_TokenWeights]()
 
     def forward(
         self,
@@ -294,44 +294,60 @@ class SparseCoreAttention(CoreAttention):
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
         ranks = 1 if group is None else group.size()
         longest, tokens = key.size(0) * ranks if layout is None else max(layout.lengths), self.passes.take()
-        index = self.indexes.take_any() or self.latest
+        output = self.outputs.take_any() or self.last_output
         if longest <= self.topk and tokens is None:
             return super().forward(query, key, value, packed_seq_params=packed_seq_params)
         if key.size(0) > query.size(0) and layout is None:
             raise ValueError(f"sparse attention generates no more than {self.topk} tokens here, whose indexer has no cache.")
         weights = query.new_zeros(0) if tokens is None else tokens.values.view(query.size(0), -1)
-        order = layout
+        exchange = None
         if group is not None:
-            order = layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks)
-        if self.indexer is not None:
+            exchange = (layout or PackedLayout.build([query.size(0) * ranks], query.device, ranks), group)
+        if self.indexer is None:
+            features = output.features
+        else:
             assert x is not None and qr is not None
             with contextlib.nullcontext() if tokens is not None else torch.no_grad():
-                features = self.indexer(x.detach(), qr.detach(), layout)
-            if group is not None and order is not None:
-                features = IndexFeatures(*(_gather(one, order, group) for one in features.list_tensors()))
-            if self._is_shared:
-                index.features = features
-        else:
-            features = index.features
+                features = self._gather_features(self.indexer(x.detach(), qr.detach(), layout), exchange, output)
         if layout is not None:
-            query, key, value = (one.unsqueeze(1) for one in (query, key, value))
-        if group is not None and order is not None:
+            query, key, value = (tensor.unsqueeze(1) for tensor in (query, key, value))
+        if exchange is not None:
+            order, group = exchange
             query, key, value = map(order.order_naturally, self._split_heads(query, key, value, group))
-            weights = _gather(weights, order, group) if len(weights) else weights
+            weights = _gather(weights, *exchange) if len(weights) else weights
         groups = None if tokens is None else self._list_groups()
-        tensors = (query, key, value, *features.list_tensors())
-        if layout is None:
-            query, key, value, *parts = (one.transpose(0, 1) for one in tensors)
-            results = sparse_attention(query, key, value, IndexFeatures(*parts), self.topk, self.scale, groups)
-            out, divergences = (one.transpose(0, 1) for one in results)
-        else:
-            results = self._inside_rows([one.squeeze(1) for one in tensors], layout, groups)
-            out, divergences = (one.unsqueeze(1) for one in results)
+        out, divergences = self._attend((query, key, value, *features.list_tensors()), layout, groups)
         if tokens is not None:
             out = MoEAuxLossAutoScaler.apply(out, tokens.add_up(divergences, weights))
-        if group is not None and order is not None:
+        if exchange is not None:
+            order, group = exchange
             out = heads_to_sequence(order.order_by_rank(out), group)
         return out.flatten(2) if layout is None else out.squeeze(1)
+
+    def _gather_features(
+        self, features: IndexFeatures, exchange: tuple[PackedLayout, dist.ProcessGroup] | None, output: IndexerOutput
+    ) -> IndexFeatures:
+        """Return the features of all context-parallel ranks, and keep them for later layers that have no indexer."""
+        if exchange is not None:
+            features = IndexFeatures(*(_gather(tensor, *exchange) for tensor in features.list_tensors()))
+        if self._is_shared:
+            output.features = features
+        return features
+
+    def _attend(
+        self, tensors: Sequence[Tensor], layout: PackedLayout | None, groups: Sequence[dist.ProcessGroup] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the attention of full sequences, [s, b, n, d_v], and the divergences [s, b], 0 without `groups`.
+
+        Args:
+            tensors: query, key, value and the features, [s, b, ...] each; b is 1 where they are packed.
+        """
+        if layout is not None:
+            out, divergences = self._inside_rows([tensor.squeeze(1) for tensor in tensors], layout, groups)
+            return out.unsqueeze(1), divergences.unsqueeze(1)
+        query, key, value, *index = (tensor.transpose(0, 1) for tensor in tensors)
+        out, divergences = sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups)
+        return out.transpose(0, 1), divergences.transpose(0, 1)
 
     def _list_groups(self) -> list[dist.ProcessGroup]:
         """Return the groups of ranks that have other heads of the same tokens."""
@@ -351,15 +367,15 @@ class SparseCoreAttention(CoreAttention):
         for block in layout.view.groups:
             queries, keys = (block.gather, (block.rows, block.width)), (block.keys, (block.rows, block.key_width))
             query, key, value, *index = (
-                one.index_select(0, gather).unflatten(0, shape)
-                for one, (gather, shape) in zip(tensors, (queries, keys, keys, queries, keys, queries))
+                tensor.index_select(0, gather).unflatten(0, shape)
+                for tensor, (gather, shape) in zip(tensors, (queries, keys, keys, queries, keys, queries))
             )
             if block.key_width <= self.topk and groups is None:
                 out = adaptors.causal_attention(query, key, value, self.scale)
                 blocks.append((out, index[2].new_zeros(out.shape[:2])))
             else:
                 blocks.append(sparse_attention(query, key, value, IndexFeatures(*index), self.topk, self.scale, groups))
-        out, divergences = (torch.cat([one.flatten(0, 1) for one in part]) for part in zip(*blocks))
+        out, divergences = (torch.cat([block.flatten(0, 1) for block in part]) for part in zip(*blocks))
         return out.index_select(0, layout.view.restore), divergences.index_select(0, layout.view.restore)
 
 
@@ -367,26 +383,28 @@ class SharedIndexers(EnginePart):
     """Layers of this rank's model of which some attend to the tokens that the indexer of another one chose."""
 
     def __init__(self, model: BuiltModel) -> None:
-        self._chunks = [[one for one in chunk.modules() if isinstance(one, SparseCoreAttention)] for chunk in model.models]
+        self._chunks = [
+            [module for module in chunk.modules() if isinstance(module, SparseCoreAttention)] for chunk in model.models
+        ]
 
     @classmethod
     def build(cls, config: MegatronConfig, model: BuiltModel) -> SharedIndexers | None:
-        """Build them for a model with layers without an indexer; those of passes without training are cleared too."""
+        """Build them for a model with layers without an indexer; they are cleared after passes without training too."""
         return cls(model) if model.plan.model_config.layers_without_indexer else None
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of training of this chunk, that of the micro-batch."""
-        index = LatestIndex()
+        """Prepare this chunk's next forward pass of training, over the micro-batch."""
+        output = IndexerOutput()
         for layer in self._chunks[chunk]:
             if layer.indexer is not None:  # one for the layer and those after it that have none
-                index = LatestIndex()
-            layer.indexes.armed = index
+                output = IndexerOutput()
+            layer.outputs.pending = output
 
     def reset(self) -> None:
         """Clear the layers after a pass over all micro-batches, completed or failed."""
         for layer in (layer for chunk in self._chunks for layer in chunk):
-            layer.indexes.reset()
-            layer.latest.features = None
+            layer.outputs.reset()
+            layer.last_output.features = None
 
 
 # ---------------------------------------------------------------- the indexer's loss
@@ -407,7 +425,7 @@ class _TokenWeights:
     sums: Tensor
 
     def add_up(self, divergences: Tensor, values: Tensor) -> Tensor:
-        """Return the loss of [s, b] divergences; `values` are those of the full sequences."""
+        """Return the loss of [s, b] divergences; `values` cover the full sequences."""
         total = (divergences * values).sum()
         self.sums.add_(total.detach())
         return total * self.factor
@@ -421,7 +439,7 @@ class IndexerLosses(EnginePart):
         dsa_indexer_loss_coeff * sum over layers of the mean over tokens t of  sum_s p_ts log(p_ts / softmax_s(I_ts))
 
     over the chosen tokens s, where p_t is the sum of the attention weights of all heads, divided by their number, and constant:
-    the loss moves the indexers alone. The mean is over all tokens of the step, prompts included.
+    the loss moves only the indexers. The mean is over all tokens of the step, prompts included.
     """
 
     def __init__(self, model: BuiltModel, coeff: float) -> None:
@@ -442,26 +460,26 @@ class IndexerLosses(EnginePart):
     def start_step(self, micro_batches: Sequence[MicroBatch], count: Callable[[], Tensor]) -> None:
         """Find the weight of a token in this optimizer step; collective over the data-parallel ranks."""
         counted = count()
-        self._num_tokens = sum(sum(one.lengths) for one in micro_batches if not one.is_filler)
+        self._num_tokens = sum(sum(micro_batch.lengths) for micro_batch in micro_batches if not micro_batch.is_filler)
         totals = torch.stack([counted, torch.full_like(counted, self._num_tokens)])
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         self._factor = self._coeff * totals[0] / totals[1].clamp(min=1)
         self._sums = torch.zeros(1, device=counted.device)
 
     def arm(self, chunk: int, micro_batch: MicroBatch) -> None:
-        """Prepare the next forward pass of this chunk, that of the micro-batch."""
+        """Prepare this chunk's next forward pass, over the micro-batch."""
         if id(micro_batch) not in self._tokens:
             layout = micro_batch.packed
             values = (micro_batch.tokens >= 0).float() * (not micro_batch.is_filler)
             if layout is not None and layout.shared is not None and not micro_batch.is_filler:
-                # of all computed tokens, of which a context-parallel rank has a slice
+                # values of all computed tokens, of which a context-parallel rank has a slice
                 real = layout.shared.representatives[: sum(micro_batch.lengths)]
                 first = parallel_state.get_context_parallel_rank() * len(values)
                 values = torch.bincount(real, minlength=len(layout.shared.computed)).float()[first : first + len(values)]
             (values,) = platform.current().to_device([values], self._factor.device)
             self._tokens[id(micro_batch)] = _TokenWeights(values, self._factor, self._sums)
         for passes in self._chunks[chunk]:
-            passes.armed = self._tokens[id(micro_batch)]
+            passes.pending = self._tokens[id(micro_batch)]
 
     def reset(self) -> None:
         """Clear the layers after a pass over all micro-batches, completed or failed."""

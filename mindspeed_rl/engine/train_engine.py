@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -69,11 +69,11 @@ class StepResult:
     """Result of one optimizer step.
 
     Attributes:
-        losses: of this rank's micro-batches, without gradient; none on ranks without results.
+        losses: losses of this rank's micro-batches, without gradient; none on ranks without results.
         grad_norm: global norm before clipping.
         lr: learning rate of the step.
         is_skipped: no rank had anything to learn from, so nothing has changed but the position in the schedule.
-        num_computed, num_tokens: with prefix sharing, tokens that this rank has computed, and those of all its sequences.
+        num_computed, num_tokens: with prefix sharing, tokens that this rank has computed, and all tokens of its sequences.
     """
 
     losses: list[LossOutput]
@@ -156,7 +156,7 @@ class TrainEngine:
 
     def add_part(self, part: EnginePart) -> None:
         """Add a part that the model itself does not ask for, in place of an earlier one of its class. Not collective."""
-        self.parts = [*(one for one in self.parts if type(one) is not type(part)), part]
+        self.parts = [*(other for other in self.parts if type(other) is not type(part)), part]
 
     # ------------------------------------------------------------------ forward only
 
@@ -164,7 +164,7 @@ class TrainEngine:
     def forward(
         self, rows: Rows, batching: MicroBatching, outputs: HeadOutputs | None = None, *, temperature: float | None = None
     ) -> tuple[list[Tensor], ...] | None:
-        """Compute results of the predicted tokens, such as log-probs and entropies (with a value head values alone).
+        """Compute results of the predicted tokens, such as log-probs and entropies (with a value head only values).
 
         Args:
             outputs: the results; None for those that a loss would get.
@@ -211,7 +211,7 @@ class TrainEngine:
             loss_step = partial(self.loss_step, loss, None)
             micro_batches = self._micro_batches(rows, batching)
             losses = get_forward_backward_func()(**self._schedule(micro_batches, loss_step, training=False))
-        PendingMetrics.read(one.metrics for one in losses)
+        PendingMetrics.read(loss.metrics for loss in losses)
         return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
@@ -253,7 +253,7 @@ class TrainEngine:
         in a model with experts the losses of its routers (engine/router_losses.py).
 
         Args:
-            loss: of one micro-batch.
+            loss: loss of one micro-batch.
             batch: makes the input of the loss; None where that is the `LossInputs`.
             has_next: the next call of this engine is another step. With `overlap_param_gather` the updated weights are
                 then gathered during its forward pass; otherwise they are complete when this returns.
@@ -292,14 +292,14 @@ class TrainEngine:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
             self.num_updates += 1
-        counted = [one for one in micro_batches if self.shape.shares_prefixes and not one.is_filler]
+        counted = [micro_batch for micro_batch in micro_batches if self.shape.shares_prefixes and not micro_batch.is_filler]
         return StepResult(
             losses if parallel.is_output_source() else [],
             0.0 if is_skipped else grad_norm,
             float(lr),
             is_skipped,
-            sum(one.num_tokens for one in counted),
-            sum(sum(one.lengths) for one in counted),
+            sum(micro_batch.num_tokens for micro_batch in counted),
+            sum(sum(micro_batch.lengths) for micro_batch in counted),
         )
 
     def loss_step(
@@ -313,7 +313,7 @@ class TrainEngine:
         """Compute the loss of a micro-batch for Megatron's schedule: sum, count, and the result that it returns.
 
         Args:
-            index: of the micro-batch in this step.
+            index: index of the micro-batch in this step.
             outputs: [rows, width] each, of the head.
         """
         if micro_batch.is_filler:
@@ -359,7 +359,7 @@ class TrainEngine:
             group=parallel_state.get_pipeline_model_parallel_group(),
         )
         dist.all_reduce(num_counted, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        # without any token gradients are 0, or those of the routers alone: as they are
+        # without any token gradients are 0, or only the routers have some: as they are
         scale: Any = 1.0 / num_counted.clamp(min=1)  # declared a float; Megatron passes a tensor too
         for chunk in self.model.ddp_chunks:
             chunk.scale_gradients(scale)
@@ -372,7 +372,7 @@ class TrainEngine:
         every rank when any rank has a loss or gradient that is not finite, or the norm is not; no weight has changed then.
 
         Args:
-            losses: of the micro-batches; none on other pipeline stages than the last.
+            losses: losses of the micro-batches; none on other pipeline stages than the last.
         """
         optimizer, num_counted = self.optimizer, self._num_counted.reshape(())
         assert optimizer is not None  # start_training came first
@@ -381,21 +381,25 @@ class TrainEngine:
         # distributed optimizer's other ranks and in the second copy of a weight
         sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.model.gradient_buffers())]
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
-        if checks:  # on all ranks: if one raised alone, the others would wait in the optimizer
+        if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
         must_stop = self.config.reuse_fp32_param and not all(state.tolist())
         squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
         added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
-            [*(one.metrics for one in losses), *added], [*state.unbind(), *squares]
+            [*(loss.metrics for loss in losses), *added], [*state.unbind(), *squares]
         )
         for metrics in added if losses else ():
             losses[-1] = replace(losses[-1], metrics={**losses[-1].metrics, **metrics})
         roots = [square**0.5 for square in read]
         norm = roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
-        if not checks or (all_finite and math.isfinite(norm)):
-            return norm, not counted
+        if checks and not (all_finite and math.isfinite(norm)):
+            self._raise_non_finite(losses, micro_batches, norm)
+        return norm, not counted
+
+    def _raise_non_finite(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch], norm: float) -> NoReturn:
+        """Raise NonFiniteError on every rank, naming the first micro-batch of each that has such a loss."""
         broken = [
             f"micro-batch {index} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
             for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
@@ -420,9 +424,7 @@ class TrainEngine:
         """Return the weights of this rank under their HF names, in forward order. Not collective."""
         return list_local_weights(self.model)
 
-    def state(
-        self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool
-    ) -> ShardedStateDict:
+    def state(self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool) -> ShardedStateDict:
         """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
         state: ShardedStateDict = {}
         for index, model in enumerate(self.model.models):
@@ -455,10 +457,10 @@ class TrainEngine:
             self.stored_weights.load_state(model, state[f"model{index}"])
 
     def load_optimizer(self, state: ShardedStateDict, record: Mapping[str, Any]) -> None:
-        """Take the optimizer's state of a loaded `state`, and move the schedule, whose shape stays that of this run.
+        """Take the optimizer's state of a loaded `state`, and move the schedule, which keeps the shape of this run.
 
         Args:
-            record: of the checkpoint; its schedule is counted in iterations, of which each may have other steps now.
+            record: record of the checkpoint; its schedule is counted in iterations, of which each may have other steps now.
         """
         optimizer, scheduler, saved = self.optimizer, self.scheduler, record["scheduler"]["num_steps"]
         assert optimizer is not None and scheduler is not None  # start_training came first
@@ -539,7 +541,7 @@ class TrainEngine:
 
         Args:
             on_output: (index of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, result.
-            outputs, temperature: None for those of the engine.
+            outputs, temperature: None for the engine's own.
         """
         indices = {id(chunk): index for index, chunk in enumerate(self.chunks)}
         parts = [part for part in self.parts if training or not part.trains_only]
@@ -565,7 +567,7 @@ class TrainEngine:
             "model": self.chunks if len(self.chunks) > 1 else self.chunks[0],
             "num_microbatches": len(micro_batches),
             # pipelines exchange real shapes, so any rank's length works
-            "seq_length": max(one.input_ids.size(1) for one in micro_batches) * self.shape.cp_size,
+            "seq_length": max(micro_batch.input_ids.size(1) for micro_batch in micro_batches) * self.shape.cp_size,
             "micro_batch_size": micro_batches[0].input_ids.size(0),
             "forward_only": not training,
         }

@@ -46,10 +46,10 @@ class ImageBatch:
 
     @classmethod
     def build(cls, images: Sequence[PreparedImage], owners: Tensor, rows: Tensor, vision: VisionConfig) -> ImageBatch:
-        """Build that of the tokens of this rank.
+        """Build the batch of the tokens of this rank.
 
         Args:
-            images: of the micro-batch.
+            images: images of the micro-batch.
             owners: [tokens] int64 on the host; index of the image of each token of the hidden states, -1 for text.
             rows: [tokens] int64; row of the token in the features of its image.
         """
@@ -68,22 +68,22 @@ def find_images(ids: Tensor, images: Sequence[PreparedImage], vision: VisionConf
     token itself.
 
     Raises:
-        ValueError: there is no such run.
+        ValueError: no run has as many tokens.
     """
     marks = nn.functional.pad((ids == vision.image_token_id).to(torch.int8), (1, 1)).diff()
     starts = (marks == 1).nonzero()[:, 0]
     runs = zip(starts.tolist(), ((marks == -1).nonzero()[:, 0] - starts).tolist())
-    found = []
+    placed = []
     for index, image in enumerate(images):
         count = vision.count_tokens(image.grid)
         start = next((start for start, length in runs if length == count), None)
         if start is None:
             raise ValueError(
                 f"image {index} of {len(images)} has {count} tokens (grid {list(image.grid)}), and no run of as many tokens "
-                f"{vision.image_token_id} follows those of the images before it; text and images are not of the same processor"
+                f"{vision.image_token_id} follows the previous images'; text and images are not of the same processor"
             )
-        found.append(start)
-    return found
+        placed.append(start)
+    return placed
 
 
 def compute_axis_positions(length: int, starts: Sequence[int], images: Sequence[PreparedImage], vision: VisionConfig) -> Tensor:
@@ -131,9 +131,9 @@ class PlacedImages:
 
         Args:
             sequences: token ids of each.
-            images: of each sequence, with the index of their first tokens in it.
+            images: images of each sequence, with the index of their first tokens in it.
             starts: index of the first token of each sequence.
-            positions: [tokens] int64 of text alone.
+            positions: [tokens] int64, as in a text without images.
         """
         placed = cls([], positions.repeat(3, 1), torch.full_like(positions, -1), torch.zeros_like(positions))
         known: dict[str, int] = {}
@@ -160,7 +160,7 @@ def build_tower(hf_config: HfConfig) -> nn.Module:
 
     keys: dict[str, Any] = dict(hf_config)
     config = AutoConfig.for_model(**keys)
-    # earlier releases find no class for the config of a tower alone
+    # earlier releases find no class for the config of a single tower
     with torch.device("meta"):
         tower_class: Any = type(AutoModelForImageTextToText.from_config(config).model.visual)
     tower = tower_class._from_config(config.vision_config, attn_implementation="sdpa")
@@ -185,7 +185,7 @@ class _BlankImage:
 
 
 class DecoderInputs:
-    """Inputs of a decoder, of text alone; chosen when the model is built."""
+    """Inputs of a decoder of text; chosen when the model is built."""
 
     def prepare(
         self,
@@ -199,7 +199,7 @@ class DecoderInputs:
         """Return the positions, the hidden states that enter the decoder (None: the model embeds its tokens) and the layout.
 
         Args:
-            images: of the micro-batch.
+            images: images of the micro-batch.
         """
         return position_ids, decoder_input, layout
 
@@ -255,7 +255,7 @@ class VisionEncoder(ImagePositions):
         layout: PackedSeqParams | None,
         images: ImageBatch | None,
     ) -> tuple[Tensor, Tensor | None, PackedSeqParams | None]:
-        """Return positions, embeddings with the features of images, and a layout that has those of further levels."""
+        """Return positions, embeddings with the features of images, and a layout that has the features of further levels."""
         position_ids, _, layout = super().prepare(model, input_ids, position_ids, decoder_input, layout, images)
         embeddings = model.embedding(input_ids=input_ids, position_ids=position_ids)
         decoder_input, added = self.embed(embeddings, images)
@@ -302,16 +302,17 @@ class VisionEncoder(ImagePositions):
         if self.is_trained:
             return self._compute(images)
         missing = [image for image in images if image.key not in self._cached]
-        found = {image.key: self._cached[image.key] for image in images if image.key in self._cached}
+        features = {image.key: self._cached[image.key] for image in images if image.key in self._cached}
         if missing:
             counts = [self._vision.count_tokens(image.grid) for image in missing]
             levels = [level.split(counts) for level in self._compute(missing)]
-            found |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
+            features |= {image.key: [level[index] for level in levels] for index, image in enumerate(missing)}
         for key in (image.key for image in images):
-            self._cache(key, found[key])
+            self._cache(key, features[key])
         device = next(self._tower.parameters()).device
         return [
-            torch.cat([found[image.key][level].to(device) for image in images]) for level in range(len(found[images[0].key]))
+            torch.cat([features[image.key][level].to(device) for image in images])
+            for level in range(len(features[images[0].key]))
         ]
 
     def _cache(self, key: str, levels: list[Tensor]) -> None:

@@ -93,7 +93,7 @@ class _VocabLogProbs(torch.autograd.Function):
     """Function log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
 
     With `others`, ids [n, k], a third output has the log softmax at each of them; an id below 0 has no gradient. With a
-    `divergence` of these log-probs and those of a teacher its results [n] take that output's place: chunk by chunk, in either
+    `divergence` of these log-probs and a teacher's its results [n] take that output's place: chunk by chunk, in either
     direction, so that k may be the vocabulary.
 
     Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, so
@@ -113,7 +113,7 @@ class _VocabLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         first = head.first_id(weight)
         # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
-        found: tuple[list[Tensor], ...] = ([], [], [])
+        statistics: tuple[list[Tensor], ...] = ([], [], [])
         at_others: Tensor | None = None
         added: list[tuple[Tensor, ...]] = []
         if divergence is None:
@@ -139,10 +139,10 @@ class _VocabLogProbs(torch.autograd.Function):
                 assert others is not None and teacher is not None
                 student = (summed[:, 3:] - log_total[:, None]).masked_fill(others[chunk] < 0, float("-inf"))
                 added.append(divergence(student, teacher[chunk]))
-            for values, of_chunk in zip(found, (picked - log_total, top + log_total, log_total - weighted / total)):
+            for values, of_chunk in zip(statistics, (picked - log_total, top + log_total, log_total - weighted / total)):
                 values.append(of_chunk)
         nothing = hidden.new_empty(0, dtype=torch.float32)
-        log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in found)
+        log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in statistics)
         ctx.save_for_backward(hidden, weight, labels, log_z, entropy, others, teacher)
         ctx.head, ctx.divergence = head, divergence
         # an output that the loss does not use has no gradient, instead of one of zeros that the host would have to read
@@ -179,7 +179,7 @@ class _VocabLogProbs(torch.autograd.Function):
                 student = student.masked_fill_(others[chunk] < 0, float("-inf"))
                 grads = [grad if grad is None else grad[chunk] for grad in grad_added]
                 grad_others = _differentiate(divergence, student, teacher[chunk], grads)
-            # of all log-probs of a token together: each takes the softmax off the logits once
+            # the sum over all log-probs of a token: each takes the softmax off the logits once
             grad_totals = grad_log_probs[chunk] if grad_others is None else grad_log_probs[chunk] + grad_others.sum(-1)
             # None where entropy is only measured, as in most runs
             if grad_entropy is None:
@@ -219,9 +219,9 @@ def _differentiate(
         leaf = student.detach().requires_grad_()
         both = zip(divergence(leaf, teacher), grads)
         outputs = [(output, grad) for output, grad in both if grad is not None and output.requires_grad]
-        # an entry of -inf is no token: 0 times infinity is no number
-        found = torch.autograd.grad([output for output, _ in outputs], leaf, [grad for _, grad in outputs])[0]
-    return found.masked_fill_(student == float("-inf"), 0.0)
+        # an entry of -inf stands for no token: 0 times infinity is not a number
+        gradient = torch.autograd.grad([output for output, _ in outputs], leaf, [grad for _, grad in outputs])[0]
+    return gradient.masked_fill_(student == float("-inf"), 0.0)
 
 
 def compute_vocab_log_probs(
@@ -244,7 +244,7 @@ def compute_vocab_log_probs(
         weight: [v / tp, h], the rank's rows of the output embedding.
         labels: [n] int64 token ids.
         head: form of the logits.
-        others: [n, k] further token ids, those of a teacher; -1 for none.
+        others: [n, k] further token ids, chosen by a teacher; -1 for none.
         teacher: [n, k] float32 log-probs of the teacher at these ids.
         divergence: (log-probs at `others` [c, k], teacher's [c, k]) -> results [c] of some tokens; each token by itself. None:
             their log-probs are returned.
@@ -293,7 +293,7 @@ def compute_top_log_probs(hidden: Tensor, weight: Tensor, k: int, head: VocabHea
     ids = torch.full(log_probs.shape, -1, dtype=torch.int64, device=hidden.device)
     for chunk, logits in head.split(hidden, weight):
         best, tokens = logits.topk(count, -1)
-        # padding of the vocabulary is no token
+        # padding of the vocabulary is not a token
         tokens = torch.where(tokens < vocab - head.padding, tokens + first, -1)
         top = head.all_reduce(best[:, 0].clone(), dist.ReduceOp.MAX)
         log_z = top + head.all_reduce(logits.sub_(top[:, None]).exp_().sum(-1)).log()

@@ -26,7 +26,7 @@ class LocalWeight:
         op: its row in the table of weights.
         tensor: the parameter's storage; writing to it changes the model.
         num_shards, shard: the number of its shards along the op's axis, and the index of this rank's.
-        merged: computes the weight with its low-rank adapter added; None where there is no adapter.
+        merged: computes the weight with its low-rank adapter added; None without an adapter.
         parameter: owner of the storage, with Megatron's marks (its gradient among them).
     """
 
@@ -123,7 +123,7 @@ class Float32Weights(StoredWeights):
         """Take the values of the weights as they are now."""
         parameters = (parameter for module in model.models for parameter in module.parameters())
         self._values: dict[Tensor, Tensor] = {
-            one: one.detach().float().cpu() for one in parameters if one.dtype != torch.float32
+            parameter: parameter.detach().float().cpu() for parameter in parameters if parameter.dtype != torch.float32
         }
 
     @torch.no_grad()
@@ -150,7 +150,7 @@ class Float32Weights(StoredWeights):
         self._values |= {named[name]: state[name].detach().float().cpu() for name, _ in self._list_values(module)}
 
     def _list_values(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        return [(name, self._values[one]) for name, one in module.named_parameters() if one in self._values]
+        return [(name, self._values[parameter]) for name, parameter in module.named_parameters() if parameter in self._values]
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ class AgentEngine:
             max_model_len: largest length of prompt and all turns together.
 
         Raises:
-            ValueError: the loop, a tool or the parser is wrong, or there is no chat template.
+            ValueError: the loop, a tool or the parser is wrong, or the chat template is missing.
         """
         if settings.environment is not None and read_environment(settings.environment).is_program:
             raise ValueError(

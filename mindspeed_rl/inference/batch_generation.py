@@ -124,7 +124,7 @@ def generate(
     """
     if settings.uses_beams:
         if any(images):
-            raise ValueError(f"--task {settings.method} reads text alone, and a prompt has images; use greedy or do_sample")
+            raise ValueError(f"--task {settings.method} reads only text, and a prompt has images; use greedy or do_sample")
         return [answer for index, ids in enumerate(prompts) for answer in _search(engine, prompt_format, index, ids, settings)]
     requests = [
         Request(

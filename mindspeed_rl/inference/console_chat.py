@@ -50,7 +50,7 @@ class History:
             ValueError: it cannot be read, there are too many, or the model is one of text.
         """
         if self.prompt_format.image_reader is None:
-            raise ValueError("this model reads text alone: its config.json has no vision_config")
+            raise ValueError("this model reads only text: its config.json has no vision_config")
         if len(self.mark_images("")) == len(IMAGE_MARK) * MAX_IMAGES:
             raise ValueError(f"a question may have at most {MAX_IMAGES} images")
         reference = make_reference(path)

@@ -60,7 +60,7 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         keys: keys of `_HarnessSettings`.
 
     Raises:
-        ValueError: there is no such task, or it requires running programs, which is never allowed here.
+        ValueError: the task does not exist, or it requires running programs, which is never allowed here.
     """
     settings = _HarnessSettings(**keys)
     folder = settings.include_path
@@ -74,7 +74,7 @@ def run_harness(engine: Engine, tokenizer: PreTrainedTokenizerBase, name: str, *
         tasks=[name],
         num_fewshot=settings.num_shots,
         limit=settings.max_samples,
-        # standard errors are not shown, so there is no resampling for them
+        # standard errors are not shown, so nothing is resampled for them
         bootstrap_iters=0,
         log_samples=False,
         apply_chat_template=settings.chat_template,
@@ -191,7 +191,7 @@ class _HarnessModel(LM):
             # the continuation is at the end: a long context loses its first tokens
             ids = (context + continuation)[-self._max_len :]
             sequences.append(ids)
-            # there is no token before the first one to predict it by
+            # no token comes before the first one, to predict it by
             starts.append(max(len(ids) - len(continuation), 1))
         scores = self._engine.score(sequences, starts)
         return [(sum(value for value, _ in tokens), all(greedy for _, greedy in tokens)) for tokens in scores]

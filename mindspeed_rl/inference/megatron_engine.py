@@ -57,7 +57,7 @@ class MegatronEngine:
     """
 
     def __init__(self, settings: EngineSettings, model: ModelFiles, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Join the process group (of one process where there is no other), build the model and load its weights.
+        """Join the process group (of one process where it is the only one), build the model and load its weights.
 
         Args:
             settings: settings of the engine.
@@ -87,7 +87,7 @@ class MegatronEngine:
         built = build_model(config, plan, trainable=False)
         _fill_parameters(built, model.named_tensors())
         self._model = CachedModel(built)
-        self._tokenizer, self._most_rows, self._most_tokens = tokenizer, keys.max_num_seqs, settings.max_model_len
+        self._tokenizer, self._max_rows, self._max_tokens = tokenizer, keys.max_num_seqs, settings.max_model_len
 
     def stream(
         self, requests: Sequence[Request], sampling: Sampling, stop_strings: Sequence[str] = ()
@@ -98,22 +98,22 @@ class MegatronEngine:
             ValueError: a prompt has images, which its cache has no positions for.
         """
         if any(request.images for request in requests):
-            raise ValueError("--engine megatron reads text alone, and a prompt has images; use --engine vllm")
+            raise ValueError("--engine megatron reads only text, and a prompt has images; use --engine vllm")
         # tokens after the length of a batch's shortest prompt are read one by one
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
-        for first in range(0, len(order), self._most_rows):
+        for first in range(0, len(order), self._max_rows):
             answers = [
                 self._start_answer(index, requests[index], sampling, stop_strings)
-                for index in order[first : first + self._most_rows]
+                for index in order[first : first + self._max_rows]
             ]
             yield from self._batch(answers, sampling)
 
     def _start_answer(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
         generator = torch.Generator().manual_seed(request.seed)
-        room = self._most_tokens - len(request.prompt_ids)
+        room = self._max_tokens - len(request.prompt_ids)
         if room < 1:
             raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._most_tokens} (--max-length)"
+                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._max_tokens} (--max-length)"
             )
         max_tokens = min(request.max_tokens or sampling.max_tokens, room)
         return _Answer(index, request, generator, StopStringFinder(self._tokenizer, stop_strings), max_tokens)
@@ -128,10 +128,10 @@ class MegatronEngine:
         logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
         while True:
             # sampled on the host: every rank samples for itself, and must get the same token
-            host = logits.cpu()
+            on_host = logits.cpu()
             for row, answer in enumerate(answers):
                 if not answer.done and read >= len(prompts[row]):
-                    yield self._add(answer, host[row], sampling)
+                    yield self._add(answer, on_host[row], sampling)
             if all(answer.done for answer in answers):
                 return
             # answers that are done continue with their last token, and the results are ignored
@@ -153,8 +153,8 @@ class MegatronEngine:
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""
         results = []
-        for first in range(0, len(prompts), self._most_rows):
-            part = prompts[first : first + self._most_rows]
+        for first in range(0, len(prompts), self._max_rows):
+            part = prompts[first : first + self._max_rows]
             self._model.reset(len(part), max(map(len, part)))
             log_probs, tokens = self._model.logits_at_ends(part).log_softmax(-1).topk(count)
             results += [list(zip(row, values)) for row, values in zip(tokens.tolist(), log_probs.tolist())]

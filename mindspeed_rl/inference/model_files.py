@@ -16,7 +16,7 @@ from mindspeed_rl.checkpoint.dist import DistFolder
 from mindspeed_rl.checkpoint.hf import read_json, write_config
 from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
 from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
-from mindspeed_rl.checkpoint.mcore import LATEST_NAME, Adapters, MegatronFolder, iteration_folder
+from mindspeed_rl.checkpoint.mcore import TRACKER_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.models.model_config import ModelConfig
@@ -115,7 +115,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
         verified: another process has checked the files against their checksums.
 
     Raises:
-        ValueError: there is no usable model, its shape is unknown, or adapter and base do not fit.
+        ValueError: the model is not usable, its shape is unknown, or adapter and base do not fit.
     """
     path = settings.load
     _check_kind(path, settings.iteration)
@@ -150,15 +150,15 @@ def _check_kind(path: Path, iteration: int | None) -> None:
         if any(name.endswith("ForSequenceClassification") for name in names):
             raise ValueError(f"--load {path} is a reward model ({names[0]}), which generates no text; give a language model")
         return
-    if not any((path / name).is_file() for name in (LATEST_NAME, "metadata.json")) and not any(path.glob("mp_rank_*")):
+    if not any((path / name).is_file() for name in (TRACKER_NAME, "metadata.json")) and not any(path.glob("mp_rank_*")):
         raise ValueError(
-            f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({LATEST_NAME})"
+            f"--load {path} holds neither a Hugging Face model (config.json, *.safetensors) nor a checkpoint ({TRACKER_NAME})"
         )
     record = iteration_folder(path, iteration) / "run_state.json"
     lora = read_json(record).get("lora") if record.is_file() else None
     if lora is not None and not lora["with_base"]:
         raise ValueError(
-            f"--load {path} holds adapters alone (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
+            f"--load {path} holds only adapters (lora_ckpt_filter): pass it as --lora-load, and the base as --load"
         )
 
 

@@ -97,11 +97,11 @@ class PromptFormat:
         reader = self.image_reader
         if reader is None:
             if any(conversation.images for conversation in conversations):
-                raise ValueError("the prompts have images, and the model reads text alone; --load a model with a vision_config")
+                raise ValueError("the prompts have images, and the model reads only text; --load a model with a vision_config")
             return self._encode_text(conversations)
         # each image is one token here, and so many in the prompt
         texts = self._encode_text([reader.write_markers(conversation) for conversation in conversations])
-        return [reader.expand([(ids, [])], one.images)[0][0][0] for ids, one in zip(texts, conversations)]
+        return [reader.expand([(ids, [])], conversation.images)[0][0][0] for ids, conversation in zip(texts, conversations)]
 
     def _encode_text(self, conversations: Sequence[Conversation]) -> list[list[int]]:
         if self._template is None:
@@ -118,7 +118,7 @@ class PromptFormat:
         """Return the rendering of turns by the template.
 
         Raises:
-            ValueError: there is no template.
+            ValueError: the template is missing.
         """
         if self._template is None:
             raise ValueError("--tools and --agent-loop need a chat template: --prompt-type NAME or --hf-chat-template")

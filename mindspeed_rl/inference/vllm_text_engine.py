@@ -112,24 +112,24 @@ class VllmTextEngine(VllmEngine):
         """See `Engine.next_tokens`."""
         params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=count, detokenize=False)
         outputs = self._llm.generate([_prompt(list(ids)) for ids in prompts], params, use_tqdm=False)
-        found = []
+        candidates = []
         for output in outputs:
             log_probs = output.outputs[0].logprobs
             assert log_probs is not None  # they were requested
             ranked = sorted(((token, entry.logprob) for token, entry in log_probs[0].items()), key=lambda item: -item[1])
-            found.append(ranked[:count])
-        return found
+            candidates.append(ranked[:count])
+        return candidates
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
         """See `Engine.score`; one token less than the longest sequence fits, because vLLM generates one."""
         params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         outputs = self._llm.generate([_prompt(list(ids)) for ids in sequences], params, use_tqdm=False)
-        found = []
+        scores = []
         for ids, start, output in zip(sequences, starts, outputs):
             assert output.prompt_logprobs is not None  # they were requested
             entries = [(output.prompt_logprobs[index], ids[index]) for index in range(start, len(ids))]
-            found.append([(entry[token].logprob, entry[token].rank == 1) for entry, token in entries if entry is not None])
-        return found
+            scores.append([(entry[token].logprob, entry[token].rank == 1) for entry, token in entries if entry is not None])
+        return scores
 
     def close(self) -> None:
         """Do nothing: the engine ends with this process."""

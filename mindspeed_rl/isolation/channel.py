@@ -68,7 +68,7 @@ class Channel:
         self.flush()
 
     def flush(self) -> None:
-        """Send the unsent bytes that fit now. A dead peer is no error here: the spawner reports its death."""
+        """Send the unsent bytes that fit now. A dead peer is not an error here: the spawner reports its death."""
         while self.unsent:
             try:
                 sent = self._socket.send(self.unsent, socket.MSG_DONTWAIT)

@@ -54,7 +54,7 @@ def prepare_names(program: str) -> dict[str, object]:
 
 
 class _Stopped(BaseException):
-    """The program's process has ended, or wrote something that is no reply."""
+    """The program's process has ended, or wrote something that is not a reply."""
 
 
 class _UnsendableError(Exception):

@@ -1,6 +1,6 @@
 """Isolation of the sandbox: files (a mount namespace, or Landlock), memory (a control group) and system calls (seccomp).
 
-The program sees a file system with the Python interpreter alone, under its usual paths: executable, standard library, system
+The program sees a file system with only the Python interpreter, under its usual paths: executable, standard library, system
 libraries; folders of other packages are covered. It can write to one in-memory file system, whose fixed size limits all files.
 """
 

@@ -48,7 +48,7 @@ class WorkerEndedError(WorkerError):
     """A worker ended, or is being killed.
 
     Attributes:
-        state, reason: of its end; the text has the reason and the owner of the process.
+        state, reason: state and reason of its end; the text has the reason and the owner of the process.
     """
 
     def __init__(self, owner: str, state: State, reason: str) -> None:
@@ -102,7 +102,7 @@ class Worker:
 
         Raises:
             TimeoutError: there is none at the deadline.
-            WorkerEndedError: the process has ended, and there is no other message of it.
+            WorkerEndedError: the process has ended without another message.
         """
         while True:
             if self._unread:
@@ -212,9 +212,9 @@ class WorkerPool:
         worker: `module:function` that gets the channel and the setup of a process.
         modules: imported before the first fork.
         setup: further entries of the setup.
-        owner: of the processes, in errors, such as "the tool".
+        owner: name for the processes in errors, such as "the tool".
         memory_bytes: limit of a process beyond its initial memory; None for none.
-        memory_reason: of the end of a process beyond that limit.
+        memory_reason: reason in the error when a process exceeds that limit.
     """
 
     def __init__(
@@ -280,15 +280,17 @@ class WorkerPool:
         created = self._forks[worker_id] = asyncio.get_running_loop().create_future()
         self._channel.send({"op": "fork", "id": worker_id})
         try:
-            return await asyncio.wait_for(created, timeout_s)
-        except asyncio.TimeoutError:
-            self.kill(worker_id)
-            raise WorkerError(f"no process could be created for {self.owner}", "timeout") from None
+            # `wait_for` would lose a cancellation in the moment in which the process is there
+            await asyncio.wait([created], timeout=timeout_s)
         except asyncio.CancelledError:
             self.kill(worker_id)
             raise
         finally:
             self._forks.pop(worker_id, None)
+        if not created.done():
+            self.kill(worker_id)
+            raise WorkerError(f"no process could be created for {self.owner}", "timeout")
+        return created.result()
 
     async def call(self, message: Message, timeout_s: float) -> Message:
         """Send a stateless request to an idle process, or to a new one; return the reply.

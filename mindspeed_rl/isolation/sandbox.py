@@ -53,9 +53,9 @@ class SandboxLimits:
     """Limits of one program.
 
     Attributes:
-        memory_mib: of each process, and of all of them together.
-        file_mib: of each file.
-        disk_mib: of all files together; enforced with isolation of files.
+        memory_mib: memory of each process, and of all of them together.
+        file_mib: size of each file.
+        disk_mib: size of all files together; enforced with isolation of files.
         processes: counts threads too; not enforced for root where the user cannot be changed.
     """
 
@@ -202,12 +202,12 @@ def _supervise(
 
 def _list_descendants(pid: int) -> list[int]:
     """Return the processes below a process, those that its other threads and its orphans' parents started included."""
-    found = [pid]
-    for parent in found:  # grows during the iteration
+    processes = [pid]
+    for parent in processes:  # grows during the iteration
         with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
             for thread in Path(f"/proc/{parent}/task").iterdir():
-                found += [int(child) for child in (thread / "children").read_text().split()]
-    return found[1:]
+                processes += [int(child) for child in (thread / "children").read_text().split()]
+    return processes[1:]
 
 
 def _measure_memory(pid: int) -> int:

@@ -1,6 +1,6 @@
 """The process between the pool and its workers: forks them with imported libraries, watches them, and ends all of them.
 
-It imports the workers' libraries once (for scorers, sympy alone takes a third of a second) and forks a worker in milliseconds
+It imports the workers' libraries once (for scorers, sympy takes a third of a second) and forks a worker in milliseconds
 when the pool requests one, so killing a stuck worker is cheap. The first message names the code of the workers: scorers
 (`rewards/worker.py`), or the tools of agents. The spawner stays single-threaded, so that its forks are safe regardless of the
 pool's threads. It is a child subreaper: an orphan of a scorer becomes its child, and children that are not workers are killed.

@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
-from mindspeed_rl.models.model_config import HfConfig
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig
 
 if TYPE_CHECKING:
     from mindspeed_rl.models.architecture import Architecture
@@ -106,6 +106,17 @@ _NOT_SHAPE = re.compile(
 )
 
 
+def _list_unread(family: Architecture, expected: ModelConfig, hf_config: HfConfig, keys: list[str]) -> list[str]:
+    """Return the keys without which a family reads the same from config.json."""
+    unread = []
+    for key in keys:
+        # no key has a value of this form, so that a family refuses it in those that it reads
+        with contextlib.suppress(ValueError):
+            if family.read_model_config({**hf_config, key: ["?"]}) == expected:
+                unread.append(key)
+    return unread
+
+
 def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
     """Return the family that reads most of config.json, and what it does not read; empty if none reads it."""
     keys = [key for key in hf_config if not _NOT_SHAPE.search(key) and hf_config[key] not in (None, False, 0, [], {})]
@@ -115,19 +126,14 @@ def _suggest_family(hf_config: HfConfig, families: list[Architecture]) -> str:
             expected = family.read_model_config(hf_config)
         except ValueError:
             continue
-        if expected.linear_attention is not None and not any(key.startswith("linear_") for key in hf_config):
-            continue  # of which such a family has defaults
-        if expected.sparse_attention is not None and not any(key.startswith("index_") for key in hf_config):
+        # parts of which such a family has defaults
+        parts = {"linear_": expected.linear_attention, "index_": expected.sparse_attention}
+        if any(part is not None and not any(key.startswith(prefix) for key in hf_config) for prefix, part in parts.items()):
             continue
-        unread = []
-        for key in keys:
-            # no key has a value of this form, so that a family refuses it in those that it reads
-            with contextlib.suppress(ValueError):
-                if family.read_model_config({**hf_config, key: ["?"]}) == expected:
-                    unread.append(key)
+        unread = _list_unread(family, expected, hf_config, keys)
         if 2 * len(unread) > len(keys):
             continue  # it has defaults of its own for what it does not read
-        # of two that read as much, the one that adds less by itself
+        # where two read as much, the one that adds less by itself wins
         fields = dataclasses.fields(expected)
         added = sum(field.default not in (dataclasses.MISSING, getattr(expected, field.name)) for field in fields)
         candidates.append((len(unread), added, unread, family))

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from megatron.core.activations import quick_gelu
@@ -261,7 +261,7 @@ def layer_spec(
     ``core_attention``: no fused kernel of the platforms computes those.
 
     Args:
-        core_attention: for a model with indexers one that takes their shape, a `LatestIndex` and `shares`, too.
+        core_attention: for a model with indexers one that takes their shape, an `IndexerOutput` and `shares`, too.
         linear_attention: the gated delta net of hybrid models.
         layout: the layout the config was made with; needed when it has no-op layers.
         vp_stage, pp_rank: the chunk; ``pp_rank`` defaults to this process's.
@@ -270,7 +270,7 @@ def layer_spec(
     count = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     slots = list(range(model_config.num_layers)) if layout is None else layout.list_slots()
     kinds: dict[tuple[bool, bool, bool, bool], ModuleSpec] = {}
-    linear, latest = model_config.linear_attention, LatestIndex()
+    linear, last_output = model_config.linear_attention, IndexerOutput()
     layers = []
     for layer in slots[first : first + count]:
         if layer is None:
@@ -280,8 +280,8 @@ def layer_spec(
         is_linear, shares = linear is not None and layer in linear.layers, layer in model_config.layers_without_indexer
         kind = (layer in model_config.moe_layers, windowed, is_linear, shares)
         if kind not in kinds:
-            core = _core_attention(model_config, core_attention, latest, shares=shares)
-            kinds[kind] = _one_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
+            core = _core_attention(model_config, core_attention, last_output, shares=shares)
+            kinds[kind] = _build_layer(model_config, config, norm, core, *kind[:2], linear_attention if is_linear else None)
         layers.append(kinds[kind])
     # declared as a built module, but built from its class like the layers
     block = TransformerBlockSubmodules(layer_specs=layers, layer_norm=cast(nn.Module, norm))
@@ -296,23 +296,23 @@ def prediction_layer_spec(
     model_config: ModelConfig, config: TransformerConfig, *, norm: type[nn.Module], core_attention: type[nn.Module]
 ) -> TransformerBlockSubmodules:
     """Return the decoder layer inside a multi-token-prediction layer: full attention, and experts in a model that has any."""
-    core = _core_attention(model_config, core_attention, LatestIndex(), shares=False)
-    layer = _one_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
+    core = _core_attention(model_config, core_attention, IndexerOutput(), shares=False)
+    layer = _build_layer(model_config, config, norm, core, model_config.num_moe_experts is not None, False, None)
     return TransformerBlockSubmodules(layer_specs=[layer], layer_norm=cast(nn.Module, norm))
 
 
-class LatestIndex:
+class IndexerOutput:
     """Output of the last indexer that ran in a forward pass of a model chunk; the layers after it that have none read it."""
 
     features: Any = None
 
 
 def _core_attention(
-    model_config: ModelConfig, core_attention: type[nn.Module], latest: LatestIndex, *, shares: bool
+    model_config: ModelConfig, core_attention: type[nn.Module], last_output: IndexerOutput, *, shares: bool
 ) -> type[nn.Module] | ModuleSpec:
     if model_config.sparse_attention is None:
         return core_attention
-    params = {"shape": model_config.sparse_attention, "latest": latest, "shares": shares}
+    params = {"shape": model_config.sparse_attention, "last_output": last_output, "shares": shares}
     return ModuleSpec(module=core_attention, params=params)
 
 
@@ -344,7 +344,7 @@ def _normalize_before(bias_dropout_add: Callable[..., Any], norm: nn.Module) -> 
     return build
 
 
-def _one_layer(
+def _build_layer(
     model_config: ModelConfig,
     config: TransformerConfig,
     norm: type[nn.Module],
@@ -432,10 +432,7 @@ def build_gpt_model(
     Collective when an embedding is tied across pipeline stages. Multi-token-prediction layers are built from the spec of their
     block, `prediction`, in the chunk that has it.
     """
-    scaling = model_config.rope_scaling
-    yarn = scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention
-    reward = model_config.head == "reward"
-    rotation = "yarn" if yarn else "rope" if model_config.vision is None else "mrope"
+    reward, rotation = model_config.head == "reward", _choose_rotation(model_config)
     if hasattr(config, "position_embedding_type"):  # MindSpeed's configs have it, and Megatron then ignores its own argument
         setattr(config, "position_embedding_type", rotation)  # noqa: B010  (undeclared)
     model = (reward_class if reward else lm_class)(
@@ -457,6 +454,37 @@ def build_gpt_model(
         pg_collection=pg_collection,
         **({} if prediction is None else {"mtp_block_spec": cast(Any, prediction)}),
     )
+    _fit_rotary(model, config, model_config)
+    if model_config.sparse_attention is not None:
+        for module in model.modules():
+            if isinstance(module, MLASelfAttention):
+                module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
+    if pre_process and model_config.embedding_scale is not None:
+        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
+        # and the factor is rounded to the output's dtype first, as transformers does
+        factor = model_config.embedding_scale
+        model.embedding.word_embeddings.register_forward_hook(
+            lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
+        )
+    if post_process and model_config.final_logit_softcapping is not None and not reward:
+        cap = model_config.final_logit_softcapping
+        model.output_layer.register_forward_hook(
+            lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), output[1])  # logits and bias
+        )
+    return model
+
+
+def _choose_rotation(model_config: ModelConfig) -> Literal["yarn", "rope", "mrope"]:
+    """Return Megatron's name of the positions; latent attention computes its own yarn."""
+    scaling = model_config.rope_scaling
+    if scaling is not None and scaling.type == "yarn" and not model_config.multi_latent_attention:
+        return "yarn"
+    return "rope" if model_config.vision is None else "mrope"
+
+
+def _fit_rotary(model: GPTModel, config: TransformerConfig, model_config: ModelConfig) -> None:
+    """Give a model the rotary angles that Megatron's own class does not compute."""
+    scaling = model_config.rope_scaling
     if model_config.vision is not None:
         # Megatron's has no interleaved sections, and slices the positions, which are this rank's already
         rotary: Any = MultimodalRotary(model.rotary_pos_emb.inv_freq, model_config.vision)
@@ -482,23 +510,6 @@ def build_gpt_model(
             return (both, *factor) if factor else both
 
         model.rotary_pos_emb.register_forward_hook(append_local, with_kwargs=True)
-    if model_config.sparse_attention is not None:
-        for module in model.modules():
-            if isinstance(module, MLASelfAttention):
-                module.checkpoint_core_attention = False  # it recomputes by itself, from inputs that Megatron's does not pass
-    if pre_process and model_config.embedding_scale is not None:
-        # Megatron's embedding has no factor; a hook leaves the names of its parameters alone
-        # and the factor is rounded to the output's dtype first, as transformers does
-        factor = model_config.embedding_scale
-        model.embedding.word_embeddings.register_forward_hook(
-            lambda module, inputs, output: output * torch.tensor(factor, dtype=output.dtype)
-        )
-    if post_process and model_config.final_logit_softcapping is not None and not reward:
-        cap = model_config.final_logit_softcapping
-        model.output_layer.register_forward_hook(
-            lambda module, inputs, output: (cap * torch.tanh(output[0] / cap), output[1])  # logits and bias
-        )
-    return model
 
 
 def _scale_frequencies(inv_freq: Tensor, scaling: RopeScaling) -> Tensor:

@@ -31,7 +31,7 @@ class ModelFlops:
 
     @classmethod
     def count(cls, architecture: Architecture, model_config: ModelConfig) -> ModelFlops:
-        """Count those of a model."""
+        """Count the costs of a model."""
         weights = 0.0
         for op in architecture.weight_ops(model_config):
             if op.section != "pre":
@@ -85,7 +85,7 @@ class TowerCosts:
 
     @classmethod
     def count(cls, architecture: Architecture, model_config: ModelConfig) -> TowerCosts | None:
-        """Count those of a model; None for one of text."""
+        """Count the costs of a model's tower; None for a model of text."""
         vision = model_config.vision
         if vision is None:
             return None

@@ -34,7 +34,7 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
     return replace(
         common,
         moe_router_pre_softmax=not read_flag(hf_config, "norm_topk_prob"),
-        # of the released config.json, unknown to transformers
+        # keys of the released config.json that transformers does not know
         moe_aux_loss_coeff=read_float(hf_config, "aux_loss_alpha", 0.0, may_be_zero=True),
         seq_aux=read_flag(hf_config, "seq_aux"),
     )

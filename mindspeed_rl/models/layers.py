@@ -293,8 +293,8 @@ class BiasedRowLinear(tensor_parallel.RowParallelLinear):
     """The second linear layer of an expert with biases.
 
     Megatron adds the bias in place, weighted by the router. Autograd refuses that for what the layer returns on one rank.
-    And it sums gradients of such a bias over tensor parallel ranks twice: as those of an expert, which each has for
-    tokens of its own, and as those of a bias in a sequence-parallel region.
+    And it sums gradients of such a bias over tensor parallel ranks twice: as an expert's, which each has for
+    tokens of its own, and as a bias's in a sequence-parallel region.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -337,7 +337,7 @@ class HeadsNormAttention(SelfAttention):
 
 
 class TwoBaseAttention(HeadsNormAttention):
-    """Attention of a model with two rotary bases: the angles that it gets are [those of full attention; those of windows].
+    """Attention of a model with two rotary bases: the angles that it gets are [angles of full attention; angles of windows].
 
     Args:
         local: this layer attends to a window. Its frequencies are not scaled.

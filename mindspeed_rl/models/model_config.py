@@ -64,7 +64,7 @@ class LinearAttention:
 
     @property
     def group(self) -> tuple[int, ...]:
-        """Rows of a key head in the projection: those of `convolved`, output gate, beta and decay of its value heads."""
+        """Rows of a key head in the projection: `convolved`, output gate, beta and decay of its value heads."""
         ratio = self.num_value_heads // self.num_key_heads
         return *self.convolved, ratio * self.value_head_dim, ratio, ratio
 
@@ -265,8 +265,8 @@ class ModelConfig:
     @property
     def is_homogeneous(self) -> bool:
         """True where all decoder layers have the same parameters."""
-        one_attention = self.linear_attention is None and not self.layers_without_indexer
-        return one_attention and len(self.moe_layers) in (0, self.num_layers)
+        has_same_attention = self.linear_attention is None and not self.layers_without_indexer
+        return has_same_attention and len(self.moe_layers) in (0, self.num_layers)
 
     @property
     def layers_without_indexer(self) -> tuple[int, ...]:

@@ -20,6 +20,12 @@ from mindspeed_rl.models.model_config import ModelConfig, RopeScaling
 #: value of a model key, of a type for each key
 _Value: TypeAlias = Any
 
+#: keys without which no model block describes a model
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "padded_vocab_size")
+
+#: keys of latent attention, under the same names in a model's shape
+_LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+
 
 def fill_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Path, written: frozenset[str]) -> MegatronConfig:
     """Return the role with the model's value for every model key that is not written.
@@ -63,8 +69,8 @@ def check_model_keys(config: MegatronConfig, model_config: ModelConfig, path: Pa
     if config.num_layers is None:
         return
     optional = _expected_where_set(config, model_config)
-    set_ones = {key: value for key, value in optional.items() if getattr(config, key) is not None}
-    _refuse(_expected(config, model_config) | set_ones, config, path)
+    set_values = {key: value for key, value in optional.items() if getattr(config, key) is not None}
+    _refuse(_expected(config, model_config) | set_values, config, path)
 
 
 def _refuse(expected: Mapping[str, _Value], config: MegatronConfig, path: Path) -> None:
@@ -129,8 +135,7 @@ def _expected_where_set(config: MegatronConfig, model_config: ModelConfig) -> di
             "first_k_dense_replace": model_config.moe_layers[0] if model_config.moe_layers else model_config.num_layers,
         }
     if model_config.multi_latent_attention:
-        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-        expected |= {name: getattr(model_config, name) for name in names}
+        expected |= {name: getattr(model_config, name) for name in _LATENT_SIZES}
     else:
         expected["kv_channels"] = model_config.kv_channels
     return expected
@@ -164,8 +169,49 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
     Raises:
         ValueError: a key is missing that the shape needs.
     """
-    needed = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "padded_vocab_size")
-    missing = [name for name in needed if getattr(config, name) is None]
+    _check_sizes(config)
+    sizes = (config.num_layers, config.hidden_size, config.num_attention_heads, config.padded_vocab_size)
+    num_layers, hidden, heads, vocab = (size or 0 for size in sizes)
+    layers = num_layers - len(parse_ints(config.noop_layers))
+    ffn = config.ffn_hidden_size or config.moe_ffn_hidden_size or 0
+    family = _choose_family(config)
+    shape: dict[str, _Value] = {
+        "architecture": family,
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": config.num_query_groups if config.group_query_attention else heads,
+        "kv_channels": config.kv_channels or hidden // heads,
+        "vocab_size": vocab,
+        "padded_vocab_size": vocab,
+        "max_position_embeddings": 2048,  # no byte depends on it: rotary positions have no end
+        "untie_embeddings_and_output_weights": config.untie_embeddings_and_output_weights,
+        "add_qkv_bias": config.add_qkv_bias,
+        "qk_layernorm": config.qk_layernorm,
+        "norm_epsilon": config.norm_epsilon,
+        "rotary_base": config.rotary_base,
+    }
+    if config.num_experts is not None:
+        shape |= _infer_experts(config, layers, ffn)
+    if config.multi_latent_attention:
+        shape |= {name: getattr(config, name) for name in _LATENT_SIZES} | {
+            "multi_latent_attention": True,
+            "num_query_groups": heads,
+            "kv_channels": (config.qk_head_dim or 0) + (config.qk_pos_emb_head_dim or 0),
+            "qk_layernorm": True,
+        }
+    model_config = ModelConfig(**shape)
+    if config.model_type is None or config.model_type == family:
+        return find_architecture(family), model_config
+    architecture = find_architecture(config.model_type)
+    if architecture.add_published_tower is None:
+        raise ValueError(f"model_type {config.model_type}: the other model keys describe a model of family {family}")
+    return architecture, architecture.add_published_tower(model_config)
+
+
+def _check_sizes(config: MegatronConfig) -> None:
+    missing = [name for name in _SIZES if getattr(config, name) is None]
     if config.num_experts and config.moe_ffn_hidden_size is not None:
         missing = [name for name in missing if name != "ffn_hidden_size"]
     if missing:
@@ -173,57 +219,30 @@ def infer_model_config(config: MegatronConfig) -> tuple[Architecture, ModelConfi
             f"model: the model keys {', '.join(missing)} are not set, and no folder of the model with a config.json is here; "
             "list a model block under defaults: [{model: [...]}], or name the folder in load or tokenizer_name_or_path."
         )
-    sizes = (config.num_layers, config.hidden_size, config.num_attention_heads, config.padded_vocab_size)
-    num_layers, hidden, heads, vocab = (size or 0 for size in sizes)
-    layers = num_layers - len(parse_ints(config.noop_layers))
-    ffn = config.ffn_hidden_size or config.moe_ffn_hidden_size or 0
-    latent, experts = config.multi_latent_attention, config.num_experts
-    width = config.kv_channels or hidden // heads
-    if latent:
-        width = (config.qk_head_dim or 0) + (config.qk_pos_emb_head_dim or 0)
-    expert_ffn = None if experts is None else config.moe_ffn_hidden_size or ffn
-    shared = config.n_shared_experts * expert_ffn if expert_ffn is not None and config.n_shared_experts else None
-    # the family whose weights have these names and shapes
-    if latent:
-        family = "deepseek_v3" if config.moe_router_score_function == "sigmoid" else "deepseek_v2"
-    elif experts is not None:
-        family = "qwen2_moe" if config.n_shared_experts else "qwen3_moe" if config.qk_layernorm else "mixtral"
-    else:
-        family = "qwen3" if config.qk_layernorm else "qwen2" if config.add_qkv_bias else "llama"
-    model_config = ModelConfig(
-        architecture=family,
-        num_layers=layers,
-        hidden_size=hidden,
-        ffn_hidden_size=ffn,
-        num_attention_heads=heads,
-        num_query_groups=config.num_query_groups if config.group_query_attention and not latent else heads,
-        kv_channels=width,
-        vocab_size=vocab,
-        padded_vocab_size=vocab,
-        max_position_embeddings=2048,  # no byte depends on it: rotary positions have no end
-        untie_embeddings_and_output_weights=config.untie_embeddings_and_output_weights,
-        add_qkv_bias=config.add_qkv_bias,
-        qk_layernorm=config.qk_layernorm or latent,
-        norm_epsilon=config.norm_epsilon,
-        rotary_base=config.rotary_base,
-        num_moe_experts=experts,
-        moe_layers=() if experts is None else tuple(range(config.first_k_dense_replace or 0, layers)),
-        moe_ffn_hidden_size=expert_ffn,
-        moe_router_topk=config.moe_router_topk if experts is not None else 0,
-        moe_router_score_function=config.moe_router_score_function,
-        moe_router_enable_expert_bias=config.moe_router_enable_expert_bias,
-        moe_shared_expert_intermediate_size=shared,
-        moe_shared_expert_gate=shared is not None and not latent,
-        multi_latent_attention=latent,
-        q_lora_rank=config.q_lora_rank if latent else None,
-        kv_lora_rank=config.kv_lora_rank if latent else None,
-        qk_head_dim=config.qk_head_dim if latent else None,
-        qk_pos_emb_head_dim=config.qk_pos_emb_head_dim if latent else None,
-        v_head_dim=config.v_head_dim if latent else None,
-    )
-    if config.model_type is None or config.model_type == family:
-        return find_architecture(family), model_config
-    architecture = find_architecture(config.model_type)
-    if architecture.add_published_tower is None:
-        raise ValueError(f"model_type {config.model_type}: the other model keys describe a model of family {family}")
-    return architecture, architecture.add_published_tower(model_config)
+
+
+def _choose_family(config: MegatronConfig) -> str:
+    """Return the family whose weights have the names and shapes that these keys describe."""
+    kind = "dense" if config.num_experts is None else "experts"
+    kind = "latent" if config.multi_latent_attention else kind
+    # the first whose condition holds
+    families = {
+        "latent": ((config.moe_router_score_function == "sigmoid", "deepseek_v3"), (True, "deepseek_v2")),
+        "experts": ((config.n_shared_experts, "qwen2_moe"), (config.qk_layernorm, "qwen3_moe"), (True, "mixtral")),
+        "dense": ((config.qk_layernorm, "qwen3"), (config.add_qkv_bias, "qwen2"), (True, "llama")),
+    }
+    return next(family for is_met, family in families[kind] if is_met)
+
+
+def _infer_experts(config: MegatronConfig, layers: int, ffn: int) -> dict[str, _Value]:
+    expert_ffn = config.moe_ffn_hidden_size or ffn
+    return {
+        "num_moe_experts": config.num_experts,
+        "moe_layers": tuple(range(config.first_k_dense_replace or 0, layers)),
+        "moe_ffn_hidden_size": expert_ffn,
+        "moe_router_topk": config.moe_router_topk,
+        "moe_router_score_function": config.moe_router_score_function,
+        "moe_router_enable_expert_bias": config.moe_router_enable_expert_bias,
+        "moe_shared_expert_intermediate_size": config.n_shared_experts * expert_ffn if config.n_shared_experts else None,
+        "moe_shared_expert_gate": bool(config.n_shared_experts) and not config.multi_latent_attention,
+    }

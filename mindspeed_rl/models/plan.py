@@ -103,7 +103,7 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
     """Read config.json and lay out its layers.
 
     Raises:
-        ValueError: there is no config.json, a model key of the run file contradicts it, the layout does not fit, or the
+        ValueError: config.json is missing, a model key of the run file contradicts it, the layout does not fit, or the
             installed megatron-core lacks what the keys require.
     """
     architecture, model_config, hf_config = read_model(hf_folder)
@@ -121,40 +121,9 @@ def lay_out_model(
     Raises:
         ValueError: the layout does not fit it.
     """
-    # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
-    model_config = model_config.pad_vocab(1, config.tensor_model_parallel_size)
-    if config.padded_vocab_size is not None:
-        if config.padded_vocab_size < model_config.vocab_size:
-            raise ValueError(
-                f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {model_config.vocab_size}."
-            )
-        # to a multiple of this size, which is the size itself, as it is no less than vocab_size
-        model_config = model_config.pad_vocab(config.padded_vocab_size, 1)
-    linear = model_config.linear_attention
-    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
-    if model_config.num_attention_heads % tp:
-        raise ValueError(
-            f"tensor_model_parallel_size: {tp} does not divide the model's {model_config.num_attention_heads} attention heads"
-        )
-    if linear is not None and linear.num_key_heads % (tp * cp):
-        raise ValueError(
-            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the {linear.num_key_heads} key "
-            "heads of the model's gated delta nets (linear_num_key_heads), which are computed on one rank each."
-        )
-    if model_config.sparse_attention is not None and model_config.num_attention_heads % (tp * cp):
-        raise ValueError(
-            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the model's "
-            f"{model_config.num_attention_heads} attention heads; sparse attention exchanges full heads under either "
-            "context_parallel_algo"
-        )
-    if config.dsa_indexer_loss_coeff:
-        reason = "its indexers get no adapters; leave out lora_target_modules" if config.lora_target_modules else None
-        if model_config.sparse_attention is None:
-            reason = f"{architecture.name} has no indexers"
-        elif model_config.layers_without_indexer:
-            reason = "layers that share an indexer would each pull it to their own attention, which is not built"
-        if reason is not None:
-            raise ValueError(f"dsa_indexer_loss_coeff: {config.dsa_indexer_loss_coeff:g}: {reason}, or set it to 0.")
+    model_config = _pad_vocab(config, model_config)
+    _check_head_ranks(config, model_config)
+    _check_indexer_loss(config, architecture, model_config)
     num_expert_ranks, expert_tp_size = config.expert_sizes
     layout = Layout(
         num_layers=model_config.num_layers,
@@ -168,35 +137,93 @@ def lay_out_model(
         num_experts=model_config.num_moe_experts or 0,
     )
     _check_indexers(layout, model_config)
-    trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
-    if trained and model_config.vision is None:
-        raise ValueError(f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one.")
+    _check_tower(config, layout, model_config)
     if config.mtp_num_layers and model_config.head == "lm":
         _check_prediction(config, architecture, model_config)
         model_config = replace(model_config, mtp_num_layers=config.mtp_num_layers)
-    levels = 0 if model_config.vision is None else len(model_config.vision.deepstack_layers)
+    return ModelPlan(architecture, model_config, layout, hf_config, _plan_balancing(config, architecture, model_config))
+
+
+def _pad_vocab(config: MegatronConfig, model_config: ModelConfig) -> ModelConfig:
+    # every HF vocabulary size is taken as it is; only what tensor parallelism needs is padded
+    model_config = model_config.pad_vocab(1, config.tensor_model_parallel_size)
+    if config.padded_vocab_size is None:
+        return model_config
+    if config.padded_vocab_size < model_config.vocab_size:
+        raise ValueError(
+            f"padded_vocab_size: {config.padded_vocab_size} is below the model's vocabulary of {model_config.vocab_size}."
+        )
+    # to a multiple of this size, which is the size itself, as it is no less than vocab_size
+    return model_config.pad_vocab(config.padded_vocab_size, 1)
+
+
+def _check_head_ranks(config: MegatronConfig, model_config: ModelConfig) -> None:
+    """Raise ValueError where ranks cannot share the heads of a layer."""
+    heads, linear = model_config.num_attention_heads, model_config.linear_attention
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if heads % tp:
+        raise ValueError(f"tensor_model_parallel_size: {tp} does not divide the model's {heads} attention heads")
+    if linear is not None and linear.num_key_heads % (tp * cp):
+        raise ValueError(
+            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the {linear.num_key_heads} key "
+            "heads of the model's gated delta nets (linear_num_key_heads), which are computed on one rank each."
+        )
+    if model_config.sparse_attention is not None and heads % (tp * cp):
+        raise ValueError(
+            f"tensor_model_parallel_size: {tp} x context_parallel_size: {cp} does not divide the model's {heads} attention "
+            "heads; sparse attention exchanges full heads under either context_parallel_algo"
+        )
+
+
+def _check_indexer_loss(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:
+    """Raise ValueError where the indexers of sparse attention cannot be trained."""
+    if not config.dsa_indexer_loss_coeff:
+        return
+    reason = "its indexers get no adapters; leave out lora_target_modules" if config.lora_target_modules else None
+    if model_config.sparse_attention is None:
+        reason = f"{architecture.name} has no indexers"
+    elif model_config.layers_without_indexer:
+        reason = "layers that share an indexer would each pull it to their own attention, which is not built"
+    if reason is not None:
+        raise ValueError(f"dsa_indexer_loss_coeff: {config.dsa_indexer_loss_coeff:g}: {reason}, or set it to 0.")
+
+
+def _check_tower(config: MegatronConfig, layout: Layout, model_config: ModelConfig) -> None:
+    """Raise ValueError where a vision tower is trained that the model lacks, or its features go to layers of a later stage."""
+    vision = model_config.vision
+    if vision is None:
+        trained = [key for key in ("freeze_vit", "freeze_aligner") if not getattr(config, key)]
+        if trained:
+            raise ValueError(
+                f"{trained[0]}: false: the model has no vision tower to train; set the key for a role that has one."
+            )
+        return
+    levels = len(vision.deepstack_layers)
     if missing := set(range(levels)) - set(layout.chunk_layers(*layout.first_chunk)):
         raise ValueError(
             f"pipeline_model_parallel_size: {layout.pp} leaves decoder layer {min(missing)} to another stage than the first, "
             f"and features of images are added after the first {levels} layers (deepstack_visual_indexes of config.json); use "
             "fewer stages, or num_layer_list with more layers in front."
         )
-    balancing = RouterBalancing()
-    if model_config.num_moe_experts is not None:
-        if model_config.moe_router_biased_softmax and config.moe_z_loss_coeff:
-            raise ValueError(
-                f"moe_z_loss_coeff: {config.moe_z_loss_coeff} cannot be used with {architecture.name}, whose router's logits "
-                "Megatron has in another form; leave it out."
-            )
-        coeff, kind = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
-        if coeff is None:
-            coeff = model_config.moe_aux_loss_coeff or 0.0
-        balancing = RouterBalancing(
-            coeff=coeff if kind in ("aux_loss", "seq_aux_loss") else 0.0,
-            z_coeff=config.moe_z_loss_coeff,
-            per_sequence=kind == "seq_aux_loss" or config.seq_aux,
+
+
+def _plan_balancing(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> RouterBalancing:
+    """Return the losses of the routers."""
+    if model_config.num_moe_experts is None:
+        return RouterBalancing()
+    if model_config.moe_router_biased_softmax and config.moe_z_loss_coeff:
+        raise ValueError(
+            f"moe_z_loss_coeff: {config.moe_z_loss_coeff} cannot be used with {architecture.name}, whose router's logits "
+            "Megatron has in another form; leave it out."
         )
-    return ModelPlan(architecture, model_config, layout, hf_config, balancing)
+    coeff, kind = config.moe_aux_loss_coeff, config.moe_router_load_balancing_type
+    if coeff is None:
+        coeff = model_config.moe_aux_loss_coeff or 0.0
+    return RouterBalancing(
+        coeff=coeff if kind in ("aux_loss", "seq_aux_loss") else 0.0,
+        z_coeff=config.moe_z_loss_coeff,
+        per_sequence=kind == "seq_aux_loss" or config.seq_aux,
+    )
 
 
 def _check_indexers(layout: Layout, model_config: ModelConfig) -> None:
@@ -217,7 +244,7 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
     """Read a Hugging Face folder's model: its architecture, its shape, and the config.json.
 
     Raises:
-        ValueError: there is no config.json, or it is of a model or of weights that are not supported.
+        ValueError: config.json is missing, or it is of a model or of weights that are not supported.
     """
     path = Path(hf_folder, "config.json")
     if not path.is_file():

@@ -22,7 +22,7 @@ class TensorSource(Protocol):
     """Named tensors of which slices can be read: an HF folder, a checkpoint, or a dict in memory."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the tensor's shape; ValueError if there is no such tensor."""
+        """Return the tensor's shape; ValueError if the tensor does not exist."""
         ...
 
     def read(self, name: str, dim: int = 0, start: int = 0, stop: int | None = None) -> Tensor:

@@ -61,8 +61,8 @@ def _describe(sample: _Sample, event: _Sample, index: int) -> str:
 def write_spans(samples: Iterable[_Sample], path: Path) -> int:
     """Write samples as OTLP/JSON, which OpenTelemetry's collectors and viewers read; return the number of spans.
 
-    A sample is a trace: a span for the sample, and below it one for each turn and call. Names of attributes are those of
-    OpenTelemetry's conventions for generative models, where there is one.
+    A sample is a trace: a span for the sample, and below it one for each turn and call. Attributes have the names of
+    OpenTelemetry's conventions for generative models, where one exists.
     """
     spans = [span for index, sample in enumerate(samples) for span in _list_spans(sample, index)]
     scope = {"scope": {"name": "mindspeed_rl", "version": __version__}, "spans": spans}

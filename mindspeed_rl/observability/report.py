@@ -28,7 +28,7 @@ from mindspeed_rl.observability.run_files import read_files
 
 _LOG = logging.getLogger(__name__)
 
-#: of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
+#: times of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
 _INTERVAL_S, _PAUSE_S, _LAST_S = 30.0, 50.0, 30.0
 #: packages with an influence on results
 _PACKAGES = (
@@ -168,6 +168,31 @@ _MAX_PHASES = 8
 _MAX_KEYS = 40
 
 
+def _format_metrics(summaries: Mapping[str, _Summary]) -> list[str]:
+    shown = [name for name in _HEADLINES if name in summaries]
+    if not shown:
+        return []
+    lines = ["| Metric | first | last | mean | min | max |", "|---|---|---|---|---|---|"]
+    for name in shown:
+        s = summaries[name]
+        lines.append(f"| {name} | " + " | ".join(_format_value(v) for v in (s.first, s.last, s.mean, s.min, s.max)) + " |")
+    return [*lines, ""]
+
+
+def _format_timings(summaries: Mapping[str, _Summary]) -> list[str]:
+    timings = {name: summary for name, summary in summaries.items() if name.startswith("timing/")}
+    if not timings:
+        return []
+    iteration = timings.get("timing/all")
+    lines = ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
+    for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
+        total, fraction = s.mean * s.count, ""
+        if iteration is not None and iteration.mean > 0:
+            fraction = f"{total / (iteration.mean * iteration.count):.0%}"
+        lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {format_duration(total)} | {fraction} |")
+    return [*lines, ""]
+
+
 def _markdown(report: Mapping[str, Any], summaries: Mapping[str, _Summary], alerts: Sequence[Alert]) -> str:
     lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", ""]
     lines += ["Curves, samples and all metrics: `report.html` next to this file; every figure and key: `report.json`.", ""]
@@ -176,24 +201,8 @@ def _markdown(report: Mapping[str, Any], summaries: Mapping[str, _Summary], aler
     if report["results"]:
         lines += ["| Result | |", "|---|---|"]
         lines += [f"| {name} | {_format_value(value)} |" for name, value in report["results"].items()] + [""]
-    shown = [name for name in _HEADLINES if name in summaries]
-    if shown:
-        lines += ["| Metric | first | last | mean | min | max |", "|---|---|---|---|---|---|"]
-        for name in shown:
-            s = summaries[name]
-            lines.append(f"| {name} | " + " | ".join(_format_value(v) for v in (s.first, s.last, s.mean, s.min, s.max)) + " |")
-        lines.append("")
-    timings = {name: summary for name, summary in summaries.items() if name.startswith("timing/")}
-    if timings:
-        iteration = timings.get("timing/all")
-        lines += ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
-        for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
-            total = s.mean * s.count
-            fraction = (
-                f"{total / (iteration.mean * iteration.count):.0%}" if iteration is not None and iteration.mean > 0 else ""
-            )
-            lines.append(f"| {name.removeprefix('timing/')} | {s.mean:.3f} | {format_duration(total)} | {fraction} |")
-        lines.append("")
+    lines += _format_metrics(summaries)
+    lines += _format_timings(summaries)
     lines += _format_plan(report["plan"])
     keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flatten(report["config_set"])]
     if keys:

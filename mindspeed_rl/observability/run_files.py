@@ -20,9 +20,9 @@ from mindspeed_rl.observability.history import History
 _MAX_COMPLETIONS = 2000
 #: iterations at the end of a run whose timeline is read
 _TIMELINE_ITERATIONS = 100
-#: of a run folder: the prompts that each iteration trained on, where prompts are sampled in advance
+#: file of a run folder: the prompts that each iteration trained on, where prompts are sampled in advance
 CONSUMED = "consumed.jsonl"
-#: of a run folder: responses to the same few held-out prompts in every evaluation
+#: file of a run folder: responses to the same few held-out prompts in every evaluation
 EXAMPLES = "examples.jsonl"
 #: an object read from JSON
 JsonObject = dict[str, Any]

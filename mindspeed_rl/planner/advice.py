@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
@@ -36,9 +37,7 @@ class Change:
     plan: MemoryPlan
 
 
-def find_changes_to_fit(
-    tree: Mapping[str, object], run: Run, plan: MemoryPlan, device: Device
-) -> list[Change]:
+def find_changes_to_fit(tree: Mapping[str, object], run: Run, plan: MemoryPlan, device: Device) -> list[Change]:
     """Return single changes after which the run fits, nearest first; where none is enough, one set of changes.
 
     The set is the nearest one where nothing is enough. All changes keep the rules of `explain`.
@@ -56,9 +55,7 @@ def find_changes_to_fit(
     return enough[:_MAX_SHOWN] or _combine(tree, run, plan, device)
 
 
-def find_relieving_changes(
-    tree: Mapping[str, object], run: Run, phase: str, device: Device
-) -> list[Change]:
+def find_relieving_changes(tree: Mapping[str, object], run: Run, phase: str, device: Device) -> list[Change]:
     """Return single changes after a phase ran out of memory, nearest first.
 
     They let the run fit; where the plan predicts that it fits, they leave at least a tenth less in that phase.
@@ -72,8 +69,8 @@ def find_relieving_changes(
 
     def count_bytes(planned: MemoryPlan) -> int:
         """Return the bytes of the fullest device in the phase, or of the peak, without those that no key changes."""
-        phases = [one for group in planned.groups for one in group.phases if one.name == phase] or [planned.fullest.peak]
-        return max(one.total - one.owners.get("driver", 0) - one.owners.get("runtime", 0) for one in phases)
+        phases = [item for group in planned.groups for item in group.phases if item.name == phase] or [planned.fullest.peak]
+        return max(item.total - item.owners.get("driver", 0) - item.owners.get("runtime", 0) for item in phases)
 
     limit = 0.9 * count_bytes(plan)
     changes = (_apply(tree, values, costs, device, run.num_nodes) for values, costs in _list_candidates(run))
@@ -150,16 +147,20 @@ def _recompute_all(group: str, config: MegatronConfig) -> dict[str, object]:
     return {f"{group}.{name}": value for name, value in (keys | extra).items()}
 
 
+def _candidates_for_rollout(generate: GenerateConfig) -> Iterator[_Candidate]:
+    names = ("offload_train_optimizer", "offload_train_grad", "offload_train_param")
+    resident = [name for name in names if not getattr(generate, name)]
+    for count in range(1, len(resident) + 1):
+        values: dict[str, object] = {f"generate_config.{name}": True for name in resident[:count]}
+        yield values, "copies to and from host memory in each iteration"
+    if generate.update_weights_bucket_mb > 128:
+        yield {"generate_config.update_weights_bucket_mb": 128}, "more exchanges in a weight sync"
+
+
 def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
     actor, rl, generate = cfg.actor_config, cfg.rl_config, cfg.generate_config
     if generate is not None and not cfg.is_supervised:
-        names = ("offload_train_optimizer", "offload_train_grad", "offload_train_param")
-        resident = [name for name in names if not getattr(generate, name)]
-        for count in range(1, len(resident) + 1):
-            values: dict[str, object] = {f"generate_config.{name}": True for name in resident[:count]}
-            yield values, "copies to and from host memory in each iteration"
-        if generate.update_weights_bucket_mb > 128:
-            yield {"generate_config.update_weights_bucket_mb": 128}, "more exchanges in a weight sync"
+        yield from _candidates_for_rollout(generate)
     if actor.loss_chunk_size > 256:
         yield {"actor_config.loss_chunk_size": actor.loss_chunk_size // 4}, "smaller products of the head"
     if not actor.recompute_activation_function and actor.recompute_granularity is None and not actor.moe_grouped_gemm:

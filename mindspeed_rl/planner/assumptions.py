@@ -1,7 +1,7 @@
 """Assumed numbers of a plan: value, source, and whether a run on an NPU has confirmed it.
 
 The values are defined where they are used; here they are read, so that none is written twice. `plan memory` and `plan time`
-print those of a plan, and docs/planner.md has the table of all (`python benchmarks/planner.py assumptions`).
+print the assumptions of a plan, and docs/planner.md has the table of all (`python benchmarks/planner.py assumptions`).
 """
 
 from __future__ import annotations

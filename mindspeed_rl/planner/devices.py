@@ -91,7 +91,7 @@ def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | Non
     """Return the device of a plan: the named one, else cpu for CPU runs, A2 where the run file's name has it, A3 elsewhere.
 
     Raises:
-        ValueError: there is no such device, none is known for the run's platform, or the memory is not above 0.
+        ValueError: the device is not known, none is known for the run's platform, or the memory is not above 0.
     """
     if name is None:
         if cfg.platform == "cuda":
@@ -104,7 +104,7 @@ def get_device(name: str, memory_gib: float | None = None) -> Device:
     """Return a device, with another size of memory where one is given.
 
     Raises:
-        ValueError: there is no such device, or the memory is not above 0.
+        ValueError: the device is not known, or the memory is not above 0.
     """
     if name not in DEVICES:
         raise ValueError(f"--chip: {name!r} is not one of {', '.join(DEVICES)}.")

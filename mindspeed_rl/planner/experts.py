@@ -49,11 +49,13 @@ def _place_layer(counts: Sequence[int], num_devices: int) -> _LayerPlan:
     placed: _ExpertMap = [[] for _ in range(num_devices)]
     tokens = [0] * num_devices
     for expert in sorted(range(len(counts)), key=lambda index: (-counts[index], index)):
-        device = min((one for one in range(num_devices) if len(placed[one]) < room), key=lambda one: (tokens[one], one))
+        device = min(
+            (index for index in range(num_devices) if len(placed[index]) < room), key=lambda index: (tokens[index], index)
+        )
         placed[device].append(expert)
         tokens[device] += counts[expert]
     before, after = (_imbalance(counts, devices) for devices in (in_order, placed))
-    # where it is no better, the usual order stays
+    # where it is not better, the usual order stays
     if after >= before:
         return _LayerPlan(in_order, before, before)
     return _LayerPlan([sorted(experts) for experts in placed], before, after)

@@ -197,7 +197,7 @@ class _Search:
         return [result for result in results if result is not None]
 
     def explain_failure(self) -> str:
-        """Return the reason why there is no layout."""
+        """Return the reason why no layout fits."""
         request, memory = self._request, self._device.memory / GIB
         text = (
             f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
@@ -240,7 +240,7 @@ class _Search:
                         seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
                         ranked.append((seconds, values | {_FRACTION: fraction}))
                         break  # with less of the device it would only be slower
-        return [values for _, values in sorted(ranked, key=lambda one: one[0])]
+        return [values for _, values in sorted(ranked, key=lambda entry: entry[0])]
 
     def _find_training(self, tree: dict[str, Any], npus: int, engine: _Values) -> list[_Values]:
         """Return the keys of the fastest training layouts that fit, the fastest first, one for each split of the model.
@@ -262,7 +262,7 @@ class _Search:
             elif self.smallest is None or memory.fullest.peak.total < self.smallest.fullest.peak.total:
                 self.smallest = memory
         fastest: dict[tuple[object, ...], _Values] = {}
-        for _, _, values in sorted(ranked, key=lambda one: one[:2]):
+        for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
         return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
 
@@ -358,7 +358,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     """Return the keys of a model block.
 
     Raises:
-        ValueError: there is no such block; the nearest name is given.
+        ValueError: the block does not exist; the nearest name is given.
     """
     import yaml  # here, as in run_files: help and errors need no YAML
 

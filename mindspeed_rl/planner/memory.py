@@ -13,7 +13,7 @@ where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -133,12 +133,12 @@ class MemoryPlan:
 
     def only(self, *names: str) -> MemoryPlan:
         """Return the plan of only these phases."""
-        groups = (replace(one, phases=tuple(phase for phase in one.phases if phase.name in names)) for one in self.groups)
-        return replace(self, groups=tuple(one for one in groups if one.phases))
+        groups = (replace(group, phases=tuple(phase for phase in group.phases if phase.name in names)) for group in self.groups)
+        return replace(self, groups=tuple(group for group in groups if group.phases))
 
     def without(self, names: Iterable[str]) -> MemoryPlan:
         """Return the plan without these phases and without the problems of the engine."""
-        left = {phase.name for one in self.groups for phase in one.phases} - set(names)
+        left = {phase.name for group in self.groups for phase in group.phases} - set(names)
         return replace(self.only(*left), problems=())
 
 
@@ -187,8 +187,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
         return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
-    generate, objective = run.generate, run.objective
-    assert generate is not None and run.cfg.rl_config is not None and objective is not None
+    generate = run.generate
+    assert generate is not None
     resident = _resident_bytes(run, weights, state, others)
     disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
@@ -201,20 +201,8 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
     if judge:
         phases.append(_make_phase(Phases.JUDGE.memory, fixed, resident, judge, also))
-    for name in ("reward model", "reference", *run.teachers, "critic"):
-        if name in others:
-            transient = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
-            phases.append(_make_phase(f"{name} pass", fixed, resident, {name: totals[name]}, also, transient))
-    if run.cfg.rl_config.share_backbone and objective.needs_reference:  # the actor without its adapters
-        phases.append(
-            _make_phase(
-                Phases.REFERENCE_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "ref")
-            )
-        )
-    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
-        phases.append(
-            _make_phase(Phases.ACTOR_LOG_PROBS.memory, fixed, resident, weights, also, _pass_bytes(run, actor, stage, "actor"))
-        )
+    for name, model, transient in _list_passes(run, stage, weights, totals):
+        phases.append(_make_phase(name, fixed, resident, model, also, transient))
     if "critic" in others:
         critic = run.others["critic"]
         own_stage = stage * len(critic.elements) // stages
@@ -294,6 +282,27 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
     return groups
 
 
+def _list_passes(
+    run: RunShape, stage: int, weights: dict[str, int], totals: Mapping[str, int]
+) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+    """Yield (phase, bytes of its model, bytes that the pass needs) of the forward passes before an update, in order.
+
+    Args:
+        weights: those of the actor.
+        totals: bytes of each other model.
+    """
+    objective = run.objective
+    assert run.cfg.rl_config is not None and objective is not None
+    for name in ("reward model", "reference", *run.teachers, "critic"):
+        if name in totals:
+            needed = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
+            yield f"{name} pass", {name: totals[name]}, needed
+    if run.cfg.rl_config.share_backbone and objective.needs_ref:  # the actor without its adapters
+        yield Phases.REF_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
+    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
+        yield Phases.ACTOR_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "actor")
+
+
 def _make_phase(name: str, *parts: dict[str, int]) -> Phase:
     """Return a phase with all of these owners on the device; an owner of two parts counts once."""
     owners: dict[str, int] = {}
@@ -363,7 +372,7 @@ def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: b
     costs = TowerCosts.count(model.plan.architecture, model.plan.model_config)
     if costs is None or stage != layout.first_chunk[0]:
         return 0
-    # of one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
+    # one block at a time where nothing is saved for it; a micro-batch on its way keeps what is
     blocks, in_flight = 1, 1
     if trains and model.trains and not config.freeze_vit:
         blocks, in_flight = costs.depth, min(run.micro_batches, layout.pp)
@@ -387,7 +396,7 @@ def hccl_buffer_mib(cfg: RunConfig) -> int:
 
 
 def _communicator_bytes(run: RunShape) -> int:
-    """Return the bytes of the communicators of a device of the actor; none where there is no HCCL.
+    """Return the bytes of the communicators of a device of the actor; none without HCCL.
 
     Raises:
         ValueError: hccl_group_buffer is none of Megatron's groups with its MiB.
@@ -445,49 +454,58 @@ class _LayerBytes:
 
 def compute_layer_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, layer: int) -> _LayerBytes:
     """Compute the bytes of a layer for this many tokens of a replica."""
-    has_experts, linear = layer in model_config.moe_layers, model_config.linear_attention
     tp, itemsize = config.tensor_model_parallel_size, 2 if config.bf16 else 4
     tokens /= config.context_parallel_size
-    split = tp if config.sequence_parallel and tp > 1 else 1
-    hidden = model_config.hidden_size / split
-    heads, width = model_config.num_attention_heads, model_config.kv_channels
-    index = 0.0
-    if (sparse := model_config.sparse_attention) is not None:
-        # each context-parallel rank has those of all tokens
-        index = config.context_parallel_size * sparse.count_saved(itemsize)
+    hidden = model_config.hidden_size / (tp if config.sequence_parallel else 1)
+    heads, sparse, linear = model_config.num_attention_heads, model_config.sparse_attention, model_config.linear_attention
+    # each context-parallel rank has those of all tokens
+    index = 0.0 if sparse is None else config.context_parallel_size * sparse.count_saved(itemsize)
+    is_linear = linear is not None and layer in linear.layers
+    if is_linear and not model_config.multi_latent_attention:
+        attention = linear.count_saved(itemsize) / tp
+    else:
+        attention = _count_attention(model_config, tp)
+    if model_config.multi_latent_attention and layer not in model_config.layers_without_indexer:
+        attention += index
+    recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
+    statistics = heads / tp * 64 / itemsize  # the running maximum and sum of fused attention, eight float32 each
+    mlp = _count_mlp(config, model_config, recomputed, has_experts=layer in model_config.moe_layers)
+    saved = 4 * hidden + attention + statistics + mlp
+    if "core_attn" in recomputed and not is_linear:
+        saved -= heads * model_config.kv_channels / tp  # its output
+    kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
+    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
+
+
+def _count_attention(model_config: ModelConfig, tp: int) -> float:
+    """Return the elements of a token that softmax attention saves for backward."""
+    heads, groups, width = model_config.num_attention_heads, model_config.num_query_groups, model_config.kv_channels
     if model_config.multi_latent_attention:
         values = heads * (model_config.v_head_dim or width)
         ranks = (model_config.q_lora_rank or 0) + (model_config.kv_lora_rank or 0)
-        attention = (2 * heads * width + 2 * values) / tp + 2 * ranks
-        if layer not in model_config.layers_without_indexer:
-            attention += index
-    elif linear is not None and layer in linear.layers:
-        attention = linear.count_saved(itemsize) / tp
-    else:
-        attention = (2 * heads + 2 * model_config.num_query_groups) * width / tp
-        if model_config.attention_output_gate:
-            attention += 2 * heads * width / tp
-        if model_config.qk_layernorm:
-            attention += (heads + model_config.num_query_groups) * width / tp
-    recomputed = set(config.recompute_modules or ["core_attn"]) if config.recompute_granularity == "selective" else set()
-    statistics = heads / tp * 64 / itemsize  # the running maximum and sum of fused attention, eight float32 each
-    widths = 2 if config.recompute_activation_function or recomputed & {"moe_act", "mlp"} else 3
-    if has_experts:
-        # an expert rank receives its part of the replica's tokens
-        _, inner = config.expert_sizes
-        assert model_config.moe_ffn_hidden_size is not None
-        expert = model_config.hidden_size
-        if "moe" not in recomputed:
-            expert += (widths + 1) * model_config.moe_ffn_hidden_size / inner
-        mlp = 2 * hidden + model_config.moe_router_topk * inner / split * expert
-        mlp += widths * (model_config.moe_shared_expert_intermediate_size or 0) / tp
-    else:
-        mlp = 2 * hidden + (0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp)
-    saved = 2 * hidden + attention + statistics + mlp
-    if "core_attn" in recomputed and (linear is None or layer not in linear.layers):
-        saved -= heads * width / tp  # its output
-    kept = index if layer + 1 in model_config.layers_without_indexer else 0.0
-    return _LayerBytes(saved * tokens * itemsize, hidden * tokens * itemsize, kept * tokens * itemsize)
+        return (2 * heads * width + 2 * values) / tp + 2 * ranks
+    elements = 2 * heads + 2 * groups
+    if model_config.attention_output_gate:
+        elements += 2 * heads
+    if model_config.qk_layernorm:
+        elements += heads + groups
+    return elements * width / tp
+
+
+def _count_mlp(config: MegatronConfig, model_config: ModelConfig, recomputed: Collection[str], *, has_experts: bool) -> float:
+    """Return the elements of a token that the MLP or the experts of a layer save for backward, their input excluded."""
+    tp = config.tensor_model_parallel_size
+    widths = 2 if config.recompute_activation_function or not {"moe_act", "mlp"}.isdisjoint(recomputed) else 3
+    if not has_experts:
+        return 0 if "mlp" in recomputed else widths * model_config.ffn_hidden_size / tp
+    # an expert rank receives its part of the replica's tokens
+    _, inner = config.expert_sizes
+    assert model_config.moe_ffn_hidden_size is not None
+    expert = model_config.hidden_size
+    if "moe" not in recomputed:
+        expert += (widths + 1) * model_config.moe_ffn_hidden_size / inner
+    routed = model_config.moe_router_topk * inner / (tp if config.sequence_parallel else 1) * expert
+    return routed + widths * (model_config.moe_shared_expert_intermediate_size or 0) / tp
 
 
 def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: float, micro_batches: int, stage: int) -> float:
@@ -508,16 +526,16 @@ def _compute_stage_activations(config: MegatronConfig, plan: ModelPlan, tokens: 
             if layer is None:
                 continue
             moe = layer in model_config.moe_layers
-            one = compute_layer_bytes(config, model_config, tokens, layer)
+            layer_bytes = compute_layer_bytes(config, model_config, tokens, layer)
             is_uneven = moe and layout.num_expert_groups > 1
-            working = max(working, one.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
-            saved = one.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
+            working = max(working, layer_bytes.saved * (EXPERT_IMBALANCE if is_uneven else 1.0))
+            saved = layer_bytes.saved * (MEAN_EXPERT_IMBALANCE if is_uneven else 1.0)
             if config.recompute_granularity == "full":
                 num_layers = config.recompute_num_layers or 1
                 if config.recompute_method != "block":
-                    saved = one.input / num_layers + one.index
+                    saved = layer_bytes.input / num_layers + layer_bytes.index
                 elif index < num_layers:
-                    saved = one.input + one.index
+                    saved = layer_bytes.input + layer_bytes.index
             total += saved
     if layout.pp == 1:
         in_flight = 1.0
@@ -533,8 +551,10 @@ def _compute_forward_bytes(config: MegatronConfig, plan: ModelPlan, tokens: floa
     """Compute the bytes of a forward pass without backward: the largest layer and its input."""
     moe = bool(plan.model_config.moe_layers)
     layers = plan.model_config.moe_layers or range(plan.model_config.num_layers)
-    one = max((compute_layer_bytes(config, plan.model_config, tokens, layer) for layer in layers), key=lambda one: one.saved)
-    return one.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + one.input
+    largest = max(
+        (compute_layer_bytes(config, plan.model_config, tokens, layer) for layer in layers), key=lambda layer: layer.saved
+    )
+    return largest.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + largest.input
 
 
 def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, trains: bool) -> float:

@@ -197,7 +197,7 @@ def read_measured(folder: str | Path) -> _Measured:
     """Read the measurements of a run folder.
 
     Raises:
-        ValueError: there is no metrics.jsonl with iterations, or no report.json with its run file.
+        ValueError: the folder has no metrics.jsonl with iterations, or no report.json with its run file.
     """
     path = Path(folder)
     try:

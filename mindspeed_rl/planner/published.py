@@ -174,7 +174,9 @@ def fit_efficiency(indexes: Sequence[int]) -> Efficiency:
             for factor in (step, 1 / step)
             for train, layer, graph in ((factor, 1, 1), (1, factor, 1), (1, 1, factor))
         ]
-        lowest, candidate = min(((_compute_loss(indexes, one), one) for one in candidates), key=lambda pair: pair[0])
+        lowest, candidate = min(
+            ((_compute_loss(indexes, candidate), candidate) for candidate in candidates), key=lambda pair: pair[0]
+        )
         if lowest < loss:
             loss, best = lowest, candidate
         else:
@@ -206,5 +208,7 @@ def _leave_one_out() -> Iterator[_LeftOut]:
 
 def _compute_spread(figures: Sequence[_LeftOut]) -> float:
     """Return the factor that bounds the error of two thirds of the predictions, by phase."""
-    errors = sorted(abs(math.log(one.predicted[name] / seconds)) for one in figures for name, seconds in one.published.items())
+    errors = sorted(
+        abs(math.log(figure.predicted[name] / seconds)) for figure in figures for name, seconds in figure.published.items()
+    )
     return math.exp(errors[math.ceil(len(errors) * 2 / 3) - 1])

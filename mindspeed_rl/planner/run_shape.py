@@ -105,8 +105,8 @@ class Model:
         dense, expert = self._count_trained(elements)
         if self.config.use_distributed_optimizer:
             dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
-        has_one_moment = self.config.optimizer == "muon" and stepped
-        return bytes_each * (dense + expert) - (4 * elements.matrices if has_one_moment else 0)
+        has_single_moment = self.config.optimizer == "muon" and stepped
+        return bytes_each * (dense + expert) - (4 * elements.matrices if has_single_moment else 0)
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,8 @@ class RunShape:
         tokens = prompt or float(rl.max_prompt_length)
         if config.max_pixels is None:
             return tokens
-        one = config.max_pixels // (vision.patch_size * vision.merge_size) ** 2
-        return min(tokens, float(generate.limit_mm_image_per_prompt * one))
+        max_tokens = config.max_pixels // (vision.patch_size * vision.merge_size) ** 2
+        return min(tokens, float(generate.limit_mm_image_per_prompt * max_tokens))
 
     def count_batch_image_tokens(self, model: Model, use: str) -> float:
         """Return the tokens of different images in the largest micro-batch of a pass; see `tokens`."""
@@ -245,7 +245,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
         models = shape.others if devices is None else shape.dedicated
         models[name] = build(f"{role}_config", config, devices or world, trains=trains, is_scored=is_scored)
 
-    if objective.needs_reference and not rl.share_backbone:
+    if objective.needs_ref and not rl.share_backbone:
         # it has no adapters, and the weights that are configured for it where their folder is on this machine
         config, mode = replace(cfg.ref_config, lora_target_modules=None), rl.integrated_mode_config
         if mode is not None and find_model_folder(mode.ref_model_load_path) is not None:

@@ -181,7 +181,7 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     actor = _Passes(run, run.actor, efficiency, samples)
     trained = sizes.train_samples * sizes.epochs
     # the actor is its own reference where they share a backbone
-    reward, reference, critic = (
+    reward, ref, critic = (
         None if model is None else _Passes(run, model, efficiency, samples)
         for model in (run.find_model("reward model"), run.find_model("reference"), run.find_model("critic"))
     )
@@ -189,9 +189,9 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         parts[Phases.MODEL_REWARDS.timer] = reward.seconds(sizes.rollout_samples, 1.0)
     if judge := _plan_judge(run, efficiency, samples):
         parts[Phases.JUDGE.timer] = judge
-    if objective.needs_reference:
-        parts[Phases.REFERENCE_LOG_PROBS.timer] = (reference or actor).seconds(sizes.rollout_samples, 1.0)
-        parts[Phases.REFERENCE_LOG_PROBS.timer] |= (reference or actor).tower_seconds(sizes.rollout_samples)
+    if objective.needs_ref:
+        parts[Phases.REF_LOG_PROBS.timer] = (ref or actor).seconds(sizes.rollout_samples, 1.0)
+        parts[Phases.REF_LOG_PROBS.timer] |= (ref or actor).tower_seconds(sizes.rollout_samples)
     for name in run.teachers:
         model = run.find_model(name)
         assert model is not None
@@ -312,7 +312,7 @@ class _Passes:
         if model.dp > 1:
             gathers = model.config.use_distributed_optimizer
             # an all-reduce moves its bytes twice: as a reduce-scatter and a gather, which the distributed optimizer separates
-            moved = max(model.gradients(one) + (model.weights(one) if gathers else 0) for one in model.elements)
+            moved = max(model.gradients(elements) + (model.weights(elements) if gathers else 0) for elements in model.elements)
             gradients = (1 if gathers else 2) * moved / self._bytes_per_second(model.devices)
         parts = {"gradients": count * gradients}
         if model.config.swap_optimizer:

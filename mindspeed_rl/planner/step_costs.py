@@ -155,36 +155,48 @@ def format_costs(ours: _Record, plain: _Record | None, bounds: Mapping[str, Lowe
         "collective_mib": "{:.2f}".format,
         "peak_mib": "{:.1f}".format,
     }
-    least: dict[str, dict[str, float]] = {}
-    for phase, bound in bounds.items():
-        least[phase] = {"kernels": bound.kernels, "waits": bound.waits, "copies": bound.copies}
-        least[phase]["collective_mib"] = bound.collective_bytes / _MIB
-        if bound.peak_bytes:
-            least[phase]["peak_mib"] = bound.peak_bytes / _MIB
+    least = {phase: _list_least(bound) for phase, bound in bounds.items()}
     lines += ["", "ours / plain Megatron + MindSpeed / least; - is not counted or not modelled"]
     rows = [["", "kernels", "waits", "copies", "collectives MiB", "peak MiB"]]
     for phase in mine:
         cells = []
         for name, text in formats.items():
             values = (mine.get(phase), theirs.get(phase), least.get(phase))
-            cells.append(" / ".join("-" if one is None or name not in one else text(one[name]) for one in values))
+            cells.append(" / ".join("-" if value is None or name not in value else text(value[name]) for value in values))
         outer, _, inner = phase.rpartition(" / ")
         rows.append([f"  {inner}" if outer else phase, *cells])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    for name, record in {"ours": ours, **({} if plain is None else {"plain": plain})}.items():
-        lines += ["", f"{name}: waits of the host"]
-        lines += [f"  {count:4d}  {phase}: {reason}, {line}" for phase, reason, line, count in sorted(record["waits"])]
-        lines += [f"{name}: copies"]
-        lines += [f"  {count:4d}  {phase}: {kind}, {size} bytes" for phase, kind, count, size in sorted(record["copies"])]
-        lines += [f"{name}: collectives"]
-        lines += [
-            f"  {count:4d}  {phase}: {operation} over {group}, {size} bytes"
-            for phase, operation, group, count, size in sorted(record["collectives"])
-        ]
-        operators: Counter[tuple[str, str]] = Counter()
-        for phase, operator, count in record["kernels"]:
-            operators[phase.split(" / ")[0], operator] += count
-        lines += [f"{name}: the most frequent kernels"]
-        lines += [f"  {count:4d}  {phase}: {operator}" for (phase, operator), count in operators.most_common(_MAX_OPERATORS)]
+    lines += _format_record("ours", ours)
+    if plain is not None:
+        lines += _format_record("plain", plain)
     return "\n".join(lines)
+
+
+def _list_least(bound: LowerBound) -> dict[str, float]:
+    least = {
+        "kernels": bound.kernels,
+        "waits": bound.waits,
+        "copies": bound.copies,
+        "collective_mib": bound.collective_bytes / _MIB,
+    }
+    return least | {"peak_mib": bound.peak_bytes / _MIB} if bound.peak_bytes else least
+
+
+def _format_record(name: str, record: _Record) -> list[str]:
+    """Return the lines about each wait, copy and collective, and about the most frequent kernels."""
+    lines = ["", f"{name}: waits of the host"]
+    lines += [f"  {count:4d}  {phase}: {reason}, {line}" for phase, reason, line, count in sorted(record["waits"])]
+    lines += [f"{name}: copies"]
+    lines += [f"  {count:4d}  {phase}: {kind}, {size} bytes" for phase, kind, count, size in sorted(record["copies"])]
+    lines += [f"{name}: collectives"]
+    lines += [
+        f"  {count:4d}  {phase}: {operation} over {group}, {size} bytes"
+        for phase, operation, group, count, size in sorted(record["collectives"])
+    ]
+    operators: Counter[tuple[str, str]] = Counter()
+    for phase, operator, count in record["kernels"]:
+        operators[phase.split(" / ")[0], operator] += count
+    lines += [f"{name}: the most frequent kernels"]
+    lines += [f"  {count:4d}  {phase}: {operator}" for (phase, operator), count in operators.most_common(_MAX_OPERATORS)]
+    return lines

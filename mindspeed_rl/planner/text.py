@@ -65,7 +65,7 @@ class MemoryReport:
                 lines.append(f"  {keys}\n      then {_gib(reached.total)} GiB in {reached.name}; costs: {change.costs}")
         elif plan.verdict == "does not fit":
             lines += ["", "No change of the layout, of offloading or of recomputation was found after which it fits."]
-        return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in self.assumed)])
+        return "\n".join([*lines, "", "Assumed:", *(f"  {assumption}" for assumption in self.assumed)])
 
     def encode(self) -> _JsonObject:
         """Return the plan as a JSON object, with numbers of bytes."""
@@ -94,7 +94,7 @@ class MemoryReport:
             "kv_cache": None if plan.cache is None else vars(plan.cache),
             "problems": list(plan.problems),
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
-            "assumed": [vars(one) for one in self.assumed],
+            "assumed": [vars(assumption) for assumption in self.assumed],
             "changes": [
                 {
                     "values": change.values,
@@ -149,7 +149,7 @@ class TimeReport:
         for name, seconds in plan.phases.items():
             total = sum(plan.parts[name].values())
             fractions = {part: value / total for part, value in plan.parts[name].items() if total and value / total >= 0.01}
-            parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda one: -one[1]))
+            parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda item: -item[1]))
             lines.append(f"  {name:<22}{plan.format_bounds(seconds):>18}   {parts}")
         if self.modes:
             lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
@@ -160,7 +160,7 @@ class TimeReport:
         if plan.factors:
             factors = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
             lines += ["", f"Calibrated, measured over predicted: {factors}"]
-        return "\n".join([*lines, "", "Assumed:", *(f"  {one}" for one in (*plan.notes, *self.assumed))])
+        return "\n".join([*lines, "", "Assumed:", *(f"  {note}" for note in (*plan.notes, *self.assumed))])
 
     def encode(self) -> _JsonObject:
         """Return the plan as a JSON object."""
@@ -180,7 +180,7 @@ class TimeReport:
             "efficiencies": vars(plan.efficiency),
             "factors": plan.factors,
             "notes": list(plan.notes),
-            "assumed": [vars(one) for one in self.assumed],
+            "assumed": [vars(assumption) for assumption in self.assumed],
         }
 
 

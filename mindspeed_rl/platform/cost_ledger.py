@@ -140,16 +140,7 @@ class CostLedger(TorchDispatchMode):
         kinds = {tensor.device.type for tensor in (*given, *made)}
         if self._kind not in kinds or func.is_view or name in _FREE:
             return result
-        if (
-            name in _READ_BACK
-            # the true elements of a mask have to be counted first
-            or (
-                name in _INDEXED
-                and any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-            )
-            # repeats are a tensor, and their sum is not given
-            or (name == "repeat_interleave" and isinstance(args[:2][-1], torch.Tensor) and kwargs.get("output_size") is None)
-        ):
+        if name in _READ_BACK or _counts_first(name, args, kwargs):
             self._count_wait(name)
         if name != "_local_scalar_dense":  # a copy of one element, no kernel
             self.kernels[self._phases[-1], f"{namespace}::{name}"] += 1
@@ -179,8 +170,8 @@ class CostLedger(TorchDispatchMode):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.ScriptObject):
                 with contextlib.suppress(Exception):  # options of a call are of this type too
-                    found = torch.distributed.ProcessGroup.unbox(leaf)
-                    group = f"{found.group_desc or found.group_name} ({found.size()})"
+                    process_group = torch.distributed.ProcessGroup.unbox(leaf)
+                    group = f"{process_group.group_desc or process_group.group_name} ({process_group.size()})"
                     break
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if any(tensor.device.type != self._kind for tensor in tensors):
@@ -215,3 +206,12 @@ def _find_source_line() -> str:
             return f"{_ROOTS.sub('', path)}:{frame.f_lineno}"
         frame = frame.f_back
     return "autograd"  # its threads have only frames of machinery
+
+
+def _counts_first(name: str, args: Any, kwargs: Any) -> bool:
+    """Return whether an operator has to know the values of a tensor before it knows the shape of its result."""
+    # the true elements of a mask have to be counted
+    if name in _INDEXED:
+        return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    # repeats are a tensor, and their sum is not given
+    return name == "repeat_interleave" and isinstance(args[:2][-1], torch.Tensor) and kwargs.get("output_size") is None

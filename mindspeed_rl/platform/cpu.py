@@ -14,7 +14,7 @@ import torch
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.platform.base import GIB, MemoryStats, Platform
 
-#: of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes on; larger ones are mapped
+#: parameters of mallopt(3): what is freed at the heap's end goes back to the system from so many bytes; larger ones are mapped
 _TRIM_THRESHOLD, _MAP_THRESHOLD = -1, -3
 #: bytes: more than any heap has; the largest value of glibc, whose default grows with what is freed up to it
 _NEVER, _LARGEST_THRESHOLD = (1 << 31) - 1, 32 << 20

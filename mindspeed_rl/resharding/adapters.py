@@ -95,9 +95,9 @@ class AdapterFolder:
 
     def _read_shares(self, op: WeightOp, adapter: Adapter, modules: Sequence[str]) -> tuple[list[Tensor], Tensor] | None:
         """Return what the folder has of a trained shard: A of each module, and B; None where a matrix is missing."""
-        found = [self.tensors.get(f"{module}.lora_{matrix}.weight") for matrix in "AB" for module in modules]
-        matrices = [tensor.to(adapter.a.device, adapter.a.dtype) for tensor in found if tensor is not None]
-        if len(matrices) < len(found):
+        stored = [self.tensors.get(f"{module}.lora_{matrix}.weight") for matrix in "AB" for module in modules]
+        matrices = [tensor.to(adapter.a.device, adapter.a.dtype) for tensor in stored if tensor is not None]
+        if len(matrices) < len(stored):
             return None
         a, b = matrices[: len(modules)], dict(zip(op.hf, matrices[len(modules) :]))
         size, rank = adapter.group.size(), adapter.group.rank()
@@ -155,7 +155,7 @@ def find_differing_adapters(
         The modules that differ, and the number of matrices compared.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    # of models that see images, by their names in the engine
+    # models that see images have other names in the engine
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
     if hasattr(mapper, "get_rename_mapper"):  # the whole one joins projections that have adapters of their own
         mapper = mapper.get_rename_mapper()

@@ -1,7 +1,7 @@
 """Fingerprints of weights: sums over bits, weighted by the position of each element in the full HF tensor.
 
 The fingerprint of a tensor is the sum of x_rc a_r b_c modulo 2^64: x_rc is the element in row r and column c, its bits read as
-a signed integer; the a and b are odd 32-bit numbers that are all different. Shares of any parts add up to that of the full
+a signed integer; the a and b are odd 32-bit numbers that are all different. Shares of any parts add up to the sum of the full
 tensor, because a weight depends on the position in the tensor and on nothing else: a rank may have a part transposed, fused
 with other tensors, padded or stacked. Vectors are one row.
 
@@ -106,10 +106,10 @@ def _compute_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.
 @functools.cache
 def _cached_weights(count: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     series, mask = [], (1 << 31) - 1
-    for one, other in (_ROW_FACTORS, _COLUMN_FACTORS):
+    for first, second in (_ROW_FACTORS, _COLUMN_FACTORS):
         mixed = np.arange(count, dtype=np.int64)
         # each step can be undone, so different indexes have different weights
-        for shift, factor in ((15, one), (13, other), (16, one)):
+        for shift, factor in ((15, first), (13, second), (16, first)):
             mixed = mixed * factor & mask
             mixed ^= mixed >> shift
         series.append((2 * mixed + 1).astype(np.uint32).view(np.int32))

@@ -241,6 +241,12 @@ def _find_runs(line: _Line) -> list[_Run] | None:
     return runs
 
 
+def _list_shared(entries: Mapping[str, Sequence[_Entry]], through_load: set[str]) -> dict[str, tuple[str, ...]]:
+    """Return the parameters that hold slices of these tensors: what `load_weights` takes, it puts into all of them."""
+    shared = {name: {entry.tensor for entry in some} & through_load for name, some in entries.items()}
+    return {name: tuple(sorted(tensors)) for name, tensors in shared.items() if tensors}
+
+
 class _Reader:
     def __init__(
         self,
@@ -268,37 +274,45 @@ class _Reader:
     def read(self) -> Destinations:
         for parameter in self._parameters.values():
             parameter.zero_()  # elements that no tensor fills stay 0
-        entries: dict[str, list[_Entry]] = {name: [] for name in self._parameters}
-        broken = {name for name, parameter in self._parameters.items() if not 1 <= parameter.dim() <= 3}
+        entries = self._read_entries()
+        elements = self._read_elements(self._parameters.keys() - entries.keys())
+        members = {name: self._find_members(indexes["tensor"]) for name, indexes in elements.items()}
+        through_load = {tensor for tensors in members.values() for tensor in tensors}
+        members |= _list_shared(entries, through_load)
+        slices = [entry for some in entries.values() for entry in some]
+        direct = [entry for entry in slices if entry.tensor not in through_load]
+        dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
+        dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
+        nothing = tuple(name for name in self._parameters if not entries.get(name) and not members.get(name))
+        self._refuse_computed(nothing)
+        others = [entry for entry in slices if entry.tensor in through_load]
+        others += [entry for name, indexes in elements.items() for entry in self._find_lines(name, indexes)]
+        return Destinations(tuple(direct), members, dtypes, dict(self._shapes), nothing, tuple(others))
+
+    def _read_entries(self) -> dict[str, list[_Entry]]:
+        """Return the slices of tensors that the parameters hold; without those whose elements are in another order."""
+        entries: dict[str, list[_Entry]] = {
+            name: [] for name, parameter in self._parameters.items() if 1 <= parameter.dim() <= 3
+        }
+        scattered: set[str] = set()
         for plane, edges in self._read_edges().items():
             slices = self._read_slices(plane, edges)
             if slices is None:
-                broken.add(plane[0])
+                scattered.add(plane[0])
             else:
                 entries[plane[0]] += slices
-        broken |= self._find_wrong({name: some for name, some in entries.items() if name not in broken})
-        elements = self._read_elements(broken)
-        members = {name: self._find_members(indexes["tensor"]) for name, indexes in elements.items()}
-        through_load = {tensor for tensors in members.values() for tensor in tensors}
-        # a tensor that `load_weights` takes goes to all its parameters through it
-        for name, some in entries.items():
-            if name not in broken and (tensors := {entry.tensor for entry in some} & through_load):
-                members[name] = tuple(sorted(tensors))
-        direct = [
-            entry for name, some in entries.items() if name not in broken for entry in some if entry.tensor not in through_load
-        ]
-        others = [entry for name in members if name not in broken for entry in entries[name] if entry.tensor in through_load]
-        dtypes = {entry.tensor: self._parameters[entry.parameter].dtype for entry in direct}
-        dtypes |= {tensor: self._parameters[name].dtype for name, tensors in members.items() for tensor in tensors}
-        nothing = [name for name in self._parameters if not (members[name] if name in broken else entries[name])]
+        entries = {name: some for name, some in entries.items() if name not in scattered}
+        wrong = self._find_wrong(entries)
+        return {name: some for name, some in entries.items() if name not in wrong}
+
+    def _refuse_computed(self, nothing: Collection[str]) -> None:
+        """Raise RuntimeError where a parameter that takes no tensor is not 0."""
         computed = [name for name in nothing if int(torch.count_nonzero(self._parameters[name]))]
         if computed:
             raise RuntimeError(
                 f"weight push: {len(computed)} parameters of the rollout engine hold nothing as it was loaded, for example "
                 f"{min(computed)}; an engine that computes its weights from a checkpoint's cannot be proven to have them."
             )
-        others += [entry for name, indexes in elements.items() for entry in self._find_lines(name, indexes)]
-        return Destinations(tuple(direct), members, dtypes, dict(self._shapes), tuple(nothing), tuple(others))
 
     # ------------------------------------------------------------------ loading codes
 
@@ -360,14 +374,14 @@ class _Reader:
             yield factor
             factor *= self._base
 
-    def _read_elements(self, broken: set[str]) -> dict[str, dict[_Kind, Tensor]]:
+    def _read_elements(self, broken: Collection[str]) -> dict[str, dict[_Kind, Tensor]]:
         """Return the indexes of every element of these parameters; negative where there is none."""
-        found: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
-        for kind, factor in self._load_indexes() if found else ():
-            for name, indexes in found.items():
+        elements: dict[str, dict[_Kind, Tensor]] = {name: {} for name in sorted(broken)}
+        for kind, factor in self._load_indexes() if elements else ():
+            for name, indexes in elements.items():
                 parameter = self._parameters[name]
                 _add_digit(indexes.setdefault(kind, torch.zeros(parameter.shape, dtype=torch.int64)), parameter, factor)
-        return found
+        return elements
 
     def _find_members(self, tensors: Tensor) -> tuple[str, ...]:
         return tuple(self._names[index] for index in tensors.unique().tolist() if 0 <= index < len(self._names))
@@ -480,7 +494,7 @@ class _Reader:
                     mixed = _mix_indexes(kind, salt, indexes[entry.tensor], rows, columns)
                     expected = (mixed // factor % self._base).expand(rows, columns)
                     sides = entry.tensor_slice
-                    # of more than three dimensions the rows are full
+                    # the rows are full where there are more than three dimensions
                     matrix_sides = sides[::2] if len(sides) == 3 else sides[: 2 if len(sides) < 3 else 1]
                     expected = expected[tuple(slice(*side) for side in matrix_sides)]
                     if not _equal_codes(_squeeze(entry.view(parameter)), expected.to(self._device)):

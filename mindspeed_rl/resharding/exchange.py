@@ -217,11 +217,11 @@ class PlanExecution:
             for move in bucket.receives:
                 last[self._plan.chunks[move.chunk].tensor] = index
         ready: dict[int, list[int]] = {}
-        latest = -1
+        last_bucket = -1
         for tensor in sorted({*last, *self._local}):
             # local ones wait for their turn, so that not all full tensors are made at once
-            latest = max(latest, last.get(tensor, -1))
-            ready.setdefault(latest, []).append(tensor)
+            last_bucket = max(last_bucket, last.get(tensor, -1))
+            ready.setdefault(last_bucket, []).append(tensor)
         return ready
 
     def _pack(self, sends: list[Move], space: Tensor) -> None:

@@ -117,8 +117,8 @@ def compare(
 ) -> DeliveryProof:
     """Compare every parameter of every engine with the trained weights; collective over the group.
 
-    A tensor in a parameter that `load_weights` fills is compared in full: the parameter has it in full, or those of its
-    replica's ranks have it together, once or several times.
+    A tensor in a parameter that `load_weights` fills is compared in full: the parameter has it in full, or the parameters
+    of its replica's ranks have it together, once or several times.
 
     Args:
         engine_model: None on a rank without an engine.

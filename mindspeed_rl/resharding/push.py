@@ -229,7 +229,7 @@ class _EngineReport:
     Attributes:
         replica: index of the engine.
         groups: parameter that is filled in full or not at all -> the tensors in it.
-        empty: parameters that take nothing; None where there is no engine.
+        empty: parameters that take nothing; None without an engine.
         gathered: tensors that its `load_weights` takes in full.
     """
 

@@ -494,10 +494,10 @@ def _fill_buckets(
     first_open = np.zeros(num_ranks, dtype=np.int64)
     buckets = np.empty(size.size, dtype=np.int64)
     for message in order:
-        one, other = source[message], target[message]
+        sender, receiver = source[message], target[message]
         # a message that is larger than a bucket gets one of its own
         room = max(bucket_bytes, size[message]) - size[message]
-        bucket = max(first_open[one], first_open[other])
+        bucket = max(first_open[sender], first_open[receiver])
         if after[message] >= 0:
             # the one between is packed while the first arrives
             bucket = max(bucket, buckets[after[message]] + 2)
@@ -506,11 +506,11 @@ def _fill_buckets(
                 wider = np.zeros((num_ranks, 2 * load.shape[1]), dtype=np.int64)
                 wider[:, : load.shape[1]] = load
                 load = wider
-            if load[one, bucket] <= room and load[other, bucket] <= room:
+            if load[sender, bucket] <= room and load[receiver, bucket] <= room:
                 break
             bucket += 1
         buckets[message] = bucket
-        for rank in (one, other):
+        for rank in (sender, receiver):
             load[rank, bucket] += size[message]
             opened = first_open[rank]
             while load[rank, opened] > 0 and load[rank, opened] + max_bytes > bucket_bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def build_engine_arguments(
         "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": True,
-        # of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
+        # log-probs of the full distribution, at the temperature of the request: `adaptors.vllm_log_probs`
         "logprobs_mode": "raw_logprobs",
         # the model folder's own sampling defaults would change the distribution
         "generation_config": "vllm",
@@ -79,19 +79,49 @@ def build_engine_arguments(
         **hooks.engine_arguments(config),
     }
     if image_rules is not None:
-        arguments |= {
-            # its processor of images has the tokenizer as a part
-            "skip_tokenizer_init": False,
-            "limit_mm_per_prompt": {"image": config.limit_mm_image_per_prompt, "video": 0},
-            # else it starts by encoding images of the largest size, to measure memory that is configured here
-            "skip_mm_profiling": True,
-        }
-        if not image_rules.own_limits:
-            low, high = image_rules.min_pixels, image_rules.max_pixels
-            arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": low, "longest_edge": high}}
+        arguments |= _image_arguments(config, image_rules)
     hf_config = json.loads(Path(hf_folder, "config.json").read_text())
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
+    overrides = _override_config(config, hooks, hf_config)
+    if platform.current().name == "cpu":
+        arguments["kv_cache_memory_bytes"] = _measure_cpu_cache(config, hf_config, kv_bytes_per_token)
+    else:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    if not arguments["enable_chunked_prefill"]:  # a step holds a full prompt
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], config.max_model_len)
+    compilation = dict(config.compilation_config or {})
+    if config.cudagraph_capture_sizes is not None:
+        compilation["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
+    # vLLM keeps its own default where a value is empty
+    optional = {
+        "hf_overrides": overrides,
+        "kv_cache_dtype": config.kv_cache_dtype if config.kv_cache_dtype != "auto" else None,
+        "compilation_config": compilation,
+        "enable_sleep_mode": hooks.sleeps,
+        # the trainer sends only the weights of the policy
+        "speculative_config": None if config.drafts is None else config.drafts | {"draft_load_config": LoadConfig()},
+    }
+    arguments |= {name: value for name, value in optional.items() if value}
+    return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
+
+
+def _image_arguments(config: GenerateConfig, image_rules: ImageRules) -> EngineArguments:
+    arguments: EngineArguments = {
+        # its processor of images has the tokenizer as a part
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": config.limit_mm_image_per_prompt, "video": 0},
+        # else it starts by encoding images of the largest size, to measure memory that is configured here
+        "skip_mm_profiling": True,
+    }
+    if not image_rules.own_limits:
+        low, high = image_rules.min_pixels, image_rules.max_pixels
+        arguments["mm_processor_kwargs"] = {"size": {"shortest_edge": low, "longest_edge": high}}
+    return arguments
+
+
+def _override_config(config: GenerateConfig, hooks: EngineHooks, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of config.json that the engine reads otherwise."""
     overrides: dict[str, Any] = {}
     if "quantization_config" in hf_config or config.quantization is not None:
         # the format of the trainer's weights, also where the published ones are quantized
@@ -103,34 +133,19 @@ def build_engine_arguments(
         # up to `max_position_embeddings` these are the plain ones, which the trainer computes; vLLM changes them everywhere
         base = rope.get("rope_theta", hf_config.get("rope_theta", 10000.0))
         overrides |= {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": base}}
-    if config.kv_cache_dtype != "auto":
-        arguments["kv_cache_dtype"] = config.kv_cache_dtype
     if config.fp32_lm_head:
         overrides[FLOAT32_HEAD] = True
-    if overrides:
-        arguments["hf_overrides"] = overrides
-    if platform.current().name == "cpu":
-        state_bytes = 0
-        if "linear_num_value_heads" in hf_config:
-            linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
-            state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
-        kv_bytes_per_token += read_draft_bytes(config, config.cache_itemsize)[1]
-        arguments["kv_cache_memory_bytes"] = cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
-    else:
-        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
-    if not arguments["enable_chunked_prefill"]:  # a step holds a full prompt
-        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], config.max_model_len)
-    compilation = dict(config.compilation_config or {})
-    if config.cudagraph_capture_sizes is not None:
-        compilation["cudagraph_capture_sizes"] = list(config.cudagraph_capture_sizes)
-    if compilation:
-        arguments["compilation_config"] = compilation
-    if hooks.sleeps:
-        arguments["enable_sleep_mode"] = True
-    if config.drafts is not None:
-        # the trainer sends only the weights of the policy
-        arguments["speculative_config"] = config.drafts | {"draft_load_config": LoadConfig()}
-    return arguments | dict(config.engine_kwargs or {}) | dict(changes or {})
+    return overrides
+
+
+def _measure_cpu_cache(config: GenerateConfig, hf_config: Mapping[str, Any], kv_bytes_per_token: int) -> int:
+    """Return the bytes of the caches of an engine on the CPU."""
+    state_bytes = 0
+    if "linear_num_value_heads" in hf_config:
+        linear = read_linear_attention(hf_config, hf_config["num_hidden_layers"])
+        state_bytes = state_bytes_per_sequence(linear, 4 if config.dtype == "float32" else 2)
+    kv_bytes_per_token += read_draft_bytes(config, config.cache_itemsize)[1]
+    return cpu_cache_bytes(config, kv_bytes_per_token, state_bytes)
 
 
 def build_prompt(prompt_ids: Sequence[int], images: Sequence[str], rules: ImageRules | None) -> dict[str, Any]:

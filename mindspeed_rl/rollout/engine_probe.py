@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mindspeed_rl.dumps.record import Sink
 
-#: of a module; logits exist only on the first rank
+#: output of a module; logits exist only on the first rank
 _Output = Tensor | tuple[Tensor, Tensor | None] | None
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)$")
 _ATTENTION = ("self_attn", "attn", "attention", "self_attention")

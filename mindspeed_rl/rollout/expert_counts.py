@@ -69,7 +69,7 @@ class ExpertCounts:
             RuntimeError: the engine did not report the experts.
         """
         width = self._total.shape[1]
-        for sequence in (one for trajectory in trajectories for one in trajectory.sequences):
+        for sequence in (part for trajectory in trajectories for part in trajectory.sequences):
             routing = sequence.routing
             if routing is None:
                 if sequence.is_sampled:

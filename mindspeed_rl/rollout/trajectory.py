@@ -137,7 +137,8 @@ class Trajectory:
     def drop_routing(self) -> Trajectory:
         """Return it without routing, for readers of its tokens: routing is many times as long."""
         sequences = [
-            replace(one, segments=tuple(replace(segment, routing=None) for segment in one.segments)) for one in self.sequences
+            replace(sequence, segments=tuple(replace(segment, routing=None) for segment in sequence.segments))
+            for sequence in self.sequences
         ]
         return replace(self, sequences=tuple(sequences))
 
@@ -205,8 +206,8 @@ class Trajectory:
     def sequence_lengths(self) -> list[int]:
         """Tokens of prompt and response of each sequence, alternating: p1, r1, p2, r2 ..."""
         lengths = []
-        for one in self.sequences:
-            lengths += [len(one.prompt_ids), sum(len(segment.token_ids) for segment in one.segments)]
+        for sequence in self.sequences:
+            lengths += [len(sequence.prompt_ids), sum(len(segment.token_ids) for segment in sequence.segments)]
         return lengths
 
     def reward_columns(self) -> dict[str, object]:

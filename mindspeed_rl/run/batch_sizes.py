@@ -2,7 +2,7 @@
 
 A run file defines a batch in one of two ways:
 
-- prompt-level (MindSpeed-RL): `global_batch_size` counts the prompts of one rollout, `mini_batch_size` those of one
+- prompt-level (MindSpeed-RL): `global_batch_size` counts the prompts of one rollout, `mini_batch_size` the prompts of one
   optimizer step;
 - completion-level (ms-swift, Megatron-SWIFT): `global_batch_size` counts the completions of one optimizer step, and
   `steps_per_generation` or `generation_batch_size` sets how many of them one rollout yields.

@@ -26,7 +26,7 @@ from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import ModelPlan, ModelSource, RoleModel, plan_model, read_model
 from mindspeed_rl.platform import platform_class, resolve_name
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.references import reference_of, rl_reference
+from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
 
@@ -138,8 +138,8 @@ def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
         )
     if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
         raise ValueError(
-            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes bfloat16 "
-            "alone; set bfloat16"
+            "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
+            "bfloat16; set it"
         )
 
 
@@ -296,16 +296,16 @@ def plan_models(run: Run) -> Run:
     if cfg.is_supervised:
         # with only adapters the reference is the policy without them
         if cfg.stage in ("dpo", "kto") and (actor.ref_model or not actor.lora_target_modules):
-            config, reference = reference_of(actor, source)
+            config, ref = resolve_supervised_ref(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
-            models["ref"] = _plan_role("ref_model", config, reference, iteration=iteration)
+            models["ref"] = _plan_role("ref_model", config, ref, iteration=iteration)
     else:
         assert run.objective is not None
         _check_rollout(run.platform, models["actor"].plan, run.generate.dtype)
-        if run.objective.needs_reference and not run.rl.share_backbone:
-            config, reference, iteration = rl_reference(run, source, resumes_after)
-            models["ref"] = _plan_role("ref_config", config, reference, iteration=iteration)
+        if run.objective.needs_ref and not run.rl.share_backbone:
+            config, ref, iteration = resolve_rollout_ref(run, source, resumes_after)
+            models["ref"] = _plan_role("ref_config", config, ref, iteration=iteration)
         if run.objective.has_critic:
             models["critic"] = _plan_critic(cfg, resumes_after)
         term = run.objective.distillation
@@ -370,7 +370,7 @@ def _decide_losses(
             decided[name] = dataclasses.replace(
                 decided[name], config=dataclasses.replace(decided[name].config, mtp_detach_heads=detaches)
             )
-            source = "the policy's gradient is that of its objective alone" if detaches else "as in pre-training"
+            source = "the policy's gradient comes only from its objective" if detaches else "as in pre-training"
             derived[f"{name}_config.mtp_detach_heads"] = Derivation(detaches, source)
         if model.source.adapter is not None:
             use = "trains on" if config.lora_target_modules else "is merged into it"
@@ -379,8 +379,8 @@ def _decide_losses(
             )
         written = set_keys.get("megatron_training", frozenset()) | set_keys.get(f"{name}_config", frozenset())
         if plan.model_config.num_moe_experts and name in ("actor", "critic") and "moe_aux_loss_coeff" not in written:
-            kind, found = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
-            source = "the model's config.json" if found is not None else "neither the run file nor config.json has one"
+            kind, coeff = config.moe_router_load_balancing_type, plan.model_config.moe_aux_loss_coeff
+            source = "the model's config.json" if coeff is not None else "neither the run file nor config.json has one"
             source = source if kind in ("aux_loss", "seq_aux_loss") else f"moe_router_load_balancing_type is {kind}"
             derived[f"{name}_config.moe_aux_loss_coeff"] = Derivation(plan.balancing.coeff, source)
     return decided, derived

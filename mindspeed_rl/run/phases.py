@@ -117,7 +117,7 @@ class Phases:
         consumer="actor_train",
         columns=("update_log_probs",),  # in iterations whose completions are written
     )
-    REFERENCE_LOG_PROBS = Phase(
+    REF_LOG_PROBS = Phase(
         "compute_log_probs",
         deadline="log_probs",
         timer="reference_model",
@@ -148,7 +148,7 @@ class Phases:
     UPDATE_CRITIC = Phase(
         "update_critic", timer="update_critic", memory="update critic", profiler_stage="critic_update", consumer="critic_train"
     )
-    SYNC_REFERENCE = Phase("sync_reference")
+    SYNC_REF = Phase("sync_reference")
     #: an iteration of a supervised stage: the pass of its reference, and a step
     TRAIN = replace(UPDATE_ACTOR, name="train", timer="", consumer="", columns=())
     TRAIN_STEP = Phase("train", timer=UPDATE_ACTOR.timer)

@@ -16,7 +16,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
-from mindspeed_rl.checkpoint.newest import LATEST_NAME, iterations, lacks_export, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, lacks_export, newest_checkpoint
 from mindspeed_rl.checkpoint.torch_file import check_small_files
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
@@ -98,7 +98,7 @@ def find_resume_point(run: Run, source: ModelSource) -> ResumePoint:
             f"{group}.load: the run would resume after iteration {iteration} of {source.weights}, but its training state does "
             f"not fit: changed since that checkpoint: {', '.join(refused)}; keep the value, or {advice}."
         )
-    has_kl = run.objective is not None and run.objective.needs_reference
+    has_kl = run.objective is not None and run.objective.needs_ref
     effects: dict[OnResume, bool] = {  # the order of the data is compared when they are read
         "schedule": config.lr_decay_style != "constant",
         "in_flight": bool(state.get("rollout", {}).get("in_flight")),
@@ -218,11 +218,11 @@ def describe_resume(run: Run, launched_s: float) -> str:
     config, group = run.config.actor_config, _actor_group(run)
     if config.save is None:
         return f"there is no checkpoint to resume from: {group}.save is not set."
-    latest = read_latest(config, launched_s)
-    if latest is None:
+    newest = read_newest_iteration(config, launched_s)
+    if newest is None:
         every = "only after the last iteration" if config.save_interval is None else f"every {config.save_interval} iterations"
         return f"there is no checkpoint to resume from yet: {group}.save_interval writes one {every}."
-    after = f"to resume after iteration {latest}"
+    after = f"to resume after iteration {newest}"
     if loads_its_save(config):
         return f"{after}, give the same command again."
     keys = [f"{group}.load={config.save}", f"{group}.finetune=false"]
@@ -236,14 +236,14 @@ def describe_resume(run: Run, launched_s: float) -> str:
     return f"{after}, give the same command with {' '.join(keys)}"
 
 
-def read_latest(config: MegatronConfig, launched_s: float) -> str | None:
+def read_newest_iteration(config: MegatronConfig, launched_s: float) -> str | None:
     """Return the newest iteration that the run has saved, as its file has it; None where there is none."""
     if config.save is None:
         return None
-    latest = Path(config.save, LATEST_NAME)
-    if not latest.is_file() or (latest.stat().st_mtime < launched_s and not loads_its_save(config)):
+    tracker = Path(config.save, TRACKER_NAME)
+    if not tracker.is_file() or (tracker.stat().st_mtime < launched_s and not loads_its_save(config)):
         return None
-    return latest.read_text(encoding="utf-8").strip()
+    return tracker.read_text(encoding="utf-8").strip()
 
 
 def loads_its_save(config: MegatronConfig) -> bool:
@@ -254,10 +254,10 @@ def loads_its_save(config: MegatronConfig) -> bool:
 
 
 def resume_from_save(run: Run, launched_s: float) -> Run:
-    """Return the run as a user would resume it; itself where the same command does, or where there is no checkpoint."""
+    """Return the run as a user would resume it; itself where the same command does, or without a checkpoint."""
     config, critic = run.config.actor_config, run.config.critic_config
-    latest = read_latest(config, launched_s)
-    if loads_its_save(config) or not latest or not latest.isdecimal():
+    newest = read_newest_iteration(config, launched_s)
+    if loads_its_save(config) or not newest or not newest.isdecimal():
         return run
 
     def load_save(role: MegatronConfig, save: str | None) -> MegatronConfig:

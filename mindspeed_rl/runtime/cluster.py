@@ -166,7 +166,7 @@ def join_cluster(address: str, timeout_s: float = 30.0) -> None:
                 head.sendall(_HTTP2_START)
                 if head.recv(9)[3:4] == b"\x04":
                     break
-                reason = "what answers there is no server of Ray"
+                reason = "what answers there is not a server of Ray"
         except TimeoutError:
             reason = "no answer"
         except (OSError, OverflowError) as error:

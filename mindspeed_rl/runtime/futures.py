@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -272,26 +272,40 @@ def wait_all(
                         raise WorkerError(wait.describe("is given up (rl_config.fault_tolerance)"))
                 if failed:
                     failed += _wait_for_cause(failed, pending, name_by_future)
-                    name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
-                    if _distance_from_cause(error) == 0 and (stopped := find_stopped_services()):
-                        text = "a signal has stopped it, so Ray took the workers for lost"
-                        raise WorkerError(f"Ray's {stopped[0]} failed in {phase}: {text}.") from error
-                    if pending and _distance_from_cause(error) > 1:  # it waited in vain for one that has not failed
-                        text = wait.describe(f"ended: {name} reports {_describe_cause(error)}")
-                        raise WorkerError(text) from error
-                    if isinstance(error, RayTaskError) and isinstance(error.cause, DataPlaneError):
-                        name = "data plane"  # the worker that called it has not failed
-                    raise WorkerError(f"{name} failed in {phase}: {_describe_cause(error)}") from error
+                    _raise_cause(failed, phase, wait, is_waiting=bool(pending))
         except WorkerError as error:
             if plane is not None:
-                try:
-                    # requests that wait for rows end now, not at their own deadlines
-                    plane.abort(str(error).partition(":")[0])
-                except (RayError, OSError, RuntimeError, ValueError):
-                    _LOG.debug("the data plane could not be aborted", exc_info=True)  # it may be what failed
+                _abort(plane, str(error).partition(":")[0])
             raise
         wait.finish()
     return ray.get([future_by_name[name] for name in names])
+
+
+def _raise_cause(failed: Sequence[tuple[str, Exception]], phase: str, wait: Wait, *, is_waiting: bool) -> NoReturn:
+    """Raise WorkerError for the failure that caused the others.
+
+    Args:
+        failed: names of workers and their errors.
+        is_waiting: other workers have not ended.
+    """
+    name, error = min(failed, key=lambda item: _distance_from_cause(item[1]))
+    distance = _distance_from_cause(error)
+    if distance == 0 and (stopped := find_stopped_services()):
+        text = "a signal has stopped it, so Ray took the workers for lost"
+        raise WorkerError(f"Ray's {stopped[0]} failed in {phase}: {text}.") from error
+    if is_waiting and distance > 1:  # it waited in vain for one that has not failed
+        raise WorkerError(wait.describe(f"ended: {name} reports {_describe_cause(error)}")) from error
+    if isinstance(error, RayTaskError) and isinstance(error.cause, DataPlaneError):
+        name = "data plane"  # the worker that called it has not failed
+    raise WorkerError(f"{name} failed in {phase}: {_describe_cause(error)}") from error
+
+
+def _abort(plane: DataPlane, reason: str) -> None:
+    """End the requests that wait for rows now, not at their own deadlines."""
+    try:
+        plane.abort(reason)
+    except (RayError, OSError, RuntimeError, ValueError):
+        _LOG.debug("the data plane could not be aborted", exc_info=True)  # it may be what failed
 
 
 def read_error(future: ObjectRef[_Result]) -> Exception | None:

@@ -22,7 +22,7 @@ from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
 from mindspeed_rl.runtime.device_memory import convert_memory_errors
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, read_host_files
+from mindspeed_rl.runtime.shared_filesystem import ObservedFiles, read_observed_files
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
 _COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
@@ -77,9 +77,9 @@ class WorkerProcess:
         context, resource = ray.get_runtime_context(), platform.platform_class(self._settings.platform).ray_resource
         return context.get_node_id(), context.get_accelerator_ids().get(resource or "", [])
 
-    def read_host_files(self, paths: Sequence[str]) -> HostFiles:
-        """Return sizes and checksums of the files at these paths; see `shared_filesystem.read_host_files`."""
-        return read_host_files(paths)
+    def read_observed_files(self, paths: Sequence[str]) -> ObservedFiles:
+        """Return sizes and checksums of the files at these paths; see `shared_filesystem.read_observed_files`."""
+        return read_observed_files(paths)
 
     def prepare(self, master: tuple[str, int]) -> None:
         """Import and adapt the libraries of the worker.

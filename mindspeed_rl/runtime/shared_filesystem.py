@@ -28,7 +28,7 @@ _Files = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class HostFiles:
+class ObservedFiles:
     """The files that a process reads.
 
     Attributes:
@@ -40,7 +40,7 @@ class HostFiles:
     files: tuple[_Files | None, ...]
 
 
-def read_host_files(paths: Sequence[str]) -> HostFiles:
+def read_observed_files(paths: Sequence[str]) -> ObservedFiles:
     """Return sizes and checksums of the files at these paths, as this process reads them."""
     by_path: list[_Files | None] = []
     for path in map(Path, paths):
@@ -52,18 +52,18 @@ def read_host_files(paths: Sequence[str]) -> HostFiles:
             size = file.stat().st_size
             files[name] = size, zlib.crc32(file.read_bytes()) if size <= _SMALL_BYTES else 0
         by_path.append(files if path.is_file() or path.is_dir() else None)
-    return HostFiles(socket.gethostname(), tuple(by_path))
+    return ObservedFiles(socket.gethostname(), tuple(by_path))
 
 
 def check_shared_files(
-    run: Run, names: Sequence[str], read: Callable[[Sequence[str]], Sequence[HostFiles]], *, saves: Sequence[str]
+    run: Run, names: Sequence[str], read: Callable[[Sequence[str]], Sequence[ObservedFiles]], *, saves: Sequence[str]
 ) -> list[str]:
     """Check that all processes read the driver's files, and that the first one saves where the driver finds checkpoints.
 
     Args:
         run: its files and folders are compared.
         names: names of the processes.
-        read: calls `read_host_files` in each of them.
+        read: calls `read_observed_files` in each of them.
         saves: groups of the run file whose models they save.
 
     Returns:
@@ -80,26 +80,26 @@ def check_shared_files(
     keys = {path: key for path, key in _find_run_files(run).items() if path not in written}
     with _mark(written) as marks:
         paths = [*keys, *marks]
-        own, end_s = read_host_files(paths).files, time.monotonic() + _PATIENCE_S
-        hosts = read(paths)
-        while not all(host.files == own for host in hosts) and time.monotonic() < end_s:
+        own, end_s = read_observed_files(paths).files, time.monotonic() + _PATIENCE_S
+        observed = read(paths)
+        while not all(seen.files == own for seen in observed) and time.monotonic() < end_s:
             time.sleep(1.0)
-            hosts = read(paths)
+            observed = read(paths)
     violations: dict[tuple[str, str], str] = {}
     separate: dict[str, dict[str, None]] = {}
-    for rank, (name, host) in enumerate(zip(names, hosts, strict=True)):
-        for path, ours, theirs in zip(paths, own, host.files, strict=True):
+    for rank, (name, seen) in enumerate(zip(names, observed, strict=True)):
+        for path, ours, theirs in zip(paths, own, seen.files, strict=True):
             if ours == theirs:
                 continue
             if path in keys:
                 problem = f"{keys[path]}: {path} {_describe_difference(ours, theirs)}"
             elif marks[path].startswith("run_dir") or rank > 0:
-                separate.setdefault(marks[path], {})[host.host] = None
+                separate.setdefault(marks[path], {})[seen.host] = None
                 continue
             else:
                 problem = f"{marks[path]} is another folder than this command's, which has to find the checkpoints there,"
             # one for each machine: all of its processes read the same files
-            violations.setdefault((problem, host.host), f"{problem} on {host.host} ({name})")
+            violations.setdefault((problem, seen.host), f"{problem} on {seen.host} ({name})")
     if violations:
         raise ValueError(
             f"machines do not see the same files: {'; '.join(violations.values())}. Files that are only read may be copied to "

@@ -30,7 +30,7 @@ OWNER_VARIABLE = "MINDSPEED_RL_ENGINE_OWNER"
 #: name of the device kind
 PLATFORM_VARIABLE = "MINDSPEED_RL_ENGINE_PLATFORM"
 _CHECK_S = 1.0
-#: of Linux' prctl
+#: option of Linux' prctl
 _PARENT_DEATH_SIGNAL = 1
 
 

@@ -207,7 +207,7 @@ class ServerPool:
             on_failure: called with each failure at once, while other calls may still wait for this server.
         """
 
-        async def call_one(name: str) -> None:
+        async def call_server(name: str) -> None:
             try:
                 if (member := self._members.get(name)) is None:
                     raise ServerLostError(f"was lost before the call {call}")
@@ -216,7 +216,7 @@ class ServerPool:
                 await on_failure(name, error)
                 raise
 
-        results = await asyncio.gather(*map(call_one, arguments), return_exceptions=True)
+        results = await asyncio.gather(*map(call_server, arguments), return_exceptions=True)
         failures: dict[str, ServerLostError | None] = {}
         for name, result in zip(arguments, results):
             if isinstance(result, BaseException) and not isinstance(result, ServerLostError):
@@ -259,7 +259,7 @@ class ServerPool:
     async def generate(
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
-        """Return a response, see `RolloutEngine.generate`; wait while there is no server.
+        """Return a response, see `RolloutEngine.generate`; wait while no server is left.
 
         Raises:
             ValueError: a server reports that the request is invalid.
@@ -469,10 +469,10 @@ class ServerPool:
         """Receive weights on each of these servers; return its report or failure, without removing it."""
 
         # looked up inside, so that a server which is gone by then is one of the results
-        async def receive_one(name: str) -> list[str]:
+        async def receive_on_server(name: str) -> list[str]:
             return await self._members[name].server.call("receive", version=version)
 
-        results = await asyncio.gather(*(receive_one(name) for name in names), return_exceptions=True)
+        results = await asyncio.gather(*(receive_on_server(name) for name in names), return_exceptions=True)
         by_name: dict[str, list[str] | Exception] = {}
         for name, result in zip(names, results):
             if isinstance(result, BaseException) and not isinstance(result, Exception):

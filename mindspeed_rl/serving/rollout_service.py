@@ -32,8 +32,8 @@ class ResponseChunk:
     """The next tokens of a response; see `Generated`.
 
     Attributes:
-        token_ids, log_probs: of the tokens.
-        version: of the weights.
+        token_ids, log_probs: ids and log-probs of the tokens.
+        version: version of the weights.
         finish: None while more chunks follow.
     """
 
@@ -44,10 +44,10 @@ class ResponseChunk:
 
 
 class ServedEngine(Protocol):
-    """An engine that a service can serve; the methods are those of `AsyncEngine`.
+    """An engine that a service can serve, with the methods of `AsyncEngine`.
 
     Attributes:
-        version: of the weights; -1 before the first.
+        version: version of the weights; -1 before the first.
     """
 
     version: int
@@ -183,7 +183,7 @@ class RolloutService:
         """Return the result of a call.
 
         Raises:
-            ValueError: there is no such call.
+            ValueError: the call does not exist.
         """
         if name == "join":
             return await self._engine.join(arguments["meeting"], arguments["first_rank"])

@@ -53,19 +53,19 @@ class HttpServerClient:
 
     async def _embed_images(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the requests with the bytes of the images that the server cannot read."""
-        found = {one: find_file(one) for request in requests for one in request["sampling"].get("images", ())}
-        files = dict(file for file in found.values() if file is not None and file[0] not in self._missing)
+        files_by_image = {image: find_file(image) for request in requests for image in request["sampling"].get("images", ())}
+        files = dict(file for file in files_by_image.values() if file is not None and file[0] not in self._missing)
         if files:
             missing = await self.call("list_missing", files=files)
             self._missing |= {path: path in missing for path in files}
         sent = {
-            one: embed_image(read_image(one)) if file is not None and self._missing[file[0]] else one
-            for one, file in found.items()
+            image: embed_image(read_image(image)) if file is not None and self._missing[file[0]] else image
+            for image, file in files_by_image.items()
         }
-        if sent == {one: one for one in found}:
+        if sent == {image: image for image in files_by_image}:
             return list(requests)
         return [
-            request | {"sampling": request["sampling"] | {"images": [sent[one] for one in request["sampling"]["images"]]}}
+            request | {"sampling": request["sampling"] | {"images": [sent[image] for image in request["sampling"]["images"]]}}
             for request in requests
         ]
 

@@ -81,7 +81,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
     """Build the service of a server.
 
     Args:
-        settings: of the server.
+        settings: settings of the server.
         engine: which other interfaces may share.
     """
     generate = settings.generate

@@ -192,7 +192,7 @@ class RolloutServers:
             report: called with a line for every server that is lost or replaced.
 
         Raises:
-            ValueError: there is no token for standalone servers.
+            ValueError: standalone servers have no token.
             TimeoutError: the run's own servers cannot be placed.
         """
         self._run, self._settings, self._report = run, settings, report
@@ -270,7 +270,7 @@ class RolloutServers:
         if (reported := metadata.get("log_probs")) != expected_kind:
             how = "; a server has rl_config.exact_log_probs by `mindspeed-rl rollout --config-name`, or --join"
             violations.append(
-                f"its log-probs are of {reported or 'an earlier release'}, those of the trainer of {expected_kind}"
+                f"its log-probs are of {reported or 'an earlier release'}, the trainer's of {expected_kind}"
                 + (how if self._settings.exact_slices else "")
             )
         rules = ImageRules.read(self._settings.hf_folder, self._settings.min_pixels, self._settings.max_pixels)
@@ -279,7 +279,7 @@ class RolloutServers:
         if expected is not None and (reported_images is None or reported_images[:2] != expected[:2]):
             given = "none" if reported_images is None else " to ".join(map(str, reported_images[:2]))
             violations.append(
-                f"its images have {given} pixels, those of the run {expected[0]} to {expected[1]} (min_pixels, max_pixels; "
+                f"its images have {given} pixels, the run's {expected[0]} to {expected[1]} (min_pixels, max_pixels; "
                 "`mindspeed-rl rollout --config-name` takes them from the run file)"
             )
         elif expected is not None and reported_images is not None and reported_images[2] < expected[2]:
@@ -409,7 +409,9 @@ class JudgeServers:
             while not future.done():
                 wait([future], timeout=_CHECK_EVERY_S)
                 if not self._pool.names:
-                    raise WorkerError(f"no judge server is left: {'; '.join(': '.join(one) for one in self._pool.lost)}")
+                    raise WorkerError(
+                        f"no judge server is left: {'; '.join(': '.join(reasons) for reasons in self._pool.lost)}"
+                    )
                 waiting.check(self._pool.names)
         finally:
             future.cancel()

@@ -43,7 +43,7 @@ _DROP_S = 30.0
 #: longest wait for the next part of one
 _MAX_SILENCE_S = 60.0
 
-# of ASGI
+# types of ASGI
 _Scope = Mapping[str, Any]
 _Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 _Send = Callable[[dict[str, object]], Awaitable[None]]
@@ -74,7 +74,7 @@ def serve(
     """
     device = platform.select(platform_name)
     device.use_threads(decide_threads(None, generate.infer_tensor_parallel_size, os.environ).count)
-    # the user's shell has precedence: there is no run file
+    # the user's shell has precedence: no run file is read
     for name, value in device.worker_env().items():
         os.environ.setdefault(name, value)
     if exact_slices:

@@ -26,7 +26,7 @@ from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, Serv
 _Sent = TypeVar("_Sent")
 #: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
 _JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
-#: of each server: the reports of its workers as JSON, or its failure
+#: for each server the reports of its workers as JSON, or its failure
 _Results = Mapping[str, list[str] | Exception]
 
 _LOG = logging.getLogger(__name__)
@@ -153,8 +153,8 @@ class WeightSync:
             join(names, invite)
         except (RayError, RuntimeError, OSError) as error:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
-            for one in attempts:
-                give_up(one.host, one.port, one.name, f"the trainers failed: {_last_line(error)}")
+            for attempt in attempts:
+                give_up(attempt.host, attempt.port, attempt.name, f"the trainers failed: {_last_line(error)}")
         is_joined = bool(joins) and joins[0].result()
         return is_joined and set(names) <= set(self._pool.names)
 

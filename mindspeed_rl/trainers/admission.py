@@ -84,18 +84,24 @@ class Admission:
         ready = [prompt for prompt in in_flight if prompt.is_ready]
         if len(ready) < count:
             return None
-        taken: list[InFlight] = []
-        if self.strategy == "pace":
-            # the last iteration that may train on a prompt
-            deadlines = {prompt: (prompt.version + self.bound + 1) * self.sync_step - 1 for prompt in in_flight}
-            for deadline in sorted(set(deadlines.values())):
-                due = [prompt for prompt in in_flight if deadlines[prompt] <= deadline]
-                # the iterations after this one, up to the deadline, take so many; the others must train now
-                must = min(count, len(due) - (deadline - iteration) * self.batch_prompts)
-                missing = must - sum(deadlines[prompt] <= deadline for prompt in taken)
-                candidates = [prompt for prompt in due if prompt.is_ready and prompt not in taken]
-                if missing > len(candidates):
-                    return None
-                taken += candidates[: max(0, missing)]
+        taken = self._take_due(iteration, count, in_flight) if self.strategy == "pace" else []
+        if taken is None:
+            return None
         taken += [prompt for prompt in ready if prompt not in taken][: count - len(taken)]
         return sorted(prompt.index for prompt in taken)
+
+    def _take_due(self, iteration: int, count: int, in_flight: Sequence[InFlight]) -> list[InFlight] | None:
+        """Return the prompts that would become too old if they did not train now; None while one of them is not ready."""
+        taken: list[InFlight] = []
+        # the last iteration that may train on a prompt
+        deadlines = {prompt: (prompt.version + self.bound + 1) * self.sync_step - 1 for prompt in in_flight}
+        for deadline in sorted(set(deadlines.values())):
+            due = [prompt for prompt in in_flight if deadlines[prompt] <= deadline]
+            # the iterations after this one, up to the deadline, take so many; the others must train now
+            must = min(count, len(due) - (deadline - iteration) * self.batch_prompts)
+            missing = must - sum(deadlines[prompt] <= deadline for prompt in taken)
+            candidates = [prompt for prompt in due if prompt.is_ready and prompt not in taken]
+            if missing > len(candidates):
+                return None
+            taken += candidates[: max(0, missing)]
+        return taken

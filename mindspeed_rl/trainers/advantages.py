@@ -129,15 +129,7 @@ class Advantages:
             RuntimeError: responses come from weights that are too old, or none has had a score for too long.
         """
         rows, objective, admission = range(self._plan.num_train_samples), self._schedule.objective, self._schedule.admission
-        columns = ["rewards", "reward_results", "response_mask", "truncated", "weight_versions"]
-        if objective.kl_place == "reward":
-            columns.append("ref_log_probs")
-        if objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs:
-            columns.append("old_log_probs")
-        columns += [name for name in ("values", "squared_probs") if name in objective.needs]
-        if objective.masks_by_entropy:
-            columns.append("entropies")
-        batch, _ = self._plane.get("compute_advantage", columns, indexes=rows, timeout_s=self._timeout_s)
+        batch, _ = self._plane.get("compute_advantage", self._list_columns(), indexes=rows, timeout_s=self._timeout_s)
         versions, version = list(batch["weight_versions"]), admission.version(iteration)
         check_versions(versions, version, admission.bound, iteration)
         masks = ragged(batch["response_mask"])
@@ -192,13 +184,26 @@ class Advantages:
             loss_mask,
             kl_coef,
             has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
-            has_ref_log_probs=self._schedule.needs_reference,
+            has_ref_log_probs=self._schedule.needs_ref,
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
         for observer in self._observers:
             observer(prepared)
         return metrics
+
+    def _list_columns(self) -> list[str]:
+        """Return the columns that the estimator and the masks read."""
+        objective = self._schedule.objective
+        some = {
+            "ref_log_probs": objective.kl_place == "reward",
+            "old_log_probs": objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs,
+            "values": "values" in objective.needs,
+            "squared_probs": "squared_probs" in objective.needs,
+            "entropies": objective.masks_by_entropy,
+        }
+        always = ("rewards", "reward_results", "response_mask", "truncated", "weight_versions")
+        return [*always, *(name for name, is_read in some.items() if is_read)]
 
     def _inputs(
         self, batch: Batch, rewards: Tensor, scored: Tensor, response_mask: Tensor, kl_coef: float, metrics: Metrics

@@ -61,7 +61,7 @@ class Evaluator:
         if totals:
             metrics.add_mean("eval/reward", math.fsum(totals), len(totals))
         metrics.add_sum("eval/unscored", len(results) - len(totals))
-        # of failed samples those that count as zero are wrong
+        # failed samples that count as zero are wrong
         judged = [r.parts.get(first, 0.0) for r in results if first in r.parts or r.failed and r.total is not None]
         if judged and first in self._rewards.accuracies:
             metrics.add_mean("eval/accuracy", sum(part >= 1.0 for part in judged), len(judged))

@@ -212,7 +212,7 @@ class GroupRollout(Rollout):
         name = f"prompt_{num_taken:09d}.safetensors"
         save_groups(staged / name, groups)
         position = {"next_prompt": next_prompt, "in_flight": [group.index for group in groups], "file": name}
-        # of a run that resumes without a source
+        # position of a run that resumes without a source
         return super().state_dict() | position | {"draws": -(-next_prompt // self._plan.num_prompts)}
 
     def load_state_dict(self, state: Mapping[str, Any], resume: ResumePoint) -> None:

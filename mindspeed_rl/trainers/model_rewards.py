@@ -118,7 +118,7 @@ class ServedJudge:
     def read_items(self, items: Sequence[PromptItem], responses: Sequence[list[int]]) -> list[RewardSample]:
         """Return the samples of responses to prompts."""
         pairs = zip(items, responses, strict=True)
-        return [self._samples.read(one["prompt_ids"], ids, one["label"], one["columns"], False) for one, ids in pairs]
+        return [self._samples.read(item["prompt_ids"], ids, item["label"], item["columns"], False) for item, ids in pairs]
 
     def add_scores(
         self, fleet: Fleet, results: Sequence[RewardResult], samples: Sequence[RewardSample], *, in_rollout: bool
@@ -142,7 +142,7 @@ class ServedJudge:
             except Exception as error:  # noqa: BLE001 - any failure of a user's parser is a reply without a score
                 scores[text] = error
         judged = [_read_judgement(scores[text]) for text in texts]
-        errors = [one.error for one in judged if one.error]
+        errors = [judgement.error for judgement in judged if judgement.error]
         if len(errors) > self._limit * len(judged):
             raise RewardFailureError(
                 f"{len(errors)} of {len(judged)} responses have no score of the judge, more than "
@@ -247,5 +247,5 @@ class ModelRewards:
 
 
 def reward_totals(results: Sequence[RewardResult]) -> list[float]:
-    """Return the column `rewards`: NaN where there is no score."""
+    """Return the column `rewards`: NaN without a score."""
     return [math.nan if result.total is None else result.total for result in results]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -115,9 +115,9 @@ class PromptGroup:
 
 def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
     """Write the groups without their prompts, which the dataset has."""
-    samples = [sample for group in groups for sample in group.samples]
-    segments = [segment for sample in samples if sample is not None for segment in sample.segments]
-    prompts = [sequence.prompt_ids for sample in samples if sample is not None for sequence in sample.sequences]
+    samples = [sample for group in groups for sample in group.samples if sample is not None]
+    segments = [segment for sample in samples for segment in sample.segments]
+    prompts = [sequence.prompt_ids for sample in samples for sequence in sample.sequences]
     described = [
         {
             "number": group.index,
@@ -131,15 +131,20 @@ def save_groups(path: Path, groups: Sequence[PromptGroup]) -> None:
         for group in groups
     ]
     tensors = {
-        "prompt_ids": torch.tensor([token for prompt in prompts for token in prompt], dtype=torch.int64),
-        "token_ids": torch.tensor([token for segment in segments for token in segment.token_ids], dtype=torch.int64),
+        "prompt_ids": _join(prompts, torch.int64),
+        "token_ids": _join((segment.token_ids for segment in segments), torch.int64),
         # Python's float is float64: a resumed run has the same bits
-        "log_probs": torch.tensor([value for segment in segments for value in segment.log_probs], dtype=torch.float64),
-        "versions": torch.tensor([version for segment in segments for version in segment.versions], dtype=torch.int64),
+        "log_probs": _join((segment.log_probs for segment in segments), torch.float64),
+        "versions": _join((segment.versions for segment in segments), torch.int64),
     }
     # lengths as text and tokens as tensors: as text the tokens would take several times the space
     with replace_file(path, makes_folder=True) as partial:
         save_file(tensors, partial, {"format": _FORMAT, "groups": json.dumps(described)})
+
+
+def _join(parts: Iterable[Iterable[float]], dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers of all parts, one after the other."""
+    return torch.tensor([*itertools.chain.from_iterable(parts)], dtype=dtype)
 
 
 def _describe(sample: Trajectory) -> dict[str, object]:
@@ -168,7 +173,7 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
         load_item: (index of a prompt) -> the prompt.
 
     Raises:
-        ValueError: there is no such file, or it is another.
+        ValueError: the file does not exist, or it is another.
     """
     if not path.is_file():
         raise ValueError(f"{path}: responses that were on their way when the checkpoint was written are not there.")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ray.exceptions import RayError
 
 from mindspeed_rl.run import Run
-from mindspeed_rl.run.resume import read_latest, resume_from_save
+from mindspeed_rl.run.resume import read_newest_iteration, resume_from_save
 from mindspeed_rl.runtime.futures import WorkerError
 
 #: faults of a process, a machine or Ray, as the driver sees them
@@ -49,8 +49,8 @@ class Recovery:
             yield
             self._has_ended = True
         except _FAULTS as error:
-            latest = read_latest(self._run.config.actor_config, self._launched_s) or ""
-            iteration = int(latest) if latest.isdecimal() else 0
+            newest = read_newest_iteration(self._run.config.actor_config, self._launched_s) or ""
+            iteration = int(newest) if newest.isdecimal() else 0
             fault = (iteration, str(error).partition("\n")[0])
             # an error of the run comes again; deaths and hangs have the same text, but rarely come after the same iteration
             if not self._restarts_left or fault == self._last_fault:

@@ -55,7 +55,7 @@ class RLTrainer(TrainingLoop):
                 # after the greedy responses, for which the engine needs its memory
                 collect(actors.finish_rollout())
                 collect(self.model_rewards.run(num_rows))
-                if schedule.needs_reference:
+                if schedule.needs_ref:
                     collect(actors.compute_log_probs("ref", num_rows))
                 if schedule.has_teachers:
                     collect(actors.compute_teacher_log_probs(num_rows))
@@ -69,8 +69,8 @@ class RLTrainer(TrainingLoop):
                 if schedule.trains_actor(iteration):
                     collect(actors.update_actor(schedule.update_plan(iteration, self.advantages.entropy_threshold)))
                 schedule.after_update(iteration, self.metrics)
-                if schedule.syncs_reference(iteration):
-                    collect(actors.sync_reference(schedule.reference_mixup_alpha))
+                if schedule.syncs_ref(iteration):
+                    collect(actors.sync_reference(schedule.ref_mixup_alpha))
                 # before the checkpoint: the weight sync interrupts responses in flight, which are saved as they are then
                 self._push_weights(iteration + 1)
                 if schedule.saves(iteration):

@@ -252,7 +252,7 @@ def _check_models(run: Run, tokenizer: PreTrainedTokenizerBase, tokenizer_path: 
             reason = (
                 "the same texts have other ids, which are not mapped"
                 if theirs.keys() == ours.keys()
-                else (f"{len(theirs.keys() ^ ours.keys())} tokens are of one of them alone")
+                else (f"{len(theirs.keys() ^ ours.keys())} tokens are only in one of them")
             )
             raise ValueError(
                 f"{key}: the tokenizer of {folder} differs from the actor's ({tokenizer_path}), but the {model} reads the "

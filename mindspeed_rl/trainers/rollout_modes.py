@@ -71,21 +71,21 @@ def build_rollout(
 
     source: StreamingSource | PartialSource
     if rl.trainer_mode != "sync":
-        host = actors.servers
-        if host is None:
+        servers = actors.servers
+        if servers is None:
             raise ValueError(f"rl_config.trainer_mode {rl.trainer_mode}: there is no rollout engine with devices of its own")
         source = StreamingSource(
-            host.servers.pool,
-            host.agents,
-            host.servers.loop,
-            build_requests(sampling=host.sampling),
+            servers.servers.pool,
+            servers.agents,
+            servers.servers.loop,
+            build_requests(sampling=servers.sampling),
             admission,
             score,
             interrupts=rl.trainer_mode == "async" and rl.partial_rollout,
             num_warmup_batches=rl.num_warmup_batches if rl.trainer_mode == "async" else 1,
             timeout_s=run.deadlines.rows_s,
-            keep_alive=host.keep_alive,
-            generating=host.generating,
+            keep_alive=servers.keep_alive,
+            generating=servers.generating,
         )
     elif rl.partial_rollout_max_split > 1:
         max_tokens = run.generate.sampling_config.max_tokens

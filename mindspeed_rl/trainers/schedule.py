@@ -68,7 +68,7 @@ class Schedule:
         kl: controller of the KL coefficient.
         admission: how far the rollout may be ahead of training.
         objective: the loss and its inputs.
-        needs_reference, needs_old_log_probs, has_critic, has_teachers: forward passes of an iteration.
+        needs_ref, needs_old_log_probs, has_critic, has_teachers: forward passes of an iteration.
         evaluates_first: there is something to evaluate on: a dataset for it, or the part that `split` holds back.
     """
 
@@ -86,12 +86,12 @@ class Schedule:
         # the tokens are sampled from the weights that train on them
         self._on_policy = plan.on_policy and self.admission.bound == 0
         self._is_quantized = run.generate.quantization is not None
-        self.needs_reference = objective.needs_reference
+        self.needs_ref = objective.needs_ref
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
         self.has_teachers = objective.distillation is not None
         self.evaluates_first = self._actor.has_held_out_data
-        self.reference_mixup_alpha = self._rl.ref_model_mixup_alpha
+        self.ref_mixup_alpha = self._rl.ref_model_mixup_alpha
 
     def steps(self, iteration: int) -> list[list[int]]:
         """Return the rows of each optimizer step of the iteration."""
@@ -108,7 +108,7 @@ class Schedule:
         """Return the plan of the actor's update in this iteration."""
         optional = {
             "old_log_probs": self.needs_old_log_probs,
-            "ref_log_probs": self.objective.loss_reads_reference,
+            "ref_log_probs": self.objective.loss_reads_ref,
             "entropies": "entropies" in self.objective.needs,
             "marked_tokens": self.objective.loss.marks is not None,
         }
@@ -139,10 +139,10 @@ class Schedule:
         """Return False while only the critic learns."""
         return not self.has_critic or iteration >= self._rl.critic_warmup
 
-    def syncs_reference(self, iteration: int) -> bool:
+    def syncs_ref(self, iteration: int) -> bool:
         """Return True every `ref_model_sync_steps` iterations with `sync_ref_model`."""
         rl = self._rl
-        return rl.sync_ref_model and self.needs_reference and (iteration + 1) % rl.ref_model_sync_steps == 0
+        return rl.sync_ref_model and self.needs_ref and (iteration + 1) % rl.ref_model_sync_steps == 0
 
     def saves(self, iteration: int) -> bool:
         """Return True every `save_interval` iterations and after the last."""

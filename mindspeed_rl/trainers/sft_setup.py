@@ -108,8 +108,8 @@ def check_supervised(run: Run) -> SupervisedInputs:
     num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:
         run = resolve_length(run, num_rows)
-    if (reference := run.models.get("ref")) is not None:
-        check_weights(reference.config, reference.source)
+    if (ref := run.models.get("ref")) is not None:
+        check_weights(ref.config, ref.source)
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
@@ -219,24 +219,39 @@ def _check_data(config: MegatronConfig, vocab_size: int | None = None) -> None:
         value = getattr(config, key)
         if value is None and key == "data_path":
             raise ValueError(f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
-        for prefix in [] if value is None else value if isinstance(value, list) else [value]:
-            if config.stage == "pretrain":
-                missing = [] if is_weight(prefix) or Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
-                hint = "give the whole prefix, with _text_document"
-            else:
-                columns = list_packed_columns(Path(str(prefix)).expanduser())
-                # both answers of a pair are judged by themselves, too
-                stage = "dpo" if config.stage == "kto" and is_paired(str(prefix)) else config.stage
-                missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
-                hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
-            if missing:
-                raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
-            if vocab_size is not None and not (config.stage == "pretrain" and is_weight(prefix)):
-                path = Path(str(prefix)).expanduser()
-                check_columns(path, vocab_size, f"megatron_training.{key}")
-                if config.stage == "sft" and config.sft_loss_type in ("forward_kl", "reverse_kl"):
-                    count, rows = StoredLogProbs(path).num_rows, len(IndexedColumns(path, ["input_ids"]))
-                    if count != rows:
-                        raise ValueError(f"sft_loss_type: log-probs of a teacher are of {count} rows, but {path} has {rows}")
-                if config.stage == "sft" and config.pack and config.reset_attention_mask and not config.neat_pack:
-                    check_sample_lengths(path)
+        if value is None:
+            continue
+        for prefix in value if isinstance(value, list) else [value]:
+            # the list of stage pretrain has weights between its prefixes
+            if config.stage != "pretrain" or not is_weight(prefix):
+                _check_files(config.stage, key, prefix)
+                if vocab_size is not None:
+                    _check_content(config, key, Path(str(prefix)).expanduser(), vocab_size)
+
+
+def _check_files(stage: str, key: str, prefix: object) -> None:
+    """Raise ValueError where a file does not exist that a stage reads."""
+    if stage == "pretrain":
+        missing = [] if Path(f"{prefix}.idx").expanduser().is_file() else [f"{prefix}.idx"]
+        hint = "give the whole prefix, with _text_document"
+    else:
+        columns = list_packed_columns(Path(str(prefix)).expanduser())
+        # both answers of a pair are judged by themselves, too
+        stage = "dpo" if stage == "kto" and is_paired(str(prefix)) else stage
+        missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
+        hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
+    if missing:
+        raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
+
+
+def _check_content(config: MegatronConfig, key: str, path: Path, vocab_size: int) -> None:
+    """Raise ValueError where the files hold what the stage cannot train on."""
+    check_columns(path, vocab_size, f"megatron_training.{key}")
+    if config.stage != "sft":
+        return
+    if config.sft_loss_type in ("forward_kl", "reverse_kl"):
+        count, rows = StoredLogProbs(path).num_rows, len(IndexedColumns(path, ["input_ids"]))
+        if count != rows:
+            raise ValueError(f"sft_loss_type: log-probs of a teacher are of {count} rows, but {path} has {rows}")
+    if config.pack and config.reset_attention_mask and not config.neat_pack:
+        check_sample_lengths(path)

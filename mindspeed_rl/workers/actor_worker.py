@@ -127,5 +127,5 @@ class ActorWorker(ActorPhases):
 
     def finish(self) -> WorkerReport:
         """Wait for background saves, and end the tools."""
-        self.rollout.host.run_without_steps(self.rollout.agents.close)
+        self.rollout.in_process.run_without_steps(self.rollout.agents.close)
         return super().finish()

@@ -209,7 +209,7 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker
         image_marker: see `ChatTurns`.
 
     Raises:
-        ValueError: there is no such template.
+        ValueError: the template does not exist.
     """
     actor = run.config.actor_config
     path = actor.prompt_type_path if actor.prompt_type_path and Path(actor.prompt_type_path).is_file() else None

@@ -13,7 +13,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
-from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases
+from mindspeed_rl.workers.model_worker import CriticPhases, RefPhases, RewardModelPhases, TeacherPhases
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.roles import PassSettings, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
@@ -58,13 +58,13 @@ class _DedicatedWorker(DeviceWorker):
         """Build the models of the role."""
 
 
-class ReferenceWorker(_DedicatedWorker, ReferencePhases):
+class RefWorker(_DedicatedWorker, RefPhases):
     """One rank of a reference (`reference_resource`)."""
 
     role, title = "ref", "reference"
 
     def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
-        return Roles(reference=build_role(self.run, "ref", shared))
+        return Roles(ref=build_role(self.run, "ref", shared))
 
 
 class CriticWorker(_DedicatedWorker, CriticPhases):

@@ -78,7 +78,7 @@ class PhaseDumps:
             elif phase == Phases.UPDATE_CRITIC:
                 modules = config.critic_train_dump
                 record = self._record_model("critic", "update", modules or config.key_data_dump, iteration)
-            elif phase == Phases.REFERENCE_LOG_PROBS:
+            elif phase == Phases.REF_LOG_PROBS:
                 modules = config.reference_dump
                 record = self._record_model("reference", "forward", modules, iteration)
         elif target is not None and phase in (Phases.GENERATE, Phases.CONTINUE_RESPONSES) and config.actor_infer_dump:

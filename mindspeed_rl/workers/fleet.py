@@ -35,7 +35,7 @@ _KINDS = {
         built="the models are loaded, the rollout engines are built",
     ),
     "trainer": WorkerKind("mindspeed_rl.workers.trainer_worker:TrainerWorker", saves=("actor_config", "critic_config")),
-    "ref": WorkerKind("mindspeed_rl.workers.dedicated_workers:ReferenceWorker", title="reference worker", log_name="reference"),
+    "ref": WorkerKind("mindspeed_rl.workers.dedicated_workers:RefWorker", title="reference worker", log_name="reference"),
     "critic": WorkerKind(
         "mindspeed_rl.workers.dedicated_workers:CriticWorker",
         title="critic worker",
@@ -148,7 +148,7 @@ class Fleet:
         if rl.blocking or rl.filter_groups_enable or rl.dynamic_sample or rl.trainer_mode != "sync":
             return
         count, actor = self._run.plan.num_train_samples, self.actor
-        if objective.needs_reference and ("ref" in self.dedicated or idle):
+        if objective.needs_ref and ("ref" in self.dedicated or idle):
             self._early["ref"] = self.dedicated.get("ref", actor).start(Phases.ACTOR_LOG_PROBS, "ref", count)
         term = objective.distillation
         if term is not None and not term.has_servers and ("teacher" in self.dedicated or idle):
@@ -237,7 +237,7 @@ class Fleet:
 
     def sync_reference(self, alpha: float) -> list[WorkerReport]:
         """Move the reference towards the actor: ref = alpha * actor + (1 - alpha) * ref."""
-        return self.actor.call(Phases.SYNC_REFERENCE, alpha)
+        return self.actor.call(Phases.SYNC_REF, alpha)
 
     def save(self, iteration: int, run_state: dict[str, object]) -> list[WorkerReport]:
         """Write, or start to, a checkpoint of every role that changes; the actor's is last: a run resumes where it does."""

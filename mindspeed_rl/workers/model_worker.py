@@ -110,20 +110,20 @@ class _ModelWorker(DeviceWorker):
         role.offloader.start_onload(optimizer=not role.config.swap_optimizer)
 
 
-class ReferencePhases(_ModelWorker):
+class RefPhases(_ModelWorker):
     """Log-probs of the reference."""
 
     def compute_log_probs(self, role: str, count: int) -> WorkerReport:
         """Compute the log-probs of the reference ("ref") for this replica's rows."""
         assert role == "ref", role
         # without a model of its own the reference is the actor without its adapters
-        target = self.roles.reference or self.roles.actor
+        target = self.roles.ref or self.roles.actor
         assert target is not None
-        weights = nullcontext() if self.roles.reference else adapters_disabled(target.model)
+        weights = nullcontext() if self.roles.ref else adapters_disabled(target.model)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
-        with self.phase(Phases.REFERENCE_LOG_PROBS, metrics, target, timed=False), weights:
-            self._forward(Phases.REFERENCE_LOG_PROBS, target, batching, count)
+        with self.phase(Phases.REF_LOG_PROBS, metrics, target, timed=False), weights:
+            self._forward(Phases.REF_LOG_PROBS, target, batching, count)
         return self._report(metrics)
 
 
@@ -162,18 +162,10 @@ class TeacherPhases(_ModelWorker):
         judgement = HeadOutputs() if term.estimator is not None else TopLogProbs(term.topk)
         judged: list[list[tuple[Tensor, Tensor]]] = [[] for _ in range(len(rows))]
         for index, name in enumerate(term.teachers):
-            role = {"actor": self.roles.actor, "ref": self.roles.reference}.get(name) or self.roles.teachers[name]
+            role = {"actor": self.roles.actor, "ref": self.roles.ref}.get(name) or self.roles.teachers[name]
             chosen = [row for row in range(len(rows)) if choices is None or choices[row] == keys.teacher_keys[index]]
-            # replicas that share experts, or agree on a number of micro-batches, make their passes together
-            together = list(range(len(rows))) if role.model.transformer_config.num_moe_experts else chosen or [0]
-            role.offloader.onload(params=True)
-            batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
-            outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=keys.teacher_temperature)
-            if not role.trains:
-                self._release(role)
-            for row, *values in zip(together, *(outputs or ())):
-                if row in chosen:
-                    judged[row].append((values[0], values[1]))
+            for row, values in self._ask_teacher(role, rows, chosen, judgement).items():
+                judged[row].append(values)
         if not all(judged):
             return {}
         log_probs, ids = ([torch.stack([pair[item] for pair in row], 1).flatten() for row in judged] for item in (0, 1))
@@ -181,6 +173,20 @@ class TeacherPhases(_ModelWorker):
         if term.estimator is None:
             columns["teacher_ids"] = [values.int() for values in ids]
         return columns
+
+    def _ask_teacher(
+        self, role: Role, rows: Rows, chosen: Sequence[int], judgement: HeadOutputs | TopLogProbs
+    ) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return the two outputs of a teacher for each of the chosen rows; collective."""
+        # replicas that share experts, or agree on a number of micro-batches, make their passes together
+        together = range(len(rows)) if role.model.transformer_config.num_moe_experts else chosen or [0]
+        role.offloader.onload(params=True)
+        batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
+        temperature = self.run.rl.distillation.teacher_temperature
+        outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=temperature)
+        if not role.trains:
+            self._release(role)
+        return {row: (values[0], values[1]) for row, *values in zip(together, *(outputs or ())) if row in chosen}
 
 
 def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:

@@ -31,12 +31,12 @@ from mindspeed_rl.runtime.cluster import (
 )
 from mindspeed_rl.runtime.futures import Pending, WaitMonitor, wait_all
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files
+from mindspeed_rl.runtime.shared_filesystem import ObservedFiles, check_shared_files
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
-    FilesCheck = Callable[[Sequence[str], Callable[[Sequence[str]], Sequence[HostFiles]]], list[str]]
+    FilesCheck = Callable[[Sequence[str], Callable[[Sequence[str]], Sequence[ObservedFiles]]], list[str]]
 
 _LOG = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RemoteGroup:
             built: step of the start that is complete when the workers are built, for the console.
 
         Raises:
-            TimeoutError: there is no room for them.
+            TimeoutError: they do not fit on the cluster.
         """
         size, title = settings.world_size, settings.title
         resource = platform_class(settings.platform).ray_resource
@@ -120,7 +120,7 @@ class RemoteGroup:
             warnings = self._check_files(
                 self.names,
                 lambda paths: self.wait(
-                    Phases.SET_UP, [process.read_host_files.remote(list(paths)) for process in self.processes]
+                    Phases.SET_UP, [process.read_observed_files.remote(list(paths)) for process in self.processes]
                 ),
             )
             for warning in warnings:

@@ -33,36 +33,40 @@ def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: b
     `responses` and the columns aligned to it are all tokens after the prompts; `response_mask` is True on those that the actor
     sampled, and is made nowhere else.
     """
-    images = {IMAGES: [one.images for one in trajectories]} if with_images else {}
+    images = {IMAGES: [trajectory.images for trajectory in trajectories]} if with_images else {}
     return images | {
-        "responses": [torch.tensor(one.token_ids, dtype=torch.int64) for one in trajectories],
-        "response_mask": [torch.tensor(one.sampled, dtype=torch.bool) for one in trajectories],
-        "rollout_log_probs": [torch.tensor(one.log_probs, dtype=torch.float32) for one in trajectories],
-        "weight_versions": [torch.tensor(one.versions, dtype=torch.int64) for one in trajectories],
-        "input_ids": [torch.tensor(one.input_ids, dtype=torch.int64) for one in trajectories],
-        "sequence_lengths": [torch.tensor(one.sequence_lengths, dtype=torch.int64) for one in trajectories],
-        "truncated": [one.finish == "length" for one in trajectories],
-        "trajectories": [one.reward_columns() for one in trajectories],
+        "responses": [torch.tensor(trajectory.token_ids, dtype=torch.int64) for trajectory in trajectories],
+        "response_mask": [torch.tensor(trajectory.sampled, dtype=torch.bool) for trajectory in trajectories],
+        "rollout_log_probs": [torch.tensor(trajectory.log_probs, dtype=torch.float32) for trajectory in trajectories],
+        "weight_versions": [torch.tensor(trajectory.versions, dtype=torch.int64) for trajectory in trajectories],
+        "input_ids": [torch.tensor(trajectory.input_ids, dtype=torch.int64) for trajectory in trajectories],
+        "sequence_lengths": [torch.tensor(trajectory.sequence_lengths, dtype=torch.int64) for trajectory in trajectories],
+        "truncated": [trajectory.finish == "length" for trajectory in trajectories],
+        "trajectories": [trajectory.reward_columns() for trajectory in trajectories],
     }
 
 
 def compute_response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     """Return lengths, the fraction of truncated responses, and the trajectories' own metrics."""
     metrics = Metrics()
-    metrics.add_spread("response_length", [len(one.token_ids) for one in trajectories])
-    metrics.add_spread("prompt_length", [one.sequence_lengths[0] for one in trajectories])
-    truncated = sum(one.finish == "length" for one in trajectories)
+    metrics.add_spread("response_length", [len(trajectory.token_ids) for trajectory in trajectories])
+    metrics.add_spread("prompt_length", [trajectory.sequence_lengths[0] for trajectory in trajectories])
+    truncated = sum(trajectory.finish == "length" for trajectory in trajectories)
     metrics.add_mean("rollout/truncated_fraction", truncated, len(trajectories))
-    metrics.add_sum("rollout/tokens", sum(len(one.sampled_versions) for one in trajectories))
-    for name in dict.fromkeys(name for one in trajectories for name in one.metrics):
-        values = [one.metrics[name] for one in trajectories if name in one.metrics]
+    metrics.add_sum("rollout/tokens", sum(len(trajectory.sampled_versions) for trajectory in trajectories))
+    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
+        values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         if "/" in name:
             metrics.add_sum(name, sum(values))
         else:
             metrics.add_spread(name, values)
-    if any(one.reward_columns() for one in trajectories):
-        metrics.add_mean("rollout/failed_trajectories", sum(bool(one.failure) for one in trajectories), len(trajectories))
-        metrics.add_mean("rollout/sequences_mean", sum(len(one.sequences) for one in trajectories), len(trajectories))
+    if any(trajectory.reward_columns() for trajectory in trajectories):
+        metrics.add_mean(
+            "rollout/failed_trajectories", sum(bool(trajectory.failure) for trajectory in trajectories), len(trajectories)
+        )
+        metrics.add_mean(
+            "rollout/sequences_mean", sum(len(trajectory.sequences) for trajectory in trajectories), len(trajectories)
+        )
     return metrics
 
 

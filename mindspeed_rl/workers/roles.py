@@ -63,7 +63,7 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
     Args:
         rl: the group of the run file.
         use: the passes that are limited.
-        size: rows of a micro-batch where there is no token budget.
+        size: rows of a micro-batch without a token budget.
     """
     if not rl.use_dynamic_bsz:
         return MicroBatching(size)
@@ -281,7 +281,7 @@ class Role:
         """Return the entries of the exported config.json that differ from the source's."""
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
-        # of its prediction layers only those that train are loaded
+        # only prediction layers that train are loaded
         predicts = mtp_keys(config, self.model.plan.model_config.mtp_num_layers)
         changes = {**without_quantization(config), **dtype_keys(config, dtype), **predicts}
         return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
@@ -333,7 +333,7 @@ class Roles:
     """
 
     actor: Role | None = None
-    reference: Role | None = None
+    ref: Role | None = None
     critic: Role | None = None
     reward: Role | None = None
     scoring: OutcomeScoring | None = None
@@ -341,7 +341,7 @@ class Roles:
 
     def all(self) -> list[Role]:
         """Return the models of this worker."""
-        roles = (self.actor, self.critic, self.reference, self.reward, *self.teachers.values())
+        roles = (self.actor, self.critic, self.ref, self.reward, *self.teachers.values())
         return [role for role in roles if role is not None]
 
 

@@ -129,7 +129,7 @@ class RolloutReplica:
         # replicas that share experts are one engine for the weights
         self._weights_index = self.rank // (self.layout.tensor * self.layout.sharing)
         group = _make_group(self.layout.replica_groups())
-        self.host = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
+        self.in_process = InProcessEngine(self.engine, group, self.replica * self.layout.tensor)
         self.push: WeightPush | None = None
         self.reconfigure(run, plane)
 
@@ -144,7 +144,7 @@ class RolloutReplica:
             folder = Path(config.eplb_token_save_path)
             self._expert_counts = ExpertCounts(folder, self.rank, model_config.moe_layers, model_config.num_moe_experts)
         self.agents, self.order = build_agents(run, self._tokenizer), LengthOrder(longest_first=run.rl.longest_first)
-        self.host.run_without_steps(self.agents.start)
+        self.in_process.run_without_steps(self.agents.start)
 
     # ------------------------------------------------------------------ weights
 
@@ -157,7 +157,7 @@ class RolloutReplica:
             adapters: are loaded next to the weights, which are those without them; None merges them.
         """
         self.engine.restore_memory("weights")
-        self.host.load(lambda model: self._write(model, stream, adapters is not None), version)
+        self.in_process.load(lambda model: self._write(model, stream, adapters is not None), version)
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
@@ -219,7 +219,7 @@ class RolloutReplica:
         Args:
             rollout_index: index of the rollout in the run, a part of the seeds.
         """
-        metrics = self.host.run(lambda: self._generate_all(rollout_index)) or Metrics()
+        metrics = self.in_process.run(lambda: self._generate_all(rollout_index)) or Metrics()
         if self._expert_counts is not None:
             self._expert_counts.finish(metrics)
         return metrics
@@ -258,9 +258,9 @@ class RolloutReplica:
     async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
         tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
         order = self.order.arrange(tasks)
-        started = {index: asyncio.ensure_future(self.agents.sample(self.host, tasks[index])) for index in order}
+        started = {index: asyncio.ensure_future(self.agents.sample(self.in_process, tasks[index])) for index in order}
         trajectories = await asyncio.gather(*(started[index] for index in range(len(tasks))))
-        self.order.note(tasks, [len(one.token_ids) for one in trajectories])
+        self.order.note(tasks, [len(trajectory.token_ids) for trajectory in trajectories])
         assert self.plane is not None
         columns = build_response_columns(trajectories, with_images=self.engine.image_rules is not None)
         if self._plan is not None:
@@ -278,18 +278,18 @@ class RolloutReplica:
         """
         max_tokens = self.engine.sampling.max_tokens
 
-        async def continue_one(response: PartialResponse) -> Generated:
+        async def continue_response(response: PartialResponse) -> Generated:
             length = 0 if response.partial is None else len(response.partial.token_ids)
             limit = min(max_tokens, length + num_tokens)
             sampling = replace(self.engine.sampling, max_tokens=limit, images=response.images)
-            generated = await self.host.generate(response.prompt_ids, sampling, response.seed, response.partial)
+            generated = await self.in_process.generate(response.prompt_ids, sampling, response.seed, response.partial)
             is_partial = generated.finish == "length" and len(generated.token_ids) == limit < max_tokens
             return replace(generated, finish="aborted") if is_partial else generated
 
         async def continue_all() -> list[Generated]:
-            return list(await asyncio.gather(*map(continue_one, responses[self.replica :: self.num_replicas])))
+            return list(await asyncio.gather(*map(continue_response, responses[self.replica :: self.num_replicas])))
 
-        return self.host.run(continue_all)
+        return self.in_process.run(continue_all)
 
     def generate_responses(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
         """Generate the response to every n-th prompt, from this replica's index on; None on ranks that return no results.
@@ -302,11 +302,11 @@ class RolloutReplica:
         tasks = build_item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
 
         async def generate_all() -> list[Trajectory]:
-            trajectories = await asyncio.gather(*(self.agents.sample(self.host, task) for task in tasks))
+            trajectories = await asyncio.gather(*(self.agents.sample(self.in_process, task) for task in tasks))
             # no update reads these, and routing would be most of the transfer
             return [trajectory.drop_routing() for trajectory in trajectories]
 
-        return self.host.run(generate_all)
+        return self.in_process.run(generate_all)
 
 
 def _make_group(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:

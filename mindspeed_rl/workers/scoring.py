@@ -30,7 +30,7 @@ class OutcomeScoring:
     def rows(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Rows:
         """Return the rows that the model reads, one for each response."""
         input_ids = [torch.cat([prompt, response]).to(torch.int64) for prompt, response in zip(prompts, responses)]
-        # of a row that is all prompt the engine returns the output only at the last token
+        # the engine returns only the output at the last token of a row that is all prompt
         targets = [torch.zeros(1, dtype=torch.int64) for _ in input_ids]
         return Rows(input_ids, prompt_lengths=[len(ids) for ids in input_ids], targets=targets)
 

@@ -193,7 +193,7 @@ class ServerRollout:
                 await asyncio.sleep(_COLLECT_S)  # those that end together travel together
                 done = {running.pop(task): task for task in list(running) if task.done()}
                 trajectories = [done[index].result() for index in sorted(done)]
-                lengths |= {index: len(one.token_ids) for index, one in zip(sorted(done), trajectories)}
+                lengths |= {index: len(trajectory.token_ids) for index, trajectory in zip(sorted(done), trajectories)}
                 rows = build_response_columns(trajectories, with_images=run.config.reads_images)
                 await loop.run_in_executor(self._writer, self._plane.put, rows, sorted(done))
                 metrics.merge(compute_response_metrics(trajectories))

@@ -89,15 +89,15 @@ class SupervisedWorker(DeviceWorker):
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
         self.role = Role("megatron_training", self.run.models["actor"], passes, steps_per_iteration=1)
         self.role.engine.outputs = self.stage.outputs
-        self.reference: Role | None = None
+        self.ref: Role | None = None
         if "ref" in self.run.models:
-            self.reference = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
+            self.ref = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
         owners = dict(self.role.offloader.resident_bytes())
-        if self.reference is not None:
-            owners["reference"] = sum(self.reference.offloader.resident_bytes().values())
+        if self.ref is not None:
+            owners["reference"] = sum(self.ref.offloader.resident_bytes().values())
         return owners
 
     def resumed_state(self) -> dict[str, Any]:
@@ -165,25 +165,25 @@ class SupervisedWorker(DeviceWorker):
     def _rows(self, items: list[object]) -> Rows:
         """Return the engine's rows, with the reference's log-prob of each answer and their KL where the loss needs them."""
         rows = self.stage.rows(items)
-        if not self.stage.needs_reference:
+        if not self.stage.needs_ref:
             return rows
-        with self.timers(Phases.REFERENCE_LOG_PROBS.timer):
-            columns = {"ref_log_probs": self._sum_log_probs(rows, is_reference=True)}
+        with self.timers(Phases.REF_LOG_PROBS.timer):
+            columns = {"ref_log_probs": self._sum_log_probs(rows, is_ref=True)}
             mismatched = self.stage.mismatched_rows(items)
             if mismatched is not None:
-                ours, theirs = (sum(self._sum_log_probs(mismatched, is_reference=which)) for which in (False, True))
+                ours, theirs = (sum(self._sum_log_probs(mismatched, is_ref=which)) for which in (False, True))
                 # over the global batch, so that the loss is the same in every layout
                 total = torch.tensor([float(ours - theirs), len(mismatched)], device=self.role.engine.device)
                 dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
                 columns["kl"] = [(total[0] / total[1]).clamp(min=0.0).cpu()] * len(rows)
         return replace(rows, columns={**rows.columns, **columns})
 
-    def _sum_log_probs(self, rows: Rows, *, is_reference: bool) -> list[Tensor]:
+    def _sum_log_probs(self, rows: Rows, *, is_ref: bool) -> list[Tensor]:
         """Return the log-prob of each answer under policy or reference; only the last pipeline stage has and needs it."""
         # without a model of its own the reference is the policy without its adapters
-        shares = is_reference and self.reference is None
+        shares = is_ref and self.ref is None
         with adapters_disabled(self.role.model) if shares else nullcontext():
-            result = ((self.reference if is_reference else None) or self.role).engine.forward(rows, self.batching)
+            result = ((self.ref if is_ref else None) or self.role).engine.forward(rows, self.batching)
         log_probs = result[0] if result is not None else [mask * 0.0 for mask in rows.columns["loss_mask"]]
         return [(values * mask).sum() for values, mask in zip(log_probs, rows.columns["loss_mask"])]
 

@@ -107,7 +107,7 @@ class TeacherServers:
         """Return log-probs and ids, [size, k] each, of the last `size` tokens of each (token ids, size)."""
         replies = asyncio.run(self._request_all([(address, ids) for ids, _ in sequences]))
         judged = [self._read(ids, size, reply) for (ids, size), reply in zip(sequences, replies, strict=True)]
-        return [(one.log_probs, one.ids) for one in judged]
+        return [(top.log_probs, top.ids) for top in judged]
 
     def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
         """Put the teachers' log-probs of the first `count` rows into the data plane."""
@@ -180,13 +180,13 @@ class TeacherServers:
                 async with limit:
                     reply = await self._call(client, address, "completions", body | {"prompt_logprobs": self._top_k})
                 choices = reply.get("choices") or [{}]
-                found = choices[0].get("prompt_logprobs") or reply.get("prompt_logprobs")
-                if not isinstance(found, list) or len(found) != len(ids):
+                log_probs = choices[0].get("prompt_logprobs") or reply.get("prompt_logprobs")
+                if not isinstance(log_probs, list) or len(log_probs) != len(ids):
                     raise TeacherServerError(
                         f"the teacher at {address} returned no prompt_logprobs of {len(ids)} tokens; it must be a server with "
                         f"vLLM's completions (--max-logprobs of at least {self._top_k})"
                     )
-                return found
+                return log_probs
 
             return await asyncio.gather(*(request(address, ids) for address, ids in requests))
 

@@ -31,7 +31,7 @@ from mindspeed_rl.resharding.rendezvous import Rendezvous
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
-from mindspeed_rl.workers.model_worker import CriticPhases, ReferencePhases, RewardModelPhases, TeacherPhases, add_step
+from mindspeed_rl.workers.model_worker import CriticPhases, RefPhases, RewardModelPhases, TeacherPhases, add_step
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.responses import read_image_rules
 from mindspeed_rl.workers.roles import Role, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
@@ -64,7 +64,7 @@ def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
     return built
 
 
-class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhases):
+class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
     """The actor, and reference, critic, reward model and teachers where they share its device.
 
     Attributes:
@@ -102,7 +102,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
-        others = {"reference": self.roles.reference, "critic": self.roles.critic, "reward model": self.roles.reward}
+        others = {"reference": self.roles.ref, "critic": self.roles.critic, "reward model": self.roles.reward}
         totals = {name: sum(role.offloader.resident_bytes().values()) for name, role in others.items() if role is not None}
         totals |= {role.name: sum(role.offloader.resident_bytes().values()) for role in self.roles.teachers.values()}
         return {**self.actor.offloader.resident_bytes(), **totals}
@@ -156,9 +156,9 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
             batch = recorded.inputs(batch)
         batching = self._batching("update", actor.config.micro_batch_size)
         if objective.loss.compares_group:  # whose limits count groups
-            most = None if batching.max_rows is None else max(1, batching.max_rows // objective.group_size)
+            max_groups = None if batching.max_rows is None else max(1, batching.max_rows // objective.group_size)
             batching = replace(
-                batching, micro_batch_size=max(1, batching.micro_batch_size // objective.group_size), max_rows=most
+                batching, micro_batch_size=max(1, batching.micro_batch_size // objective.group_size), max_rows=max_groups
             )
         with self.phase(Phases.UPDATE_ACTOR, metrics, actor, plan.iteration) as observer:
             for rows in self._mini_batches(Phases.UPDATE_ACTOR, plan.steps, plan.columns):
@@ -184,12 +184,12 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
     @torch.no_grad()
     def sync_reference(self, alpha: float) -> WorkerReport:
         """Set ref <- alpha * actor + (1 - alpha) * ref, weight by weight in float32; the actor's adapters are merged."""
-        reference = self.roles.reference
-        assert reference is not None
+        ref = self.roles.ref
+        assert ref is not None
         self.actor.offloader.onload(params=True)
-        reference.offloader.onload(params=True)
-        for name, weight in reference.stream.local_weights.items():
-            reference.engine.stored_weights.mix(weight, self.actor.stream.local_weights[name].value(), alpha)
+        ref.offloader.onload(params=True)
+        for name, weight in ref.stream.local_weights.items():
+            ref.engine.stored_weights.mix(weight, self.actor.stream.local_weights[name].value(), alpha)
         return self._report()
 
     # ------------------------------------------------------------------ checkpoints
@@ -210,7 +210,7 @@ class ActorPhases(ReferencePhases, CriticPhases, RewardModelPhases, TeacherPhase
                 self._release(role)
 
     def _saved_roles(self) -> list[Role]:
-        return [role for role in (self.roles.reference, self.roles.critic, self.actor) if role is not None]
+        return [role for role in (self.roles.ref, self.roles.critic, self.actor) if role is not None]
 
     def finish(self) -> WorkerReport:
         """Wait for background saves."""

@@ -58,7 +58,7 @@ def load_then_train(
         return report | {"loaded": loaded}
 
 
-def apart(job: str, setting: Setting, folders: list[str], **settings: Any) -> Any:
+def on_separate_disks(job: str, setting: Setting, folders: list[str], **settings: Any) -> Any:
     """A job of this module in which each rank sees another disk in the place of the folder."""
     return globals()[job](setting, folders[dist_rank()], **settings)
 

@@ -1,4 +1,4 @@
-"""How far two trainings are apart."""
+"""How far two trainings differ."""
 
 from __future__ import annotations
 
@@ -33,5 +33,5 @@ def _relative(ours: list[float], theirs: list[float]) -> float:
 
 def assert_same_training(reports: list[dict[str, Any]], reference: list[dict[str, Any]], tolerance: float = 1e-5) -> None:
     """Loss, gradient norm and weights agree."""
-    apart = distances(reports, reference)
-    assert all(value <= tolerance for value in apart.values()), apart
+    distance = distances(reports, reference)
+    assert all(value <= tolerance for value in distance.values()), distance

@@ -192,7 +192,7 @@ def compare(
         generate = dataclasses.replace(run.generate, dtype=engine_type)
         run = dataclasses.replace(run, config=dataclasses.replace(run.config, generate_config=generate))
     moe_layers = plan_model(cfg.actor_config, Path(folder)).model_config.moe_layers
-    found: dict[str, tuple[str, Evidence]] = {}
+    results: dict[str, tuple[str, Evidence]] = {}
     worker = ComparisonWorker(run, f"comparison{dist.__name__}", rank=0)
     try:
         for name in tampers:
@@ -207,14 +207,14 @@ def compare(
             TAMPER[name](sides)
             evidence = Comparison(sides).gather_evidence(run, PROMPTS, 8, moe_layers)
             cause = evidence.name_cause()
-            found[name] = ("" if cause is None else str(cause), evidence)
+            results[name] = ("" if cause is None else str(cause), evidence)
             worker.role.engine.temperature, worker._push = state["temperature"], state["push"]
             for layer, topk in zip(layers, state["topk"]):
                 layer.self_attention.linear_qkv.__dict__.pop("forward", None)
                 if topk is not None:
                     layer.mlp.router.topk = topk
             worker.rollout.engine.restore_memory("cache")
-        return found
+        return results
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -28,13 +28,13 @@ def distill(setting: Setting) -> dict[str, Any]:
     with engine_of(setting) as engine:
         rows = policy_rows(engine, setting)
         passes = [(TopLogProbs(K), temperature) for temperature in TEMPERATURES] + [(None, TEMPERATURES[0])]
-        *found, sampled = (
+        *result, sampled = (
             from_last_stage(engine.forward(rows, setting.batching, outputs, temperature=temperature))
             for outputs, temperature in passes
         )
-        assert sampled is not None and all(found)
+        assert sampled is not None and all(result)
         columns = {
-            name: [torch.cat(pair, -1) for pair in zip(*(one[item] for one in found if one))]
+            name: [torch.cat(pair, -1) for pair in zip(*(part[item] for part in result if part))]
             for item, name in enumerate(("teacher_log_probs", "teacher_ids"))
         }
         rows = replace(rows, columns={**rows.columns, **columns})

@@ -171,7 +171,7 @@ def count_differences(
             sampled = torch.cat(rows.columns["rollout_log_probs"])
             if has_experts:  # the last token of a response goes to experts of the trainer's choice
                 chosen = [torch.from_numpy(c.routing.astype(np.int16)) for c in completions if c.routing is not None]
-                rows = replace(rows, routing=[torch.cat([one, torch.full_like(one[:1], -1)]) for one in chosen])
+                rows = replace(rows, routing=[torch.cat([routing, torch.full_like(routing[:1], -1)]) for routing in chosen])
             outputs = [engine.forward(rows, shape.batching) for shape, engine in engines.items()]
             computed = [torch.cat(output[0]) for output in outputs if output is not None]
             rounds.append(

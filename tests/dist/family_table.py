@@ -91,12 +91,12 @@ _VERIFIED = ("verified on", "验证平台")
 
 def results(paths: list[Path]) -> dict[str, str]:
     """Test name with parameters -> "passed", "skipped" or "failed"."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '')}"
         failed = case.find("failure") is not None or case.find("error") is not None
-        found[name] = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
-    return found
+        result[name] = "failed" if failed else "skipped" if case.find("skipped") is not None else "passed"
+    return result
 
 
 def _join(states: list[str]) -> str:

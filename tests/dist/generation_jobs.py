@@ -43,8 +43,8 @@ def generate(folder: str, tensor: int = 1, pipeline: int = 1, temperature: float
         text = Letters().decode(first[1:3], skip_special_tokens=True)
         whole = [prompt + answer.token_ids for prompt, answer in zip(PROMPTS, answers)]
         each: list[list[float]] = [[] for _ in PROMPTS]
-        for piece in engine.stream(requests, sampling):
-            each[piece.index] += piece.log_probs
+        for delta in engine.stream(requests, sampling):
+            each[delta.index] += delta.log_probs
         return {
             "scores": engine.score(whole, [len(prompt) for prompt in PROMPTS]),
             "each": each,

@@ -14,9 +14,9 @@ def _whole(rank: int, ranks: int, length: int) -> torch.Tensor:
     return torch.arange(ranks * length, dtype=torch.float32) % 251 + 1000 * (rank + 1)
 
 
-def reduced(length: int, piece: int, in_place: bool) -> tuple[list[float], bool]:
+def reduced(length: int, chunk: int, in_place: bool) -> tuple[list[float], bool]:
     """This rank's sums, and whether the places of the other ranks are as they were."""
-    gloo_exchange._CHUNK = piece
+    gloo_exchange._CHUNK = chunk
     with gloo_world() as group:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         source = _whole(rank, ranks, length)

@@ -28,7 +28,7 @@ def _requests() -> list[tuple[tuple[int, ...], int]]:
     return [(prompts[number // 2], 1000 + number) for number in range(16)]
 
 
-def _host(pair: Pair, infer_tp: int) -> InProcessEngine:
+def _build_engine(pair: Pair, infer_tp: int) -> InProcessEngine:
     groups = [dist.new_group(ranks, backend="gloo") for ranks in pair.rollout.layout.replica_groups()]
     group = groups[dist.get_rank() // infer_tp]
     assert isinstance(group, dist.ProcessGroup)  # a number for groups of others
@@ -44,22 +44,24 @@ def _by_vllm(pair: Pair) -> list[Completion]:
         for _, seed in _requests()
     ]
     prompts: Any = [{"prompt_token_ids": list(ids)} for ids, _ in _requests()]
-    found = []
+    results = []
     for output in pair.rollout._llm.generate(prompts, params, use_tqdm=False):
         sample = output.outputs[0]
         assert sample.logprobs is not None
         log_probs = [at[token].logprob for token, at in zip(sample.token_ids, sample.logprobs)]
-        found.append(Completion(list(sample.token_ids), log_probs, sample.finish_reason == "length"))
-    return found
+        results.append(Completion(list(sample.token_ids), log_probs, sample.finish_reason == "length"))
+    return results
 
 
-async def _all(host: InProcessEngine, begun: list[Generated] | None = None) -> list[Generated]:
+async def _all(engine: InProcessEngine, begun: list[Generated] | None = None) -> list[Generated]:
     kept = begun or [None] * 16
     return list(
         await asyncio.gather(
             *(
-                host.generate(ids, SAMPLING, seed, one) if one is None or one.finish == "aborted" else _same(one)
-                for (ids, seed), one in zip(_requests(), kept)
+                engine.generate(ids, SAMPLING, seed, response)
+                if response is None or response.finish == "aborted"
+                else _same(response)
+                for (ids, seed), response in zip(_requests(), kept)
             )
         )
     )
@@ -75,24 +77,24 @@ async def _turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-async def _interrupted(host: InProcessEngine) -> list[Generated]:
-    work = asyncio.ensure_future(_all(host))
+async def _interrupted(engine: InProcessEngine) -> list[Generated]:
+    work = asyncio.ensure_future(_all(engine))
     await _turns(2)
-    await host.pause("abort")
-    found = await work
-    await host.resume()
-    return found
+    await engine.pause("abort")
+    result = await work
+    await engine.resume()
+    return result
 
 
 def compare(setting: Setting, infer_tp: int) -> dict[str, Any]:
     """Responses of vLLM's own loop and of ours, taken in turn."""
     with pair_of(setting, infer_tp) as pair:
         pair.push()
-        host = _host(pair, infer_tp)
+        engine = _build_engine(pair, infer_tp)
         for _ in range(4):
             theirs = _by_vllm(pair)
             state = torch.get_rng_state()
-            ours = host.run(lambda: _all(host))
+            ours = engine.run(lambda: _all(engine))
             assert torch.equal(state, torch.get_rng_state())
         return {"theirs": theirs, "ours": ours}
 
@@ -101,24 +103,24 @@ def interrupt(setting: Setting, infer_tp: int) -> dict[str, Any]:
     """Responses that are cut and go on under other weights; the rest of each, asked for on its own."""
     with pair_of(setting, infer_tp) as pair:
         pair.push()
-        host = _host(pair, infer_tp)
-        whole = host.run(lambda: _all(host))
-        cut = host.run(lambda: _interrupted(host))
+        engine = _build_engine(pair, infer_tp)
+        whole = engine.run(lambda: _all(engine))
+        cut = engine.run(lambda: _interrupted(engine))
         rows = sampled_rows(pair.generate())
         pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient)
         pair.version += 1
-        host.load(pair.stream.named_tensors(torch.float32), pair.version)
-        ended = host.run(lambda: _all(host, cut))
-        again = host.run(lambda: _all(host, cut))
+        engine.load(pair.stream.named_tensors(torch.float32), pair.version)
+        ended = engine.run(lambda: _all(engine, cut))
+        again = engine.run(lambda: _all(engine, cut))
         box = [cut]
-        dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=host.group)
+        dist.broadcast_object_list(box, src=dist.get_rank() // infer_tp * infer_tp, group=engine.group)
         rest = [
             pair.rollout.generate(
-                [GenerationRequest([*ids, *one.token_ids], _continuation_seed(seed, len(one.token_ids)))],
-                Sampling(0.9, 24 - len(one.token_ids), (1,)),
+                [GenerationRequest([*ids, *response.token_ids], _continuation_seed(seed, len(response.token_ids)))],
+                Sampling(0.9, 24 - len(response.token_ids), (1,)),
             )[0]
-            for (ids, seed), one in zip(_requests(), box[0] or [])
-            if one.finish == "aborted"
+            for (ids, seed), response in zip(_requests(), box[0] or [])
+            if response.finish == "aborted"
         ]
         return {"whole": whole, "cut": cut, "ended": ended, "again": again, "rest": rest}
 
@@ -127,20 +129,20 @@ def freeze(setting: Setting, infer_tp: int) -> dict[str, Any]:
     """Responses that are frozen while the weights change."""
     with pair_of(setting, infer_tp) as pair:
         pair.push()
-        host = _host(pair, infer_tp)
-        whole = host.run(lambda: _all(host))
+        engine = _build_engine(pair, infer_tp)
+        whole = engine.run(lambda: _all(engine))
         waiting: list[asyncio.Future[list[Generated]]] = []
 
         async def begin() -> None:
-            waiting.append(asyncio.ensure_future(_all(host)))
+            waiting.append(asyncio.ensure_future(_all(engine)))
             await _turns(2)
-            await host.pause("keep")
+            await engine.pause("keep")
 
         async def go_on() -> list[Generated]:
-            await host.resume()
+            await engine.resume()
             return await waiting[0]
 
-        host.run(begin)
+        engine.run(begin)
         pair.version += 1
-        host.load(pair.stream.named_tensors(torch.float32), pair.version)  # the same numbers under another version
-        return {"whole": whole, "ended": host.run(go_on)}
+        engine.load(pair.stream.named_tensors(torch.float32), pair.version)  # the same numbers under another version
+        return {"whole": whole, "ended": engine.run(go_on)}

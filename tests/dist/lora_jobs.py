@@ -102,9 +102,9 @@ def train_every_layout(folder: Path) -> None:
         for layout, keys in layouts.items():
             engine = make_engine(folder / kind, **keys)
             norms = [engine.train_step(my_rows(), MicroBatching(1), negative_log_prob).grad_norm for _ in range(4)]
-            found = dict(WeightStream(engine.model).named_tensors())
+            results = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
-                save_file({**found, "norms": torch.tensor(norms)}, folder / f"{kind}-{layout}.safetensors")
+                save_file({**results, "norms": torch.tensor(norms)}, folder / f"{kind}-{layout}.safetensors")
             if layout == saver:
                 settings = LoraSettings.from_config(engine.config)
                 save_peft(engine.model, settings, folder / f"{kind}-adapter", str(folder / kind))
@@ -114,9 +114,9 @@ def train_every_layout(folder: Path) -> None:
         for name in ("whole", "adapters"):
             engine = make_engine(folder / kind, no_load_optim=True, **layouts[loader])
             load_checkpoint(engine, folder / f"{kind}-{name}")
-            found = dict(WeightStream(engine.model).named_tensors())
+            results = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
-                save_file(found, folder / f"{kind}-{name}-loaded.safetensors")
+                save_file(results, folder / f"{kind}-{name}-loaded.safetensors")
         for name in ("trained", "merged"):
             engine = make_engine(folder / kind, **layouts[loader])
             base, settings = HfFolder(folder / kind), LoraSettings.from_config(engine.config)
@@ -126,6 +126,6 @@ def train_every_layout(folder: Path) -> None:
                 load_peft(engine.model, settings, adapter)
             else:
                 load_weights(engine.model, MergedSource(base, adapter))
-            found = dict(WeightStream(engine.model).named_tensors())
+            results = dict(WeightStream(engine.model).named_tensors())
             if rank == 0:
-                save_file(found, folder / f"{kind}-{name}-loaded.safetensors")
+                save_file(results, folder / f"{kind}-{name}-loaded.safetensors")

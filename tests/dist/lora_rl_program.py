@@ -126,14 +126,14 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     plane.put({"prompt_ids": prompts}, range(ROWS))
     model = worker.roles.actor.model.models[0]
     base = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" not in name}
-    found: dict[str, Any] = {"has_reference": worker.roles.reference is not None}
+    results: dict[str, Any] = {"has_reference": worker.roles.ref is not None}
 
-    found["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
+    results["proven"] = worker.push_weights(0).metrics["rollout/proven_parameters"].value
     worker.generate(0)
     worker.compute_log_probs("actor", ROWS)
     worker.compute_log_probs("ref", ROWS)
-    found["rollout_gap"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
-    found["reference_gap_at_start"] = largest_gap(plane.column("ref_log_probs"), plane.column("old_log_probs"))
+    results["rollout_gap"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    results["reference_gap_at_start"] = largest_gap(plane.column("ref_log_probs"), plane.column("old_log_probs"))
     first_reference = plane.column("ref_log_probs")
 
     responses = plane.column("responses")
@@ -147,18 +147,18 @@ def main(port: str, folder: str, result: Path, lora_push: str) -> None:
     )
     worker.update_actor(UpdatePlan([list(range(ROWS))], 0.1, None, _COLUMNS))
     worker.compute_log_probs("ref", ROWS)
-    found["reference_moved"] = largest_gap(first_reference, plane.column("ref_log_probs"))
+    results["reference_moved"] = largest_gap(first_reference, plane.column("ref_log_probs"))
     worker.compute_log_probs("actor", ROWS)
-    found["actor_moved"] = largest_gap(first_reference, plane.column("old_log_probs"))
+    results["actor_moved"] = largest_gap(first_reference, plane.column("old_log_probs"))
 
     worker.push_weights(1)
     worker.generate(1)
     worker.compute_log_probs("actor", ROWS)
-    found["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
-    found["tampered"] = tampered(worker) if lora_push == "adapter" else ""
+    results["rollout_gap_after_update"] = largest_gap(plane.column("rollout_log_probs"), plane.column("old_log_probs"))
+    results["tampered"] = tampered(worker) if lora_push == "adapter" else ""
     same = [torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base]
-    found["base_unchanged"] = all(same) and len(same) == len(base)
-    result.write_text(json.dumps(found))
+    results["base_unchanged"] = all(same) and len(same) == len(base)
+    result.write_text(json.dumps(results))
     sys.stdout.flush()
     os._exit(0)  # vLLM's engine does not end cleanly inside a training process
 

@@ -48,22 +48,28 @@ def nudge(model: nn.Module) -> None:
 def _answered(engine: VllmEngine, prompts: Sequence[Sequence[int]], seed: int) -> list[Generated]:
     completions = engine.generate([GenerationRequest(list(prompt), seed + number) for number, prompt in enumerate(prompts)])
     return [
-        Generated(tuple(one.token_ids), tuple(one.log_probs), (0,) * len(one.token_ids), "length", one.routing)
-        for one in completions
+        Generated(
+            tuple(completion.token_ids),
+            tuple(completion.log_probs),
+            (0,) * len(completion.token_ids),
+            "length",
+            completion.routing,
+        )
+        for completion in completions
     ]
 
 
 def _trajectories(engine: VllmEngine) -> list[Trajectory]:
     """Two responses to each prompt, a single turn the first and two turns the second."""
     first, second = _answered(engine, _PROMPTS, 100), _answered(engine, _PROMPTS, 200)
-    contexts = [[*prompt, *one.token_ids, *_TOLD] for prompt, one in zip(_PROMPTS, second)]
+    contexts = [[*prompt, *answer.token_ids, *_TOLD] for prompt, answer in zip(_PROMPTS, second)]
     later = _answered(engine, contexts, 300)
-    found = [Trajectory.from_response(prompt, one) for prompt, one in zip(_PROMPTS, first)]
-    for prompt, one, two in zip(_PROMPTS, second, later):
+    trajectories = [Trajectory.from_response(prompt, answer) for prompt, answer in zip(_PROMPTS, first)]
+    for prompt, answer, two in zip(_PROMPTS, second, later):
         context = Segment.from_context(_TOLD)
-        segments = Segment.from_generated(one), context, Segment.from_generated(two), context
-        found.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
-    return found
+        segments = Segment.from_generated(answer), context, Segment.from_generated(two), context
+        trajectories.append(Trajectory((TokenSequence(tuple(prompt), segments),), "stop"))
+    return trajectories
 
 
 def agree(setting: Setting) -> dict[str, Any]:
@@ -97,21 +103,21 @@ def agree(setting: Setting) -> dict[str, Any]:
 
 def _count_cached(engine: VllmEngine) -> list[int]:
     """Gets the number of cached tokens of each request that ends."""
-    found: list[int] = []
+    results: list[int] = []
     step = engine._llm.llm_engine.step
 
     def counted() -> Any:
         outputs = step()
-        found.extend(one.num_cached_tokens for one in outputs if one.finished)
+        results.extend(output.num_cached_tokens for output in outputs if output.finished)
         return outputs
 
     engine._llm.llm_engine.step = counted
-    return found
+    return results
 
 
 def _differences(trajectories: Sequence[Trajectory], log_probs: Sequence[Tensor]) -> list[float]:
-    apart = []
-    for one, ours in zip(trajectories, log_probs):
-        sampled = torch.tensor(one.sampled)
-        apart.append((ours - torch.tensor(one.log_probs))[sampled].abs().max().item())
-    return apart
+    differences = []
+    for trajectory, ours in zip(trajectories, log_probs):
+        sampled = torch.tensor(trajectory.sampled)
+        differences.append((ours - torch.tensor(trajectory.log_probs))[sampled].abs().max().item())
+    return differences

@@ -44,20 +44,20 @@ def _figures(models: Path) -> dict[str, Any]:
     jobs = {f"train {name}": (training_jobs.train, Setting(str(models / name))) for name in FAMILIES}
     jobs |= {f"train {name} bf16": (training_jobs.train, Setting(str(models / name), {"bf16": True})) for name in _BF16}
     jobs |= {f"update {name}": (policy_jobs.update, Setting(str(models / name))) for name in ("qwen2", "qwen3_5")}
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for title, (job, setting) in jobs.items():
         start = time.monotonic()
         os.environ["MASTER_PORT"] = str(find_free_port())  # a world of its own
         try:
             report = job(setting)
         except Exception:  # noqa: BLE001  (one job less; the comparison shows it)
-            found[title] = traceback.format_exc()
+            results[title] = traceback.format_exc()
         else:
             weights = {name: _two_numbers(value.ravel()) for name, value in report["weights"].items()}
             metrics = [{name: metric.value for name, metric in step.items()} for step in report["metrics"]]
-            found[title] = {"metrics": metrics, "grad_norm": report["grad_norm"], "weights": weights}
-        print(f"{title}: {time.monotonic() - start:.1f} s, {str(found[title])[-300:]}", flush=True)
-    return found
+            results[title] = {"metrics": metrics, "grad_norm": report["grad_norm"], "weights": weights}
+        print(f"{title}: {time.monotonic() - start:.1f} s, {str(results[title])[-300:]}", flush=True)
+    return results
 
 
 def main() -> None:

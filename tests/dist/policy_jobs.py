@@ -105,7 +105,7 @@ def update(setting: Setting) -> dict[str, Any]:
                 batching = replace(batching, token_budget=batching.token_budget and 2 * batching.token_budget)
             results.append(engine.train_step(step, batching, loss, batch))
         report = summary(results, full_weights(engine))
-        found = engine.forward(rows, setting.batching, SquaredProbs())
-        assert found is not None
-        report["squares"] = [(ids.tolist(), values.cpu().numpy()) for ids, values in zip(rows.input_ids, found[2])]
+        result = engine.forward(rows, setting.batching, SquaredProbs())
+        assert result is not None
+        report["squares"] = [(ids.tolist(), values.cpu().numpy()) for ids, values in zip(rows.input_ids, result[2])]
         return report

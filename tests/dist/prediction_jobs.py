@@ -31,9 +31,11 @@ def train(setting: Setting, steps: int = 3) -> dict[str, Any]:
 def first_step(setting: Setting) -> dict[str, Any]:
     """Loss, prediction loss, logits of the prediction layers where they have targets, and all gradients, on one process."""
     with engine_of(setting) as engine:
-        (model,), found, gradients = engine.model.models, [], {}
+        (model,), results, gradients = engine.model.models, [], {}
         num_layers = engine.model.plan.model_config.mtp_num_layers
-        model.mtp.register_forward_hook(lambda module, inputs, output: found.append(output.detach().chunk(1 + num_layers)[1:]))
+        model.mtp.register_forward_hook(
+            lambda module, inputs, output: results.append(output.detach().chunk(1 + num_layers)[1:])
+        )
 
         def collect() -> None:
             weights = list_local_weights(engine.model)
@@ -52,7 +54,7 @@ def first_step(setting: Setting) -> dict[str, Any]:
         result = engine.train_step(rows, setting.batching, weighted_loss)
         logits = [
             (hidden.flatten(0, 1)[targets.hidden_index] @ weight.t()).numpy()
-            for hidden, targets in zip(found[0], micro_batch.predictions)
+            for hidden, targets in zip(results[0], micro_batch.predictions)
         ]
         return {
             "metrics": result.metrics,

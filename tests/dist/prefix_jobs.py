@@ -20,10 +20,10 @@ def grouped_rows() -> Rows:
     """Ten rows with a weight for every response token, group after group."""
     generator = torch.Generator().manual_seed(7)
 
-    def draw(count: int) -> torch.Tensor:
+    def sample(count: int) -> torch.Tensor:
         return torch.randint(2, 128, (count,), generator=generator)
 
-    rows = [(prompt, draw(length)) for size, lengths in GROUPS for prompt in [draw(size)] for length in lengths]
+    rows = [(prompt, sample(length)) for size, lengths in GROUPS for prompt in [sample(size)] for length in lengths]
     return Rows(
         input_ids=[torch.cat(row) for row in rows],
         prompt_lengths=[len(prompt) for prompt, _ in rows],
@@ -71,7 +71,7 @@ def forward(setting: Setting) -> list[Any]:
     with engine_of(setting) as engine:
         output = engine.forward(grouped_rows(), setting.batching)
         assert output is not None
-        return [one.numpy() for one in output[0]]
+        return [values.numpy() for values in output[0]]
 
 
 def record(setting: Setting) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def record(setting: Setting) -> dict[str, Any]:
             engine.forward(rows, setting.batching)
         routing = routed.gather_recording(recording, rows)
         engine.measure(replace(rows, routing=routing), setting.batching, weighted_loss)
-        found = by_row_and_layer(engine, routing, len(grouped_rows()))
-        assert {layer for _, layer in found} <= set(ROUTED_LAYERS)
+        result = by_row_and_layer(engine, routing, len(grouped_rows()))
+        assert {layer for _, layer in result} <= set(ROUTED_LAYERS)
         return {
-            "routing": found,
+            "routing": result,
             "agreement": routed.take_agreement(),
         }

@@ -93,26 +93,26 @@ class Tampering(Exchange):
 
 def weights_of(ops: list[WeightOp], update: int, dtype: torch.dtype, frozen: str = "\n") -> dict[str, Tensor]:
     """All HF tensors after an update; those with `frozen` in their name never change."""
-    found = {}
+    results = {}
     for op in ops:
         for name, shape in zip(op.hf, op.shapes):
             seed = sum(ord(letter) * 31**place % 65521 for place, letter in enumerate(name))
             generator = torch.Generator().manual_seed(seed + (0 if frozen in name else 7919 * update))
-            found[name] = torch.randn(shape, generator=generator).to(torch.float32 if op.buffer else dtype)
-    return found
+            results[name] = torch.randn(shape, generator=generator).to(torch.float32 if op.buffer else dtype)
+    return results
 
 
 def in_int8(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The matrices of layers by the definition of int8 with a scale a row, and those scales; the others as they are."""
-    found = {}
+    results = {}
     for name, tensor in tensors.items():
         if name.endswith("_proj.weight"):
             scales = torch.stack([row.abs().max() / 127 for row in tensor.float()])[:, None]
-            found[name] = torch.stack([(row / scale).round() for row, scale in zip(tensor.float(), scales)]).to(torch.int8)
-            found[f"{name}_scale"] = scales
+            results[name] = torch.stack([(row / scale).round() for row, scale in zip(tensor.float(), scales)]).to(torch.int8)
+            results[f"{name}_scale"] = scales
         else:
-            found[name] = tensor
-    return found
+            results[name] = tensor
+    return results
 
 
 class Side:
@@ -139,7 +139,7 @@ class Side:
             self.trained = quantize_side(self.trained)
             shapes = dict(self.trained.shapes)
         self.engine: EngineModel | None = None
-        found: Destinations | None = None
+        result: Destinations | None = None
         first = case.train_ranks or 0
         self.replica = (rank - first) // max(case.infer_tp, case.expert_ranks)
         if rank >= first:
@@ -156,24 +156,24 @@ class Side:
             )
             self.engine, self.reference = EngineModel(shapes, at, case.dtype), EngineModel(shapes, at, case.dtype)
             names = self.trained.quantized
-            found = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, quantized=names)
-        self.destinations = found
-        repacked = {entry.parameter for entry in found.entries if "w13" in entry.parameter} if found and case.repacks else ()
+            result = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, quantized=names)
+        self.destinations = result
+        repacked = {entry.parameter for entry in result.entries if "w13" in entry.parameter} if result and case.repacks else ()
         if meets:
             self.push = WeightPush(
-                self.trained, found, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
+                self.trained, result, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
             )
 
     def _make_shards(self, rank: int) -> list[Any]:
-        place, found = self.places[rank], []
+        place, results = self.places[rank], []
         empty = MemorySource({name: torch.zeros(shape) for op in self.ops for name, shape in zip(op.hf, op.shapes)})
         for op in self.ops:
             count, index = (self.layout.expert_tp_size, place.etp) if op.axis == "etp" else (self.layout.tp, place.tp)
             mine = not op.experts or op.experts[0] // self.layout.experts_per_group == place.experts
             if _find_stage(op, self.layout) == place.pp and mine:
                 dtype = torch.float32 if op.buffer else self.case.dtype
-                found.append(Shard(op, op.read_shard(empty, count, index).to(dtype).clone(), count, index))
-        return found
+                results.append(Shard(op, op.read_shard(empty, count, index).to(dtype).clone(), count, index))
+        return results
 
     def train(self, tensors: dict[str, Tensor]) -> None:
         """The shards are those of these tensors."""
@@ -187,15 +187,15 @@ class Side:
             return []
         self.reference.load_weights(tensors.items())
         held, wanted = dict(self.engine.named_parameters()), dict(self.reference.named_parameters())
-        found = []
+        results = []
         for name, value in held.items():
             ours, theirs = value.data, wanted[name].data
             if name.endswith(("embed_tokens.weight", "lm_head.weight")):  # what pads the vocabulary is nobody's weight
                 real = next(iter(tensors.values())).shape[0] - self.push_rank() * ours.shape[0]
                 ours, theirs = ours[: max(0, real)], theirs[: max(0, real)]
             if not torch.equal(ours.contiguous().view(torch.uint8), theirs.contiguous().view(torch.uint8)):
-                found.append(name)
-        return found
+                results.append(name)
+        return results
 
     def push_rank(self) -> int:
         """This rank's place in its replica."""

@@ -42,9 +42,9 @@ class _Plane:
         self._dock.put(data, indexes, overwrite)
 
     def get(self, consumer: str, columns: Sequence[str], *, indexes: Sequence[int], timeout_s: float | None = None) -> Any:
-        found = self._dock.get(consumer, columns, indexes=indexes)
-        assert found[0] is not None, (consumer, columns)
-        return found
+        result = self._dock.get(consumer, columns, indexes=indexes)
+        assert result[0] is not None, (consumer, columns)
+        return result
 
     def exchange(self) -> None:
         everything: list[Any] = [None] * dist.get_world_size()
@@ -95,9 +95,9 @@ class _Composition(LossObserver):
 
 def _trajectory(row: Row, log_probs: Sequence[float], version: int) -> Trajectory:
     position, sequences = 0, []
-    for index, one in enumerate(row.sequences):
-        segments, length = [], len(one.prompt)
-        for tokens, sampled in one.stretches:
+    for index, sequence in enumerate(row.sequences):
+        segments, length = [], len(sequence.prompt)
+        for tokens, sampled in sequence.stretches:
             places = range(position, position + len(tokens))
             position += len(tokens)
             length += len(tokens)
@@ -107,7 +107,7 @@ def _trajectory(row: Row, log_probs: Sequence[float], version: int) -> Trajector
             routing = None if row.routing is None else np.array(row.routing[index][: length - 1], dtype=np.int16)
             values, versions = tuple(log_probs[place] for place in places), tuple(version - row.ages[place] for place in places)
             segments.append(Segment(tuple(tokens), values, versions, True, routing))
-        sequences.append(TokenSequence(tuple(one.prompt), tuple(segments)))
+        sequences.append(TokenSequence(tuple(sequence.prompt), tuple(segments)))
     assert NO_VERSION == -1
     return Trajectory(tuple(sequences), "length" if row.truncated else "stop")
 
@@ -144,8 +144,8 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
     if worker.run.rl.router_replay.mode == "R3":
         plane.put(build_routing_columns(worker.run.models["actor"].plan, trajectories), everyone)
     plane.forget()
-    metrics, found, names = Metrics(), dict[str, Any](), ["advantages", "returns", "scored_mask", "loss_mask"]
-    if schedule.needs_reference:
+    metrics, result, names = Metrics(), dict[str, Any](), ["advantages", "returns", "scored_mask", "loss_mask"]
+    if schedule.needs_ref:
         metrics.merge(worker.compute_log_probs("ref", count).metrics)
         plane.exchange()
         names.append("ref_log_probs")
@@ -170,14 +170,14 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         roles.append(("update_actor", worker.actor))
     for name, role in roles:
         assert role is not None
-        gradients = found[name] = list[Any]()
+        gradients = result[name] = list[Any]()
         engine = role.engine
 
         is_sharded = role.config.use_distributed_optimizer
 
-        def collect(name: str = name, engine: Any = engine, found: list[Any] = gradients, sharded: bool = is_sharded) -> None:
+        def collect(name: str = name, engine: Any = engine, result: list[Any] = gradients, sharded: bool = is_sharded) -> None:
             composition.steps[name].append([])
-            found.append(None if sharded else collect_gradients(engine))
+            result.append(None if sharded else collect_gradients(engine))
 
         engine.on_gradients.append(collect)
         if name == "update_critic":
@@ -185,13 +185,13 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
         else:
             plan = schedule.update_plan(ITERATION, advantages.entropy_threshold)
             metrics.merge(worker.update_actor(plan).metrics)
-        found[f"{name} weights"] = {key: value.float().numpy() for key, value in full_weights(engine).items()}
+        result[f"{name} weights"] = {key: value.float().numpy() for key, value in full_weights(engine).items()}
     columns, _ = plane.get("metrics", names, indexes=everyone)
     if dist.get_rank() == 0:
         metrics.merge(on_driver)
     else:
-        found = {}
-    return found | {
+        result = {}
+    return result | {
         "metrics": metrics,
         "columns": {name: [row.numpy() for row in columns[name]] for name in names},
         "steps": schedule.steps(ITERATION),
@@ -204,8 +204,8 @@ def merge_reports(reports: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float
     """(metrics over all ranks, rows of each micro-batch of each step by phase)."""
     steps: dict[str, list[list[tuple[int, ...]]]] = {}
     for report in reports:
-        for name, found in report["composition"].items():
-            for number, groups in enumerate(found):
+        for name, result in report["composition"].items():
+            for number, groups in enumerate(result):
                 known = steps.setdefault(name, [])
                 if number == len(known):
                     known.append([])

@@ -43,7 +43,7 @@ _EXPERTS: dict[int, list[Keys]] = {
 
 
 @dataclass(frozen=True)
-class OneSequence:
+class RowSequence:
     """Tokens in one context: those of the prompt, then stretches of (tokens, the actor sampled them)."""
 
     prompt: list[int]
@@ -71,7 +71,7 @@ class Row:
         routing: experts of each token of each sequence, [layer][expert], where the engine reports them.
     """
 
-    sequences: list[OneSequence]
+    sequences: list[RowSequence]
     truncated: bool
     ages: list[int]
     rollout_noise: list[float]
@@ -82,11 +82,11 @@ class Row:
 
     @property
     def response(self) -> list[int]:
-        return [token for one in self.sequences for token in one.response]
+        return [token for sequence in self.sequences for token in sequence.response]
 
     @property
     def sampled(self) -> list[bool]:
-        return [sampled for one in self.sequences for sampled in one.sampled]
+        return [sampled for sequence in self.sequences for sampled in sequence.sampled]
 
 
 @dataclass
@@ -141,13 +141,15 @@ def all_layouts(sizes: Sequence[int], models: Sequence[str]) -> list[tuple[int, 
     return [(size, model, layout) for size in sizes for model in models for layout in tables[model][size]]
 
 
-def draw(seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[str, str]], models: Sequence[str]) -> RandomRun:
+def generate(
+    seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[str, str]], models: Sequence[str]
+) -> RandomRun:
     """The run of this seed, written to the folder; as many seeds in a row as there are layouts have each of them once."""
     generator, layouts = random.Random(seed), all_layouts(sizes, models)
     stride = next(step for step in (17, 19, 23) if len(layouts) % step)
     at = layouts[seed % SEED_OF_ATTEMPT * stride % len(layouts)]
     for _ in range(200):
-        run = _draw(generator, seed, *at)
+        run = _generate(generator, seed, *at)
         try:
             run.write(folder, folders[run.model])
         except ConfigError as error:
@@ -157,7 +159,7 @@ def draw(seed: int, sizes: Sequence[int], folder: Path, folders: dict[str, dict[
     raise AssertionError(f"no run of 200 draws is accepted; the last: {refused}")
 
 
-def _draw(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> RandomRun:
+def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> RandomRun:
     has_experts = model == "moe_mixed"
     stage = r.choice(["ray_grpo"] * 3 + ["ray_dapo", "ray_ppo"])
     if has_experts and stage == "ray_ppo":
@@ -193,7 +195,7 @@ def _draw(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> R
         "clip_grad": r.choice([0.3, 1.0, 1e9]),
         "finetune": True,
     }
-    rl = _draw_objective(r, stage) | {
+    rl = _choose_objective(r, stage) | {
         "actor_resource": {"num_npus": size},
         "n_samples_per_prompt": group_size,
         "mini_batch_size": mini,
@@ -211,7 +213,7 @@ def _draw(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> R
     }
     if has_experts and r.random() < 0.5:
         rl["router_replay"] = {"mode": r.choice(["R2", "R3"])}
-    bound, rl_mode = _draw_mode(r)
+    bound, rl_mode = _choose_mode(r)
     rl |= rl_mode
     if "off_policy_token_limit" in rl and not bound:
         del rl["off_policy_token_limit"]
@@ -233,12 +235,12 @@ def _draw(r: random.Random, seed: int, size: int, model: str, layout: Keys) -> R
     if stage == "ray_ppo":
         keys["critic_config"] = optimizer | {"lr": 0.2}
     routed = has_experts and rl.get("router_replay", {}).get("mode") == "R3"
-    rows = _draw_rows(r, num_prompts, group_size, bound, routed)
+    rows = _generate_rows(r, num_prompts, group_size, bound, routed)
     greedy = [None if r.random() < 0.1 else r.randrange(-4, 5) / 4 for _ in range(num_prompts)]
     return RandomRun(seed, size, model, {"platform": "cpu"} | keys, rows, greedy, group_size)
 
 
-def _draw_mode(r: random.Random) -> tuple[int, Keys]:
+def _choose_mode(r: random.Random) -> tuple[int, Keys]:
     """(versions that a token may be older, keys) of a mode of rollout."""
     mode = r.choice(["sync"] * 4 + ["one_step_off", "async", "partial"])
     if mode == "sync":
@@ -252,7 +254,7 @@ def _draw_mode(r: random.Random) -> tuple[int, Keys]:
     return 2, own | {"max_off_policy_threshold": 2.0, "max_off_policy_strategy": r.choice(["pace", "wait", "drop"])} | limit
 
 
-def _draw_objective(r: random.Random, stage: str) -> Keys:
+def _choose_objective(r: random.Random, stage: str) -> Keys:
     """The keys that make up the loss; all that the slow reference reads are set."""
     loss = r.choice(["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "cispo_cap", "sapo", "gspo"])
     levels = ["sequence", "sequence_token"] if loss == "gspo" else ["token", "token", "sequence", "sequence_token"]
@@ -304,7 +306,7 @@ def _draw_objective(r: random.Random, stage: str) -> Keys:
     return keys
 
 
-def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, routed: bool) -> list[Row]:
+def _generate_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, routed: bool) -> list[Row]:
     has_context, has_turns = r.random() < 0.3, r.random() < 0.2
     rows = []
 
@@ -321,22 +323,22 @@ def _draw_rows(r: random.Random, num_prompts: int, group_size: int, bound: int, 
             stretches = [(tokens(1, 10), True)]
             if has_context and r.random() < 0.7:
                 stretches += [(tokens(1, 4), False), (tokens(1, 4), True)]
-            sequences = [OneSequence(prompt, stretches)]
+            sequences = [RowSequence(prompt, stretches)]
             if has_turns and r.random() < 0.6:
-                sequences.append(OneSequence(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
-            length = sum(len(one.response) for one in sequences)
+                sequences.append(RowSequence(prompt + tokens(1, 5), [(tokens(1, 5), True)]))
+            length = sum(len(sequence.response) for sequence in sequences)
             first = r.randint(0, bound)
             # later tokens come from the same weights or newer ones
             ages = sorted((r.randint(0, first) for _ in range(length)), reverse=True)
             routing = None
             if routed:
-                sizes = [len(one.prompt) + len(one.response) - 1 for one in sequences]
+                sizes = [len(sequence.prompt) + len(sequence.response) - 1 for sequence in sequences]
                 routing = [[experts() for _ in range(n)] for n in sizes]
                 # sequences that share a prefix of their prompts have its experts in common; the last token of a prompt is
                 # computed in each of them
-                for one, tokens_of in zip(sequences, routing):
-                    for end in range(1, len(one.prompt)):
-                        tokens_of[end - 1] = of_prefix.setdefault(tuple(one.prompt[:end]), tokens_of[end - 1])
+                for sequence, tokens_of in zip(sequences, routing):
+                    for end in range(1, len(sequence.prompt)):
+                        tokens_of[end - 1] = of_prefix.setdefault(tuple(sequence.prompt[:end]), tokens_of[end - 1])
             failed, parts = r.random() < 0.08, {"acc": float(r.random() < 0.5), "format": r.choice([None, 0.0, 0.25, 1.0])}
             rows.append(
                 Row(

@@ -32,13 +32,13 @@ def add_routed(engine: TrainEngine) -> RoutedLayers:
 def given_routing() -> list[torch.Tensor]:
     """[tokens, routed layers, 2] for each row: experts drawn at random, and nothing said of the last token."""
     generator = torch.Generator().manual_seed(11)
-    found = []
+    results = []
     for length in all_rows().lengths:
         chances = torch.rand(length, len(ROUTED_LAYERS), NUM_EXPERTS, generator=generator)
         routing = chances.argsort(-1)[..., :TOPK].to(torch.int16)
         routing[-1] = -1
-        found.append(routing)
-    return found
+        results.append(routing)
+    return results
 
 
 def _with_routing(engine: TrainEngine) -> Rows:
@@ -46,7 +46,7 @@ def _with_routing(engine: TrainEngine) -> Rows:
     stage = parallel_state.get_pipeline_model_parallel_rank()
     layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
     columns = [ROUTED_LAYERS.index(layer) for layer in layers]
-    rows = replace(all_rows(), routing=[one[:, columns] for one in given_routing()])
+    rows = replace(all_rows(), routing=[experts[:, columns] for experts in given_routing()])
     return my_rows(rows)
 
 
@@ -59,16 +59,16 @@ def train_replayed(setting: Setting, steps: int = 3) -> dict[str, Any]:
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
 
-def train_drawn(setting: Setting, steps: int = 3) -> dict[str, Any]:
-    """Trains any family with experts that are drawn for each token of each layer; a rank has all layers."""
+def train_random_routing(setting: Setting, steps: int = 3) -> dict[str, Any]:
+    """Trains any family with experts that are sampled for each token of each layer; a rank has all layers."""
     with engine_of(setting) as engine:
         routed = add_routed(engine)
         num_layers = sum(len(chunk) for chunk in engine.model.plan.routed_layers(0))
         model = engine.model.plan.model_config
         generator = torch.Generator().manual_seed(11)
         chances = [torch.rand(length, num_layers, model.num_moe_experts, generator=generator) for length in all_rows().lengths]
-        drawn = [one.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for one in chances]
-        rows = my_rows(replace(all_rows(), routing=drawn))
+        experts = [scores.argsort(-1)[..., : model.moe_router_topk].to(torch.int16) for scores in chances]
+        rows = my_rows(replace(all_rows(), routing=experts))
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
         return summary(results, full_weights(engine)) | {"agreement": routed.take_agreement()}
 
@@ -79,7 +79,7 @@ def forward_replayed(setting: Setting) -> list[Any]:
         add_routed(engine)
         output = engine.forward(_with_routing(engine), setting.batching)
         assert output is not None
-        return [one.numpy() for one in output[0]]
+        return [values.numpy() for values in output[0]]
 
 
 def by_row_and_layer(
@@ -90,8 +90,8 @@ def by_row_and_layer(
     layers = [layer for chunk in engine.model.plan.routed_layers(stage) for layer in chunk]
     first, step = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     return {
-        (number, layer): sorted_experts(one[:, place])
-        for number, one in zip(range(first, num_rows, step), routing)
+        (number, layer): sorted_experts(experts[:, place])
+        for number, experts in zip(range(first, num_rows, step), routing)
         for place, layer in enumerate(layers)
     }
 
@@ -108,7 +108,7 @@ def record(setting: Setting) -> dict[str, Any]:
         plain = engine.measure(rows, setting.batching, weighted_loss)
         return {
             "routing": by_row_and_layer(engine, routing, len(all_rows())),
-            "losses": [[float(one.loss_sum) for one in losses] for losses in (replay, plain)],
+            "losses": [[float(loss.loss_sum) for loss in losses] for losses in (replay, plain)],
             "agreement": routed.take_agreement(),
         }
 
@@ -123,9 +123,9 @@ class LocalPlane:
         self._dock.put(data, indexes)
 
     def get(self, consumer: str, columns: Sequence[str], *, indexes: Sequence[int], timeout_s: float) -> Any:
-        found = self._dock.get(consumer, columns, indexes=indexes)
-        assert found[0] is not None
-        return found
+        result = self._dock.get(consumer, columns, indexes=indexes)
+        assert result[0] is not None
+        return result
 
 
 def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
@@ -140,8 +140,8 @@ def travel(setting: Setting) -> dict[tuple[int, int], list[list[int]]]:
         told = routing.for_update(replace(chosen, columns={"row": [torch.tensor(number) for number in order]}))
         assert told.routing is not None
         return {
-            (number, layer): sorted_experts(one[:, place])
-            for number, one in zip(order, told.routing)
+            (number, layer): sorted_experts(experts[:, place])
+            for number, experts in zip(order, told.routing)
             for place, layer in enumerate(ROUTED_LAYERS)
         }
 

@@ -68,13 +68,13 @@ class Pair:
     def _write(self, model: Any) -> None:
         if self._push is None:
             trained = self.stream.with_predictions if self.rollout.syncs_drafts else self.stream.trained
-            found = read_destinations(model, model.load_weights, trained.shapes, self.dtype, skip=DERIVED)
+            result = read_destinations(model, model.load_weights, trained.shapes, self.dtype, skip=DERIVED)
             repacked = self.rollout.hooks.repacked(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(
                 trained,
-                found,
+                result,
                 Exchange.from_world(),
                 replica=replica,
                 derived=DERIVED,
@@ -213,9 +213,9 @@ def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None
             completions = pair.generate(iteration)
             rows = sampled_rows(completions)
             report["tokens"].append([completion.token_ids for completion in completions])
-            apart = differences(pair, rows, setting)
-            report["differences"].append(apart.max().item())
-            report["medians"].append(apart.median().item())
+            difference = differences(pair, rows, setting)
+            report["differences"].append(difference.max().item())
+            report["medians"].append(difference.median().item())
             if iteration < updates:
                 results.append(pair.engine.train_step(my_rows(rows), setting.batching, policy_gradient))
         return report | summary(results, {})
@@ -300,7 +300,7 @@ def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[l
     Args:
         cuts: for each push, how many of the sixteen requests each replica takes, in order; the engine rests between pushes.
     """
-    found: list[dict[int, Any]] = []
+    results: list[dict[int, Any]] = []
     with pair_of(setting, infer_tp, sharing) as pair:
         replica = pair.rollout.layout.replica(dist.get_rank())
         for iteration, counts in enumerate(cuts):
@@ -310,14 +310,14 @@ def share_out(setting: Setting, infer_tp: int, sharing: int | None, cuts: list[l
             mine = list(range(first, first + counts[replica]))
             requests = requests_of(iteration)
             completions = pair.rollout.generate([requests[number] for number in mine])
-            found.append({number: completion.token_ids for number, completion in zip(mine, completions)})
+            results.append({number: completion.token_ids for number, completion in zip(mine, completions)})
             pair.rollout.release_memory()
             pair.rollout.restore_memory("weights")
             pair.rollout.restore_memory("cache")
             with torch.no_grad():  # what an update would do: other weights for the next push, alike on every layout
                 for weight in pair.stream.local_weights.values():
                     weight.tensor.mul_(1.05)
-    return found
+    return results
 
 
 def misplace_experts(setting: Setting, infer_tp: int, sharing: int | None) -> dict[str, str]:

@@ -50,8 +50,8 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
         rows: a key of ROWS.
     """
     with engine_of(setting) as engine:
-        found: dict[str, Any] = {}
-        engine.on_gradients.append(lambda: found.update(collect_gradients(engine)))
+        results: dict[str, Any] = {}
+        engine.on_gradients.append(lambda: results.update(collect_gradients(engine)))
         mine = my_rows(_rows_of(loss, rows))
         if loss == "tokens":
             engine.train_step(mine, setting.batching, _token_loss)
@@ -62,7 +62,7 @@ def gradient(setting: Setting, loss: str = "tokens", rows: str = "different") ->
             keys = RLConfig(loss_type=loss, init_kl_coef=0.0)
             objective = build_objective(keys, "ray_grpo", max_response_length=1000)
             engine.train_step(mine, setting.batching, partial(policy_loss, objective=objective), PolicyBatch.from_inputs)
-        return found
+        return results
 
 
 def collect_gradients(engine: TrainEngine) -> dict[str, Any]:
@@ -80,15 +80,15 @@ def collect_gradients(engine: TrainEngine) -> dict[str, Any]:
 def counted_tokens(setting: Setting) -> list[list[float]]:
     """Tokens that each expert of a router with a bias has got in one step, by layer, before the bias is updated."""
     with engine_of(setting) as engine:
-        found: list[list[float]] = []
+        results: list[list[float]] = []
         routers = [m for model in engine.model.models for n, m in model.named_modules() if n.endswith("mlp.router")]
         finalize = engine.model.transformer_config.finalize_model_grads_func
 
         def record(*args: Any, **kwargs: Any) -> None:
-            found.extend(router.local_tokens_per_expert.tolist() for router in routers)
+            results.extend(router.local_tokens_per_expert.tolist() for router in routers)
             assert finalize is not None
             finalize(*args, **kwargs)
 
         engine.model.transformer_config.finalize_model_grads_func = record
         engine.train_step(my_rows(grouped_rows()), setting.batching, _token_loss)
-        return found
+        return results

@@ -86,21 +86,21 @@ class SlowModel:
         return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
     def named(self, gradients: bool) -> dict[str, np.ndarray]:
-        """Weights or gradients by the names of a checkpoint, where experts are apart."""
-        found = {}
+        """Weights or gradients by the names of a checkpoint, where experts are separate."""
+        results = {}
         for name, weight in self.model.named_parameters():
             value = weight.grad if gradients else weight.detach()
             value = torch.zeros_like(weight) if value is None else value
             if name.endswith("experts.gate_up_proj"):
                 for index, (gate, up) in enumerate(expert.chunk(2) for expert in value):
-                    found[name.replace("gate_up_proj", f"{index}.gate_proj.weight")] = gate
-                    found[name.replace("gate_up_proj", f"{index}.up_proj.weight")] = up
+                    results[name.replace("gate_up_proj", f"{index}.gate_proj.weight")] = gate
+                    results[name.replace("gate_up_proj", f"{index}.up_proj.weight")] = up
             elif name.endswith("experts.down_proj"):
                 for index, expert in enumerate(value):
-                    found[name.replace("down_proj", f"{index}.down_proj.weight")] = expert
+                    results[name.replace("down_proj", f"{index}.down_proj.weight")] = expert
             else:
-                found[name] = value
-        return {name: value.clone().numpy() for name, value in found.items()}
+                results[name] = value
+        return {name: value.clone().numpy() for name, value in results.items()}
 
 
 @dataclass
@@ -143,7 +143,7 @@ class SlowRun:
         ]
         with torch.no_grad():
             passes = [self._read(self.actor, index, records=self.replay == "R2") for index in range(len(self.rows))]
-            self.log_probs, self.entropies = [one for one, _ in passes], [one for _, one in passes]
+            self.log_probs, self.entropies = [output for output, _ in passes], [output for _, output in passes]
             if self.in_reward or self.in_loss:
                 reference = SlowModel(self.folders["ref"], temperature, self.margins)
                 self.ref_log_probs = [self._read(reference, index, plain=True)[0] for index in range(len(self.rows))]
@@ -151,8 +151,10 @@ class SlowRun:
                 self.critic = SlowModel(self.folders["critic"], 1.0, self.margins, is_critic=True)
                 self.values = [self._read(self.critic, index)[0] for index in range(len(self.rows))]
         # the columns have float32
-        self.rollout = [(one + _tensor(row.rollout_noise)).float().double() for one, row in zip(self.log_probs, self.rows)]
-        self.old = [one + _tensor(row.drift) for one, row in zip(self.log_probs, self.rows)]
+        self.rollout = [
+            (values + _tensor(row.rollout_noise)).float().double() for values, row in zip(self.log_probs, self.rows)
+        ]
+        self.old = [values + _tensor(row.drift) for values, row in zip(self.log_probs, self.rows)]
 
     @property
     def rows(self) -> list[Row]:
@@ -172,15 +174,15 @@ class SlowRun:
         self, model: SlowModel, index: int, *, records: bool = False, plain: bool = False, logits: list[Any] | None = None
     ) -> tuple[Tensor, Tensor]:
         """Both results of `SlowModel.read` for all response tokens of a row; its routers' logits go to `logits`."""
-        found = []
-        for place, one in enumerate(self.rows[index].sequences):
+        results = []
+        for place, sequence in enumerate(self.rows[index].sequences):
             experts = None if plain or model is not self.actor else self.experts[index][place]
-            found.append(model.read([*one.prompt, *one.response], len(one.prompt), experts))
+            results.append(model.read([*sequence.prompt, *sequence.response], len(sequence.prompt), experts))
             if records:
                 self.experts[index][place] = [value.topk(_TOPK, -1).indices for value in model.logits]
             if logits is not None:
                 logits.append((index, list(model.logits)))
-        return torch.cat([one for one, _ in found]), torch.cat([one for _, one in found])
+        return torch.cat([output for output, _ in results]), torch.cat([output for _, output in results])
 
     # ------------------------------------------------------------------ advantages
 
@@ -197,9 +199,9 @@ class SlowRun:
         kl = [torch.zeros(len(row.response), dtype=torch.float64) for row in rows]
         if self.in_reward:
             kl = [self._kl_value(old - ref) for old, ref in zip(self.old, self.ref_log_probs)]
-            for one, mask in zip(kl, self.sampled):
-                self._add("reward/kl", one[mask])
-        kl = [self.rl["init_kl_coef"] * one if self.in_reward else one for one in kl]
+            for penalty, mask in zip(kl, self.sampled):
+                self._add("reward/kl", penalty[mask])
+        kl = [self.rl["init_kl_coef"] * penalty if self.in_reward else penalty for penalty in kl]
         self.advantages, self.returns = self._advantages(kl, greedy)
         self.train = []
         for row, mask in zip(rows, self.sampled):
@@ -248,7 +250,7 @@ class SlowRun:
             if name == "reinforce_plus_plus_baseline" and rl["advantage_whiten"]:
                 spread = self._whiten(spread)
             return self._masked(spread), self._masked(spread if name != "reinforce_plus_plus_baseline" else returns)
-        found, returns = [], []
+        results, returns = [], []
         for index in range(len(rows)):
             places = self.sampled[index].nonzero()[:, 0].tolist()
             rewards = {place: -float(kl[index][place]) for place in places}
@@ -266,11 +268,11 @@ class SlowRun:
                     running = rewards[place] + rl["gamma"] * running
                     baseline = greedy[index] if name == "remax" else 0.0
                     advantage[place], back[place] = running - (baseline or 0.0), running
-            found.append(advantage)
+            results.append(advantage)
             returns.append(back)
         if name != "remax" and rl["advantage_whiten"]:
-            found = self._whiten(found)
-        return self._masked(found), self._masked(returns)
+            results = self._whiten(results)
+        return self._masked(results), self._masked(returns)
 
     def _components(self, index: int, group: list[int]) -> float:
         total = 0.0
@@ -429,7 +431,7 @@ class SlowRun:
             steps: rows of each.
             groups: rows of each micro-batch of each step, over all data-parallel ranks.
         """
-        optimizer, found = self._optimizer(self.actor, "actor_config"), []
+        optimizer, results = self._optimizer(self.actor, "actor_config"), []
         for rows, micro_batches in zip(steps, groups):
             assert sorted(row for group in micro_batches for row in group) == sorted(rows)
             count = self._count(rows)
@@ -439,11 +441,11 @@ class SlowRun:
             for name in ("actor/pg_loss", "actor/kl_loss") if self.in_loss else ("actor/pg_loss",):
                 self.sums[name][1] += count
             loss = total / max(count, 1) + self._router_loss(logits, micro_batches)
-            found.append(self._step(self.actor, optimizer, loss, "actor_config", is_skipped=count == 0))
+            results.append(self._step(self.actor, optimizer, loss, "actor_config", is_skipped=count == 0))
             if count:
-                self.sums["actor/grad_norm"][0] += found[-1].norm
+                self.sums["actor/grad_norm"][0] += results[-1].norm
                 self.sums["actor/grad_norm"][1] += 1
-        return found
+        return results
 
     def _router_loss(self, logits: list[tuple[int, list[Tensor]]], micro_batches: list[tuple[int, ...]]) -> Tensor:
         """coeff * E/k * sum_i (fraction of the choices x mean probability), and z-loss: means over tokens, or sequences."""
@@ -466,7 +468,7 @@ class SlowRun:
 
     def update_critic(self, steps: list[list[int]]) -> list[Step]:
         """Make all steps of the critic."""
-        optimizer, found, limit = self._optimizer(self.critic, "critic_config"), [], self.rl["cliprange_value"]
+        optimizer, results, limit = self._optimizer(self.critic, "critic_config"), [], self.rl["cliprange_value"]
         for rows in steps:
             total, count = torch.zeros((), dtype=torch.float64), sum(int(self.train[index].sum()) for index in rows)
             for index in rows:
@@ -480,8 +482,8 @@ class SlowRun:
                 self._add("critic/vf_clipfrac", ((bounded > plain) & outside).double())
             self.sums["critic/vf_loss"][0] += float(total.detach())
             self.sums["critic/vf_loss"][1] += count
-            found.append(self._step(self.critic, optimizer, total / max(count, 1), "critic_config", is_skipped=count == 0))
-        return found
+            results.append(self._step(self.critic, optimizer, total / max(count, 1), "critic_config", is_skipped=count == 0))
+        return results
 
     def _optimizer(self, model: SlowModel, group: str) -> torch.optim.Optimizer:
         keys = self.run.keys[group]

@@ -60,7 +60,7 @@ def test_teachers_and_students_of_every_layout_agree(
             assert tokens == chosen
             np.testing.assert_allclose(sampled, at_sampled, rtol=1e-4, atol=1e-5)
     for step in range(3):
-        ours, theirs = (merge(report["metrics"][step] for report in found).results() for found in (reports, reference))
+        ours, theirs = (merge(report["metrics"][step] for report in result).results() for result in (reports, reference))
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
         assert theirs["distillation/divergence"] > 1e-3
         assert reports[0]["grad_norm"][step] == pytest.approx(reference[0]["grad_norm"][step], rel=1e-3)

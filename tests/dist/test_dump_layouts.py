@@ -29,14 +29,14 @@ def test_two_ranks_dump_what_one_does(
 ) -> None:
     model, keys = LAYOUTS[name]
     for task in ("tensor", "statistics"):
-        one, two = tmp_path / f"one_{task}", tmp_path / f"two_{task}"
-        ranks(1).run(dump_update, setting=Setting(str(models[model])), folder=str(one), task=task)
+        result, two = tmp_path / f"one_{task}", tmp_path / f"two_{task}"
+        ranks(1).run(dump_update, setting=Setting(str(models[model])), folder=str(result), task=task)
         ranks(2).run(dump_update, setting=Setting(str(models[model]), keys), folder=str(two), task=task)
-        findings = compare(Dump.open(one), Dump.open(two))
+        findings = compare(Dump.open(result), Dump.open(two))
         assert not findings.differences, str(findings.differences[0])
         has_other_rows = name in ("data", "experts")
         assert len(findings.notes) == has_other_rows, findings.notes
-        gradients = {key[3] for key in Dump.open(one).entries if ".gradients." in key[3]}
+        gradients = {key[3] for key in Dump.open(result).entries if ".gradients." in key[3]}
         assert findings.compared >= len(gradients) + (0 if has_other_rows else 20)
 
 

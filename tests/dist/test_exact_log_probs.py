@@ -44,15 +44,15 @@ def check(
     ranks = Ranks(1 if layout is None else 2, "rollout")  # their processes compute in this way from then on
     try:
         jobs.save(model, folder)
-        found = ranks.run(jobs.count_differences, folder=str(folder), keys=keys, timeout_s=800, **settings)
+        reports = ranks.run(jobs.count_differences, folder=str(folder), keys=keys, timeout_s=800, **settings)
     finally:
         ranks.close()
     stages = keys.get("pipeline_model_parallel_size", 1)
-    for rank, rounds in enumerate(found):
-        has_log_probs = rank // (len(found) // stages) == stages - 1
-        assert [one["differing"] for one in rounds] == [[0] * 4 if has_log_probs else []] * (updates + 1)
-        assert all(one["tokens"] > 0.2 * max_tokens * num_samples for one in rounds)
-        assert len({one["mean"] for one in rounds}) == updates + 1  # each update changed the weights
+    for rank, rounds in enumerate(reports):
+        has_log_probs = rank // (len(reports) // stages) == stages - 1
+        assert [update["differing"] for update in rounds] == [[0] * 4 if has_log_probs else []] * (updates + 1)
+        assert all(update["tokens"] > 0.2 * max_tokens * num_samples for update in rounds)
+        assert len({update["mean"] for update in rounds}) == updates + 1  # each update changed the weights
 
 
 def test_no_bit_differs_between_a_trainer_of_two_ranks_and_engines_of_one(tmp_path: Path) -> None:

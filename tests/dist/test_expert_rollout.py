@@ -32,7 +32,7 @@ UNEVEN = [[16, 0], [3, 13], [0, 16]]
 
 
 @pytest.fixture(scope="module")
-def one_process(models: dict[str, Path]) -> Iterator[Callable[[str], dict[int, Any]]]:
+def single_process(models: dict[str, Path]) -> Iterator[Callable[[str], dict[int, Any]]]:
     """(model) -> responses of one engine that holds all experts, of each push."""
     known: dict[str, Any] = {}
 
@@ -50,7 +50,7 @@ def one_process(models: dict[str, Path]) -> Iterator[Callable[[str], dict[int, A
 
 @pytest.mark.parametrize(("tensor", "sharing", "name"), MARKED)
 def test_engines_that_share_experts_answer_as_one_process_does(
-    models: dict[str, Path], one_process: Callable[[str], Any], tensor: int, sharing: int, name: str
+    models: dict[str, Path], single_process: Callable[[str], Any], tensor: int, sharing: int, name: str
 ) -> None:
     size = tensor * sharing
     training = {"expert_model_parallel_size": 2, "moe_grouped_gemm": GROUPED_EXPERTS}
@@ -59,7 +59,7 @@ def test_engines_that_share_experts_answer_as_one_process_does(
         cuts = UNEVEN if sharing > 1 else [[16]] * len(UNEVEN)
         share = {"infer_tp": tensor, "sharing": sharing, "timeout_s": 300}
         reports = group.run(jobs.share_out, setting=setting, cuts=cuts, **share)
-        for push, responses in enumerate(one_process(name)):
+        for push, responses in enumerate(single_process(name)):
             for report in reports:  # every tensor rank of a replica has drawn the same
                 assert report[push] == {number: responses[number] for number in report[push]}
             assert {number for report in reports for number in report[push]} == set(responses)

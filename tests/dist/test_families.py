@@ -34,7 +34,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], folders: dict[str, Path]) -> Callable[..., list[dict[str, Any]]]:
+def single_process(ranks: Callable[[int], Ranks], folders: dict[str, Path]) -> Callable[..., list[dict[str, Any]]]:
     """(family, further keys) -> what one process reports with packed micro-batches of two rows."""
     known: dict[tuple[str, bool], list[dict[str, Any]]] = {}
 
@@ -51,9 +51,9 @@ def one_process(ranks: Callable[[int], Ranks], folders: dict[str, Path]) -> Call
     "name", [pytest.param(name, marks=() if name in tiny_families.NEW else pytest.mark.slow) for name in _FAMILIES]
 )
 def test_loss_and_gradient_of_the_first_step_are_those_of_transformers(
-    one_process: Callable[..., list[dict[str, Any]]], name: str
+    single_process: Callable[..., list[dict[str, Any]]], name: str
 ) -> None:
-    (report,) = one_process(name)
+    (report,) = single_process(name)
     model, rows, total, count = tiny_families.build(name).eval(), jobs.all_rows(), torch.zeros(()), 0
     for ids, prompt, weights in zip(rows.input_ids, rows.prompt_lengths, rows.columns["weights"]):
         log_softmax = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
@@ -71,14 +71,14 @@ def test_loss_and_gradient_of_the_first_step_are_those_of_transformers(
 @pytest.mark.parametrize(("layout", "name"), _CASES)
 def test_every_layout_trains_as_one_process_does(
     ranks: Callable[[int], Ranks],
-    one_process: Callable[..., list[dict[str, Any]]],
+    single_process: Callable[..., list[dict[str, Any]]],
     folders: dict[str, Path],
     layout: str,
     name: str,
 ) -> None:
     keys = LAYOUTS[layout] | tiny_families.KEYS.get(name, {})
     reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), keys), timeout_s=240)
-    assert_same_training(reports, one_process(name), tolerance=2e-5)
+    assert_same_training(reports, single_process(name), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_every_layout_trains_as_one_process_does(
 )
 def test_adapters_train_alike_on_one_rank_and_on_two(
     ranks: Callable[[int], Ranks],
-    one_process: Callable[..., list[dict[str, Any]]],
+    single_process: Callable[..., list[dict[str, Any]]],
     folders: dict[str, Path],
     name: str,
 ) -> None:
     adapters = _LORA | {"lora_target_modules": tiny_families.ADAPTED.get(name, _LORA["lora_target_modules"])}
-    alone = one_process(name, adapters)
+    alone = single_process(name, adapters)
     assert losses(alone)[-1] < losses(alone)[0]
     keys = SP | adapters | tiny_families.KEYS.get(name, {})
     reports = ranks(2).run(jobs.train, setting=Setting(str(folders[name]), keys), timeout_s=240)
@@ -102,11 +102,13 @@ def test_adapters_train_alike_on_one_rank_and_on_two(
     "name", [pytest.param(name, marks=() if name == "minimax_m2" else pytest.mark.slow) for name in tiny_families.EXPERTS]
 )
 def test_given_routing_trains_as_one_process_does(
-    ranks: Callable[[int], Ranks], folders: dict[str, Path], one_process: Callable[..., list[dict[str, Any]]], name: str
+    ranks: Callable[[int], Ranks], folders: dict[str, Path], single_process: Callable[..., list[dict[str, Any]]], name: str
 ) -> None:
-    alone = ranks(1).run(replay_jobs.train_drawn, setting=Setting(str(folders[name])))
-    assert losses(alone)[0] != losses(one_process(name))[0]  # tokens go elsewhere than the router says
-    reports = ranks(2).run(replay_jobs.train_drawn, setting=Setting(str(folders[name]), EP | tiny_families.KEYS.get(name, {})))
+    alone = ranks(1).run(replay_jobs.train_random_routing, setting=Setting(str(folders[name])))
+    assert losses(alone)[0] != losses(single_process(name))[0]  # tokens go elsewhere than the router says
+    reports = ranks(2).run(
+        replay_jobs.train_random_routing, setting=Setting(str(folders[name]), EP | tiny_families.KEYS.get(name, {}))
+    )
     assert_same_training(reports, alone, tolerance=2e-5)
     agreed, compared = (sum(report["agreement"][part] for report in reports) for part in (0, 1))
     assert 0 < agreed < compared

@@ -23,7 +23,7 @@ def _case(*values: str) -> Any:
 
 
 def _plan(name: str, folder: Path, keys: dict[str, Any]) -> Setting:
-    """Write a family's tiny model; vLLM's CPU kernel of gated delta nets takes bfloat16 alone."""
+    """Write a family's tiny model; vLLM's CPU kernel of gated delta nets takes only bfloat16."""
     halves = {"bf16": True} if name in tiny_families.HALVES else {}
     return Setting(str(tiny_families.save(name, folder)), keys | tiny_families.KEYS.get(name, {}) | halves)
 
@@ -41,14 +41,14 @@ def _find_rounding(name: str, responses: list[list[int]]) -> float:
     """Return the median difference of log-probs between transformers in bfloat16 and in float32, on the same tokens."""
     model, rows = tiny_families.build(name).eval(), jobs.all_rows()
     log_probs: list[list[torch.Tensor]] = [[], []]
-    for dtype, found in zip((torch.float32, torch.bfloat16), log_probs):
+    for dtype, values in zip((torch.float32, torch.bfloat16), log_probs):
         model.to(dtype)
         for index, response in enumerate(responses):
             prompt = rows.input_ids[index // 2][: rows.prompt_lengths[index // 2]]
             ids = torch.cat([prompt, torch.tensor(response)])
             with torch.no_grad():
                 logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].float() / jobs.TEMPERATURE
-            found.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]))
+            values.append(logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]))
     single, half = map(torch.cat, log_probs)
     return float((single - half).abs().median())
 

@@ -11,12 +11,12 @@ from ranks import Ranks
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize(("length", "piece"), [(10, 4), (8, 4), (3, 4)])
+@pytest.mark.parametrize(("length", "chunk_size"), [(10, 4), (8, 4), (3, 4)])
 def test_each_rank_gets_the_sum_over_its_own_place(
-    ranks: Callable[[int], Ranks], size: int, in_place: bool, length: int, piece: int
+    ranks: Callable[[int], Ranks], size: int, in_place: bool, length: int, chunk_size: int
 ) -> None:
-    found = ranks(size).run(jobs.reduced, length=length, piece=piece, in_place=in_place)
-    for rank, (sums, kept) in enumerate(found):
+    reports = ranks(size).run(jobs.reduced, length=length, chunk=chunk_size, in_place=in_place)
+    for rank, (sums, kept) in enumerate(reports):
         places = range(rank * length, (rank + 1) * length)
         assert sums == [sum(place % 251 + 1000 * (other + 1) for other in range(size)) for place in places]
         assert kept

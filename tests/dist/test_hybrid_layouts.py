@@ -40,7 +40,7 @@ _Report = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> _Report:
+def single_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> _Report:
     """(model name) -> what one process reports with packed micro-batches of two rows."""
     known: dict[str, list[dict[str, Any]]] = {}
 
@@ -55,14 +55,14 @@ def one_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> _Repo
 @pytest.mark.parametrize(("name", "size", "changes"), marked(LAYOUTS, LAYOUTS.keys() - _QUICK))
 def test_every_layout_trains_as_one_process_does(
     ranks: Callable[[int], Ranks],
-    one_process: _Report,
+    single_process: _Report,
     models: dict[str, Path],
     name: str,
     size: int,
     changes: dict[str, Any],
 ) -> None:
     reports = ranks(size).run(jobs.train, setting=Setting(str(models[name]), **changes), timeout_s=240)
-    assert_same_training(reports, one_process(name), tolerance=2e-5)
+    assert_same_training(reports, single_process(name), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -84,18 +84,18 @@ def test_log_probs_of_packed_rows_are_those_of_transformers(
 ) -> None:
     (ours,) = ranks(1).run(prefix_jobs.forward, setting=Setting(str(models[name]), shares_prefixes=True, token_budget=50))
     model, rows = tiny_hf.build(name), prefix_jobs.grouped_rows()
-    for found, ids, prompt in zip(ours, rows.input_ids, rows.prompt_lengths, strict=True):
+    for actual, ids, prompt in zip(ours, rows.input_ids, rows.prompt_lengths, strict=True):
         with torch.no_grad():
             log_softmax = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
-        np.testing.assert_allclose(found, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(actual, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
 def test_half_precision_stays_close_to_full_precision(
-    ranks: Callable[[int], Ranks], one_process: _Report, models: dict[str, Path]
+    ranks: Callable[[int], Ranks], single_process: _Report, models: dict[str, Path]
 ) -> None:
     reports = ranks(2).run(jobs.train, setting=Setting(str(models["hybrid"]), SP | ZERO | {"bf16": True}))
     # later steps follow from the rounding of those before
-    assert reports[0]["grad_norm"][0] == pytest.approx(one_process("hybrid")[0]["grad_norm"][0], rel=0.02)
-    assert losses(reports)[0] == pytest.approx(losses(one_process("hybrid"))[0], rel=0.01)
+    assert reports[0]["grad_norm"][0] == pytest.approx(single_process("hybrid")[0]["grad_norm"][0], rel=0.02)
+    assert losses(reports)[0] == pytest.approx(losses(single_process("hybrid"))[0], rel=0.01)
     assert losses(reports)[-1] < losses(reports)[0] / 2

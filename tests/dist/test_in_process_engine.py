@@ -41,7 +41,7 @@ def test_responses_are_bit_for_bit_those_of_the_engine_s_own_loop(ranks: Ranks, 
 def test_a_response_that_was_cut_goes_on_behind_its_tokens(ranks: Ranks, models: dict[str, Path]) -> None:
     report = run(ranks, jobs.interrupt, models)
     rest = iter(report["rest"])
-    assert any(one.finish == "aborted" for one in report["cut"])
+    assert any(response.finish == "aborted" for response in report["cut"])
     assert report["ended"] == report["again"]
     for whole, cut, ended in zip(report["whole"], report["cut"], report["ended"]):
         kept = len(cut.token_ids)
@@ -57,11 +57,11 @@ def test_a_response_that_was_cut_goes_on_behind_its_tokens(ranks: Ranks, models:
         assert ended.versions == (0,) * kept + (1,) * (len(ended.token_ids) - kept)
 
 
-def test_a_frozen_response_says_which_weights_drew_each_token(ranks: Ranks, models: dict[str, Path]) -> None:
+def test_a_frozen_response_records_the_weights_of_each_token(ranks: Ranks, models: dict[str, Path]) -> None:
     report = run(ranks, jobs.freeze, models)
-    mixed = [one for one in report["ended"] if set(one.versions) == {0, 1}]
+    mixed = [response for response in report["ended"] if set(response.versions) == {0, 1}]
     assert mixed
-    assert all(list(one.versions) == sorted(one.versions) for one in report["ended"])
+    assert all(list(response.versions) == sorted(response.versions) for response in report["ended"])
     # the weights are the same numbers, so freezing changes nothing else
     for whole, ended in zip(report["whole"], report["ended"]):
         assert (ended.token_ids, ended.log_probs, ended.finish) == (whole.token_ids, whole.log_probs, whole.finish)

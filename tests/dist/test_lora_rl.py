@@ -58,18 +58,18 @@ def test_an_iteration_trains_adapters_against_the_model_without_them(tmp_path: P
         check=False,
     )
     assert result.is_file(), done.stdout[-4000:]
-    found = json.loads(result.read_text())
-    assert found["has_reference"] is False
-    assert found["reference_gap_at_start"] == 0.0
-    assert found["reference_moved"] == 0.0
-    assert found["actor_moved"] > 0.01
-    assert found["base_unchanged"] is True
+    content = json.loads(result.read_text())
+    assert content["has_reference"] is False
+    assert content["reference_gap_at_start"] == 0.0
+    assert content["reference_moved"] == 0.0
+    assert content["actor_moved"] > 0.01
+    assert content["base_unchanged"] is True
     # float32 on both sides: where the adapters are makes no difference to the log-probs
-    assert found["rollout_gap"] < 1e-4
-    assert found["rollout_gap_after_update"] < 1e-4
+    assert content["rollout_gap"] < 1e-4
+    assert content["rollout_gap_after_update"] < 1e-4
     if lora_push == "adapter":
         # 15 parameters without the tied head; A and B of the seven projections of two layers
-        assert found["proven"] == 7 * 2 + 2 + 2 * 7 * 2
+        assert content["proven"] == 7 * 2 + 2 + 2 * 7 * 2
         assert (
-            "1 adapters of the rollout engine differ from those trained: model.layers.0.self_attn.q_proj" in found["tampered"]
+            "1 adapters of the rollout engine differ from those trained: model.layers.0.self_attn.q_proj" in content["tampered"]
         )

@@ -55,20 +55,20 @@ def test_greedy_answers_are_those_of_transformers(
     name: str, tensor: int, pipeline: int, ranks: Callable[[int], Ranks], models: dict[str, Path]
 ) -> None:
     expected, sums = by_transformers(models[name])
-    for found in ranks(tensor * pipeline).run(generate, folder=str(models[name]), tensor=tensor, pipeline=pipeline, rows=3):
-        assert found["tokens"] == expected
-        assert found["log_probs"] == pytest.approx(sums, abs=1e-3)
-        assert [row[0][0] for row in found["next"]] == [tokens[0] for tokens in expected]
+    for report in ranks(tensor * pipeline).run(generate, folder=str(models[name]), tensor=tensor, pipeline=pipeline, rows=3):
+        assert report["tokens"] == expected
+        assert report["log_probs"] == pytest.approx(sums, abs=1e-3)
+        assert [row[0][0] for row in report["next"]] == [tokens[0] for tokens in expected]
         stop = expected[0][2]
-        assert found["stopped"].token_ids == expected[0][: expected[0].index(stop) + 1] and found["stopped"].finish == "stop"
+        assert report["stopped"].token_ids == expected[0][: expected[0].index(stop) + 1] and report["stopped"].finish == "stop"
         letters = Letters().decode(expected[0], skip_special_tokens=True)
-        assert found["at_text"] == expected[0][: letters.index(letters[1:3]) + 2]
-        assert found["scores"] == [[(pytest.approx(value, abs=1e-4), True) for value in scores] for scores in found["each"]]
-        assert found["penalized"] == penalize(models[name], stop) != expected[0]
-        assert len(found["allowed"]) == 2 and set(found["allowed"]) <= {7, 8}
+        assert report["at_text"] == expected[0][: letters.index(letters[1:3]) + 2]
+        assert report["scores"] == [[(pytest.approx(value, abs=1e-4), True) for value in scores] for scores in report["each"]]
+        assert report["penalized"] == penalize(models[name], stop) != expected[0]
+        assert len(report["allowed"]) == 2 and set(report["allowed"]) <= {7, 8}
 
 
-def test_drawn_answers_depend_on_their_own_seed_alone(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
+def test_sampled_answers_depend_only_on_their_own_seed(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
     (together,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5)
     (alone,) = ranks(1).run(generate, folder=str(models["tied"]), temperature=1.5, rows=1)
     assert together["tokens"] == alone["tokens"]

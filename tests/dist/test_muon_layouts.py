@@ -27,14 +27,14 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_two_processes_train_as_one_does(
     ranks: Callable[[int], Ranks], models: dict[str, Path], name: str, keys: dict[str, Any]
 ) -> None:
-    one = ranks(1).run(jobs.train, setting=Setting(str(models[name]), MUON))
-    assert_same_training(ranks(2).run(jobs.train, setting=Setting(str(models[name]), MUON | keys)), one)
-    assert losses(one)[-1] < losses(one)[0]
+    reports = ranks(1).run(jobs.train, setting=Setting(str(models[name]), MUON))
+    assert_same_training(ranks(2).run(jobs.train, setting=Setting(str(models[name]), MUON | keys)), reports)
+    assert losses(reports)[-1] < losses(reports)[0]
 
 
 @pytest.mark.slow
 def test_blockwise_is_another_update(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> None:
-    one = ranks(1).run(jobs.train, setting=Setting(str(models["tied"]), MUON))
+    reports = ranks(1).run(jobs.train, setting=Setting(str(models["tied"]), MUON))
     blocks = ranks(2).run(jobs.train, setting=Setting(str(models["tied"]), MUON | SP | {"muon_tp_mode": "blockwise"}))
     with pytest.raises(AssertionError):
-        assert_same_training(blocks, one)
+        assert_same_training(blocks, reports)

@@ -45,7 +45,7 @@ def test_every_policy_loss_gives_the_same_update(
 ) -> None:
     reports = ranks(size).run(jobs.update, setting=Setting(str(models["tied"]), **changes))
     for step, settings in enumerate(jobs.UPDATES):
-        ours, theirs = (merge(report["metrics"][step] for report in found).results() for found in (reports, reference))
+        ours, theirs = (merge(report["metrics"][step] for report in result).results() for result in (reports, reference))
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5), settings
         assert reports[0]["grad_norm"][step] == pytest.approx(reference[0]["grad_norm"][step], rel=1e-3), settings
         assert theirs["actor/pg_clipfrac"] > 0.0 or settings.loss_type in UNCLIPPED

@@ -38,13 +38,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize("detaches", [False, True], ids=["whole", "detached"])
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(one, marks=() if one in ("deepseek_v3", "mimo") else _SLOW) for one in (*_FAMILIES, "qwen3_5_tied")],
+    [pytest.param(family, marks=() if family in ("deepseek_v3", "mimo") else _SLOW) for family in (*_FAMILIES, "qwen3_5_tied")],
 )
 def test_logits_losses_and_gradients_are_those_of_the_plain_computation(
     ranks: Callable[[int], Ranks], folders: dict[str, Path], family: str, detaches: bool
 ) -> None:
     setting = Setting(str(folders[family]), _keys(family, mtp_detach_heads=detaches), micro_batch_size=8)
-    (found,) = ranks(1).run(jobs.first_step, setting=setting)
+    (report,) = ranks(1).run(jobs.first_step, setting=setting)
     plain, rows = tiny_prediction.Predicting.build(family), jobs.masked_rows()
     own, main, count, trained, targets = [], torch.zeros(()), 0, 0, 0
     logits: list[list[torch.Tensor]] = [[] for _ in plain.parts]
@@ -61,8 +61,8 @@ def test_logits_losses_and_gradients_are_those_of_the_plain_computation(
                     own.append(-output[token - layer - 2].log_softmax(-1)[ids[token]])
                     targets += 1
     added = torch.stack(own).sum()
-    assert found["metrics"]["mtp_loss"].result() == pytest.approx(added.item() / targets, rel=1e-5)
-    for mine, theirs in zip(found["logits"], logits, strict=True):
+    assert report["metrics"]["mtp_loss"].result() == pytest.approx(added.item() / targets, rel=1e-5)
+    for mine, theirs in zip(report["logits"], logits, strict=True):
         np.testing.assert_allclose(mine, torch.stack(theirs).numpy(), rtol=1e-4, atol=1e-4)
     parameters = plain.named_parameters()
     scale = LAMBDA / len(plain.parts) / trained
@@ -70,7 +70,7 @@ def test_logits_losses_and_gradients_are_those_of_the_plain_computation(
     of_added = torch.autograd.grad(scale * added, [*parameters.values()], allow_unused=True)
     for name, first_part, second_part in zip(parameters, of_main, of_added, strict=True):
         if ".indexer." in name:  # its choice has no gradient, and it does not train
-            assert first_part is None and second_part is None and name not in found["gradients"]
+            assert first_part is None and second_part is None and name not in report["gradients"]
             continue
         index = re.search(r"\.layers\.(\d+)\.", name)
         is_own = "mtp" in name or index is not None and int(index[1]) >= plain.num_layers
@@ -78,7 +78,7 @@ def test_logits_losses_and_gradients_are_those_of_the_plain_computation(
         expected = sum(parts, torch.zeros_like(parameters[name])).numpy()
         if family == "mimo" and name.endswith("input_proj.weight"):
             expected = np.roll(expected, expected.shape[1] // 2, 1)
-        np.testing.assert_allclose(found["gradients"][name], expected, rtol=1e-3, atol=2e-6, err_msg=name)
+        np.testing.assert_allclose(report["gradients"][name], expected, rtol=1e-3, atol=2e-6, err_msg=name)
 
 
 _LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {

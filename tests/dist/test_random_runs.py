@@ -16,7 +16,7 @@ import random_run_jobs as jobs
 import tiny_hf
 import torch
 import transformers
-from random_runs import SEED_OF_ATTEMPT, RandomRun, all_layouts, draw
+from random_runs import SEED_OF_ATTEMPT, RandomRun, all_layouts, generate
 from ranks import RankFailureError, Ranks
 from slow_reference import TIE, SlowRun, Step
 
@@ -33,7 +33,7 @@ _EXPONENTIAL = ("k3", "k3+", "low_var_kl")
 @pytest.fixture(scope="session")
 def folders(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
     """name of a model -> folders of actor, reference and critic, all different."""
-    found = {}
+    results = {}
     for name in _MODELS:
         folder = tmp_path_factory.mktemp(f"{name}-roles")
         transformers.logging.disable_progress_bar()
@@ -46,7 +46,7 @@ def folders(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         actor = tiny_hf.build(name)
         actor.save_pretrained(folder / "actor")
         tokenizer.save_pretrained(folder / "actor")
-        found[name] = {"actor": str(folder / "actor"), "ref": str(folder / "ref")}
+        results[name] = {"actor": str(folder / "actor"), "ref": str(folder / "ref")}
         if name == "moe_mixed":
             continue
         critic = transformers.AutoModelForSequenceClassification.from_config(
@@ -54,28 +54,28 @@ def folders(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -
         )
         critic.model.load_state_dict(reference.model.state_dict())
         critic.save_pretrained(folder / "critic")
-        found[name]["critic"] = str(folder / "critic")
-    return found
+        results[name]["critic"] = str(folder / "critic")
+    return results
 
 
-def _check_steps(name: str, found: Any, expected: list[Step]) -> None:
-    for number, (gradients, step) in enumerate(zip(found, expected, strict=True)):
+def _check_steps(name: str, result: Any, expected: list[Step]) -> None:
+    for number, (gradients, step) in enumerate(zip(result, expected, strict=True)):
         if gradients is None or step.is_skipped:  # of a distributed optimizer norm and weights show it
             continue
         total = np.sqrt(sum(np.square(value).sum() for value in step.gradients.values()))
         assert sorted(gradients) == sorted(step.gradients) or set(step.gradients) - set(gradients) == {"lm_head.weight"}
         for key, value in gradients.items():
             right = step.gradients[key]
-            apart = np.linalg.norm(value - right)
-            assert apart <= _TOLERANCE * (np.linalg.norm(right) + 0.01 * total) + 1e-8, (name, number, key, apart, total)
+            distance = np.linalg.norm(value - right)
+            assert distance <= _TOLERANCE * (np.linalg.norm(right) + 0.01 * total) + 1e-8, (name, number, key, distance, total)
 
 
-def _check_weights(name: str, found: dict[str, Any], model: Any, folder: str) -> None:
+def _check_weights(name: str, result: dict[str, Any], model: Any, folder: str) -> None:
     start = transformers.AutoModelForSequenceClassification if model._is_critic else transformers.AutoModelForCausalLM
     before = dict(start.from_pretrained(folder, dtype=torch.float32).named_parameters())
     expected = model.named(gradients=False)
     moved = np.sqrt(sum(np.square(expected[key] - before[key].detach().numpy()).sum() for key in expected if key in before))
-    for key, value in found.items():
+    for key, value in result.items():
         assert np.linalg.norm(value - expected[key]) <= _TOLERANCE * moved + 1e-5, (name, key)
 
 
@@ -105,8 +105,8 @@ def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str
         return slow.margins.where
     assert sorted(columns) == sorted(expected)
     for name, values in expected.items():
-        for number, (found, right) in enumerate(zip(columns[name], values, strict=True)):
-            np.testing.assert_allclose(found, right.numpy(), rtol=2e-4, atol=5e-5, err_msg=f"{name} of row {number}")
+        for number, (result, right) in enumerate(zip(columns[name], values, strict=True)):
+            np.testing.assert_allclose(result, right.numpy(), rtol=2e-4, atol=5e-5, err_msg=f"{name} of row {number}")
     for _ in range(run.rl["epochs"]):  # every row once in each epoch, groups complete
         assert sorted(row for step in steps[: len(steps) // run.rl["epochs"]] for row in step) == list(range(len(run.rows)))
     if slow.has_critic:
@@ -124,7 +124,7 @@ def _run(
     seed: int, ranks: Callable[[int], Ranks], folders: dict[str, dict[str, str]], path: Path, sizes: tuple[int, ...]
 ) -> None:
     for attempt in range(5):
-        run = draw(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS)
+        run = generate(seed + SEED_OF_ATTEMPT * attempt, sizes, path, folders, _MODELS)
         try:
             if not _check(run, ranks, folders[run.model]):
                 return

@@ -31,7 +31,7 @@ _BOTH = _SEQUENCE | {"moe_z_loss_coeff": _Z_COEFF}
 def _split(rows: int, size: int, replicas: int = 1) -> list[list[int]]:
     """Micro-batches of so many rows on every replica, that has every n-th row."""
     mine = [list(range(first, rows, replicas)) for first in range(replicas)]
-    return [one[start : start + size] for one in mine for start in range(0, len(one), size)]
+    return [rows[start : start + size] for rows in mine for start in range(0, len(rows), size)]
 
 
 def _expected(rows: str, groups: Sequence[Sequence[int]], *, sequence: bool, coeff: float, z: float) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def _expected(rows: str, groups: Sequence[Sequence[int]], *, sequence: bool, coe
     for layer in range(len(logits[0])):
         for group in groups:
             every = [logits[row][layer] for row in group]
-            balanced = [(one, 1 / len(logits)) for one in every]
+            balanced = [(chunk, 1 / len(logits)) for chunk in every]
             if not sequence:
                 tokens = torch.cat(every)
                 balanced = [(tokens, len(tokens) / total)]
@@ -55,10 +55,10 @@ def _expected(rows: str, groups: Sequence[Sequence[int]], *, sequence: bool, coe
     return {name: weight.grad.numpy() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-def _check(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _check(result: dict[str, Any], expected: dict[str, Any]) -> None:
     assert sum(name.endswith("mlp.gate.weight") for name in expected) == 3
     # transformers stacks experts; whether their gradient is right shows in the weights before them
-    for name, value in ((name, value) for name, value in found.items() if ".experts." not in name):
+    for name, value in ((name, value) for name, value in result.items() if ".experts." not in name):
         right = expected.get(name, np.zeros_like(value))
         assert np.linalg.norm(value - right) <= 2e-4 * np.linalg.norm(right) + 1e-7, name
 
@@ -80,8 +80,8 @@ _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("loss", ["tokens", "pairs", "dapo", "grpo", "dr_grpo", "gspo"])
 def test_the_gradient_does_not_depend_on_what_divides_the_loss(ranks: Callable[[int], Ranks], folder: str, loss: str) -> None:
     size = 1 if loss == "pairs" else 2
-    found = ranks(1).run(jobs.gradient, setting=Setting(folder, _AUX, micro_batch_size=size), loss=loss)[0]
-    _check(found, _expected("different", _split(8, 2), **_KINDS["aux"][1]))
+    report = ranks(1).run(jobs.gradient, setting=Setting(folder, _AUX, micro_batch_size=size), loss=loss)[0]
+    _check(report, _expected("different", _split(8, 2), **_KINDS["aux"][1]))
 
 
 @pytest.mark.parametrize("kind", _KINDS)
@@ -99,16 +99,16 @@ def test_padding_packing_and_recomputation_leave_the_gradient(
 ) -> None:
     keys, losses = _KINDS[kind]
     setting = Setting(folder, **layout | {"keys": layout.get("keys", {}) | keys})
-    found = ranks(1).run(jobs.gradient, setting=setting)[0]
-    _check(found, _expected("different", _split(8, layout["micro_batch_size"]), **losses))
+    report = ranks(1).run(jobs.gradient, setting=setting)[0]
+    _check(report, _expected("different", _split(8, layout["micro_batch_size"]), **losses))
 
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_shared_prompt_counts_in_each_of_its_sequences(ranks: Callable[[int], Ranks], folder: str, kind: str) -> None:
     keys, losses = _KINDS[kind]
     setting = Setting(folder, keys, micro_batch_size=4, shares_prefixes=True)
-    found = ranks(1).run(jobs.gradient, setting=setting, rows="grouped")[0]
-    _check(found, _expected("grouped", _split(10, 4), **losses))
+    report = ranks(1).run(jobs.gradient, setting=setting, rows="grouped")[0]
+    _check(report, _expected("grouped", _split(10, 4), **losses))
 
 
 _LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -136,9 +136,9 @@ def test_every_layout_gives_the_gradient_of_one_process(ranks: Callable[[int], R
     keys, losses = _KINDS[kind]
     setting = Setting(folder, **changes | {"keys": changes.get("keys", {}) | keys})
     rows = "grouped" if setting.shares_prefixes else "different"
-    found = ranks(size).run(jobs.gradient, setting=setting, rows=rows, loss="tokens" if setting.shares_prefixes else "grpo")[0]
+    report = ranks(size).run(jobs.gradient, setting=setting, rows=rows, loss="tokens" if setting.shares_prefixes else "grpo")[0]
     replicas = 2 if layout.startswith(("DP", "EP")) else 1
-    _check(found, _expected(rows, _split(10 if rows == "grouped" else 8, 2, replicas), **losses))
+    _check(report, _expected(rows, _split(10 if rows == "grouped" else 8, 2, replicas), **losses))
 
 
 def test_the_coefficient_of_config_json_is_used_where_no_key_is_set(
@@ -147,8 +147,8 @@ def test_the_coefficient_of_config_json_is_used_where_no_key_is_set(
     model = tiny_hf.build(_MODEL)
     model.config.router_aux_loss_coef = _COEFF
     model.save_pretrained(tmp_path)
-    found = ranks(1).run(jobs.gradient, setting=Setting(str(tmp_path)))[0]
-    _check(found, _expected("different", _split(8, 2), **_KINDS["aux"][1]))
+    report = ranks(1).run(jobs.gradient, setting=Setting(str(tmp_path)))[0]
+    _check(report, _expected("different", _split(8, 2), **_KINDS["aux"][1]))
 
 
 def test_a_router_bias_counts_every_token_of_every_sequence_once(

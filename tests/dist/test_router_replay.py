@@ -48,7 +48,7 @@ def folder(models: dict[str, Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], folder: str) -> list[dict[str, Any]]:
+def single_process(ranks: Callable[[int], Ranks], folder: str) -> list[dict[str, Any]]:
     return ranks(1).run(jobs.train_replayed, setting=Setting(folder, micro_batch_size=8))
 
 
@@ -80,34 +80,34 @@ def test_log_probs_under_given_routing_are_those_of_transformers(ranks: Callable
 
 
 @pytest.mark.parametrize(("size", "changes"), marked(LAYOUTS, _SLOW))
-def test_training_with_given_routing_is_that_of_one_process(
-    ranks: Callable[[int], Ranks], one_process: list[dict[str, Any]], folder: str, size: int, changes: dict[str, Any]
+def test_training_with_given_routing_equals_a_single_process(
+    ranks: Callable[[int], Ranks], single_process: list[dict[str, Any]], folder: str, size: int, changes: dict[str, Any]
 ) -> None:
     reports = ranks(size).run(jobs.train_replayed, setting=Setting(folder, **changes), timeout_s=240)
-    assert_same_training(reports, one_process)
+    assert_same_training(reports, single_process)
     agreed, compared = (sum(report["agreement"][part] for report in reports) for part in (0, 1))
     expected = sum(length - 1 for length in all_rows().lengths) * len(jobs.ROUTED_LAYERS) * jobs.TOPK * 3
     assert compared == expected
     # two experts of four, drawn at random: half of them are the router's own, more or less
     assert 0.35 < agreed / compared < 0.65
-    assert agreed / compared == pytest.approx(one_process[0]["agreement"][0] / expected, abs=0.01)
+    assert agreed / compared == pytest.approx(single_process[0]["agreement"][0] / expected, abs=0.01)
 
 
 def _chosen_by_transformers() -> dict[tuple[int, int], list[list[int]]]:
     """(row, layer) -> experts of each token, in order."""
     model, rows = tiny_hf.build(_MODEL), all_rows()
-    found: dict[tuple[int, int], list[list[int]]] = {}
+    results: dict[tuple[int, int], list[list[int]]] = {}
     for row, ids in enumerate(rows.input_ids):
         for layer in jobs.ROUTED_LAYERS:
 
             def keep(module: Any, inputs: Any, output: Any, place: tuple[int, int] = (row, layer)) -> None:
-                found[place] = jobs.sorted_experts(output[2])
+                results[place] = jobs.sorted_experts(output[2])
 
             handle = model.model.layers[layer].mlp.gate.register_forward_hook(keep)
             with torch.no_grad():
                 model(ids[None])
             handle.remove()
-    return found
+    return results
 
 
 _RECORDED = ["micro-batch 4 padded", "DP2 token budget", "TP2 SP padded", "VPP2", "CP2 Ulysses", "CP2 ring padded"]
@@ -134,8 +134,8 @@ def test_what_a_pass_records_is_what_transformers_chooses_and_changes_nothing_wh
 def test_what_the_old_pass_chose_reaches_the_rows_of_the_update_in_whatever_order(
     ranks: Callable[[int], Ranks], folder: str
 ) -> None:
-    (found,) = ranks(1).run(jobs.travel, setting=Setting(folder, micro_batch_size=3))
-    assert found == _chosen_by_transformers()
+    (report,) = ranks(1).run(jobs.travel, setting=Setting(folder, micro_batch_size=3))
+    assert report == _chosen_by_transformers()
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_trainer_agrees_with_an_engine_whose_routing_was_nudged_only_by_replay(
 ) -> None:
     alone = Ranks(1, "rollout")  # a process of its own: vLLM builds one engine in each
     try:
-        (found,) = alone.run(nudged_jobs.agree, setting=Setting(str(models[_MODEL]), **changes), timeout_s=240)
+        (report,) = alone.run(nudged_jobs.agree, setting=Setting(str(models[_MODEL]), **changes), timeout_s=240)
     finally:
         alone.close()
-    assert max(found["own"]) > 0.05
-    assert max(found["replayed"]) < 1e-4, found["replayed"]
-    assert 0.3 < found["metrics"]["router/agreement"] < 0.95
+    assert max(report["own"]) > 0.05
+    assert max(report["replayed"]) < 1e-4, report["replayed"]
+    assert 0.3 < report["metrics"]["router/agreement"] < 0.95
     # long prompts came from the cache of prefixes, with the experts of whoever computed them
-    assert max(found["cached"]) > 100
-    assert found["types"] == {"routed_lengths": "torch.int64", "routed_experts_0": "torch.uint8"}
+    assert max(report["cached"]) > 100
+    assert report["types"] == {"routed_lengths": "torch.int64", "routed_experts_0": "torch.uint8"}

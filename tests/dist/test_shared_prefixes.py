@@ -53,12 +53,12 @@ _SLOW_TREES = ("CP2 experts", "TP2 SP latent attention", "CP2 TP2 SP")
 @pytest.fixture(scope="module")
 def own_prompts(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> Callable[[str], list[dict[str, Any]]]:
     """(name of a model) -> what one process reports whose rows each have their own prompt."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    results: dict[str, list[dict[str, Any]]] = {}
 
     def of(name: str) -> list[dict[str, Any]]:
-        if name not in found:
-            found[name] = ranks(1).run(jobs.train, setting=Setting(str(models[name]), micro_batch_size=10))
-        return found[name]
+        if name not in results:
+            results[name] = ranks(1).run(jobs.train, setting=Setting(str(models[name]), micro_batch_size=10))
+        return results[name]
 
     return of
 
@@ -91,10 +91,10 @@ def test_training_on_a_tree_is_that_of_its_sequences_alone(
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], models: dict[str, Path], name: str) -> None:
     (ours,) = ranks(1).run(jobs.forward, setting=Setting(str(models[name]), shares_prefixes=True, token_budget=50))
     model, rows = tiny_hf.build(name), jobs.grouped_rows()
-    for found, ids, prompt in zip(ours, rows.input_ids, rows.prompt_lengths, strict=True):
+    for actual, ids, prompt in zip(ours, rows.input_ids, rows.prompt_lengths, strict=True):
         with torch.no_grad():
             log_softmax = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
-        np.testing.assert_allclose(found, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(actual, log_softmax.gather(1, ids[prompt:, None])[:, 0].numpy(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_every_row_has_the_experts_of_a_prompt_that_was_computed_once(
     plain = ranks(1).run(jobs.record, setting=Setting(str(models["moe_mixed"]), micro_batch_size=10))
     setting = Setting(str(models["moe_mixed"]), keys=keys, micro_batch_size=4, shares_prefixes=True)
     shared = ranks(size).run(jobs.record, setting=setting)
-    found = {place: experts for report in shared for place, experts in report["routing"].items()}
-    assert found == plain[0]["routing"]
+    results = {place: experts for report in shared for place, experts in report["routing"].items()}
+    assert results == plain[0]["routing"]
     for report in shared:
         agreed, compared = report["agreement"]
         assert agreed == compared > 0

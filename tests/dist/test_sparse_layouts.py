@@ -116,8 +116,8 @@ def test_every_layout_trains_the_indexers_as_one_process_does(
     reports = ranks(size).run(jobs.train, setting=Setting(folder, keys | _LOSS, **others), timeout_s=240)
     assert_same_training(reports, alone, tolerance=2e-5)
     ours, theirs = (
-        [merge(report["metrics"][step] for report in found).results()["indexer_loss"] for step in range(5)]
-        for found in (reports, alone)
+        [merge(report["metrics"][step] for report in result).results()["indexer_loss"] for step in range(5)]
+        for result in (reports, alone)
     )
     assert ours == pytest.approx(theirs, rel=1e-4) and theirs[-1] < theirs[0]
 
@@ -141,7 +141,8 @@ _SHARED: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(one, marks=() if one == "PP2 recomputed, padded rows" else pytest.mark.slow) for one in _SHARED]
+    "layout",
+    [pytest.param(layout, marks=() if layout == "PP2 recomputed, padded rows" else pytest.mark.slow) for layout in _SHARED],
 )
 def test_layers_without_an_indexer_take_the_tokens_of_the_one_before_them(
     ranks: Callable[[int], Ranks], sharing: tuple[str, list[dict[str, Any]]], layout: str

@@ -43,10 +43,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
     ).save_pretrained(folder)
-    draw = np.random.RandomState(5)
+    rng = np.random.RandomState(5)
 
     def tokens(low: int, high: int) -> list[int]:
-        return draw.randint(3, 90, draw.randint(low, high)).tolist()
+        return rng.randint(3, 90, rng.randint(low, high)).tolist()
 
     pairs, packs, steps = [], [], []
     for _ in range(20):
@@ -55,14 +55,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pairs.append({f"{side}_input_ids": prompt + answer for side, answer in sides.items()})
         pairs[-1] |= {f"{side}_labels": [-100] * len(prompt) + answer for side, answer in sides.items()}
         pack: dict[str, list[int]] = {"input_ids": [], "attention_mask": [], "labels": []}
-        for number in range(1, draw.randint(2, 5)):
+        for number in range(1, rng.randint(2, 5)):
             prompt, answer = tokens(1, 5), [*tokens(1, 6), EOS]
             pack["input_ids"] += prompt + answer
             pack["labels"] += [-100] * len(prompt) + answer
             pack["attention_mask"] += [number] * len(prompt + answer)
         rest = 48 - len(pack["input_ids"])
         packs.append({name: row + [-100 if name == "labels" else 0] * rest for name, row in pack.items()})
-        judged = [(tokens(1, 6), int(draw.choice((GOOD, BAD)))) for _ in range(draw.randint(1, 4))]
+        judged = [(tokens(1, 6), int(rng.choice((GOOD, BAD)))) for _ in range(rng.randint(1, 4))]
         steps.append(
             {
                 "input_ids": [token for step, _ in judged for token in [*step, STEP]],
@@ -132,7 +132,7 @@ def figures(
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], folder: Path) -> Callable[[str], list[dict[str, float]]]:
+def single_process(ranks: Callable[[int], Ranks], folder: Path) -> Callable[[str], list[dict[str, float]]]:
     """(stage) -> its figures in one process."""
     known: dict[str, list[dict[str, float]]] = {}
 
@@ -144,9 +144,9 @@ def one_process(ranks: Callable[[int], Ranks], folder: Path) -> Callable[[str], 
     return get
 
 
-def assert_same(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
-    assert len(found) == len(expected) == STEPS + 1
-    for step, (ours, theirs) in enumerate(zip(found, expected)):
+def assert_same(result: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    assert len(result) == len(expected) == STEPS + 1
+    for step, (ours, theirs) in enumerate(zip(result, expected)):
         names = [name for name in theirs if name not in ("train/memory_gib", "train/model_tflop")]
         assert set(names) <= set(ours)
         for name in names:
@@ -168,9 +168,9 @@ QUICK = {("dpo", "tp"), ("kto", "dp"), ("orm", "pp"), ("prm", "cp"), ("sft", "dp
     ],
 )
 def test_a_stage_gives_the_same_figures_under_every_layout(
-    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, stage: str, layout: str
+    ranks: Callable[[int], Ranks], single_process: Callable, folder: Path, stage: str, layout: str
 ) -> None:
-    assert_same(figures(ranks(2), folder, stage, LAYOUTS[layout]), one_process(stage))
+    assert_same(figures(ranks(2), folder, stage, LAYOUTS[layout]), single_process(stage))
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_stage_gives_the_same_figures_under_every_layout(
     ],
 )
 def test_token_budgets_that_give_ranks_unequal_work_change_no_figure(
-    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, stage: str, balanced: bool
+    ranks: Callable[[int], Ranks], single_process: Callable, folder: Path, stage: str, balanced: bool
 ) -> None:
     budget = {
         "use_remove_padding": True,
@@ -191,7 +191,7 @@ def test_token_budgets_that_give_ranks_unequal_work_change_no_figure(
         "use_dp_batch_balance": balanced,
     }
     keys = {"reset_attention_mask": True, "no_pad_to_seq_lengths": True}
-    assert_same(figures(ranks(2), folder, stage, keys, budget), one_process(stage))
+    assert_same(figures(ranks(2), folder, stage, keys, budget), single_process(stage))
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_token_budgets_that_give_ranks_unequal_work_change_no_figure(
     ],
 )
 def test_a_stage_goes_on_under_another_layout(
-    ranks: Callable[[int], Ranks], one_process: Callable, folder: Path, tmp_path: Path, stage: str, saved: str, loaded: str
+    ranks: Callable[[int], Ranks], single_process: Callable, folder: Path, tmp_path: Path, stage: str, saved: str, loaded: str
 ) -> None:
     schedule = {"train_iters": 2 * STEPS, "pretrained_checkpoint": str(folder)}
     whole = figures(ranks(1), folder, stage, schedule, steps=2 * STEPS)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from training_jobs import Setting
 
-from mindspeed_rl.engine.checkpoint import _find_latest_iteration
+from mindspeed_rl.engine.checkpoint import _find_newest_iteration
 
 TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 ZERO = {"use_distributed_optimizer": True}
@@ -59,7 +59,7 @@ def test_the_same_layout_resumes_to_the_bit(
 ) -> None:
     setting = Setting(str(models[name]), keys)
     expected = ranks(size).run(jobs.save_then_train, setting=setting, folder=str(tmp_path))
-    assert _find_latest_iteration(tmp_path) == 2
+    assert _find_newest_iteration(tmp_path) == 2
     resumed = ranks(size).run(jobs.load_then_train, setting=setting, folder=str(tmp_path))
     assert losses(resumed) == losses(expected)
     for ours, theirs in zip(resumed, expected):
@@ -139,12 +139,12 @@ def test_a_killed_save_never_looks_finished_and_the_next_one_succeeds(
     with pytest.raises(RankFailureError, match="rank 1: the process ended with exit code -9"):
         ranks(2).run(jobs.killed_while_saving, setting=setting, folder=str(tmp_path), iteration=5)
     assert [path.name for path in tmp_path.glob("iter_*[0-9]")] == ["iter_0000003"]
-    assert _find_latest_iteration(tmp_path) == 3
+    assert _find_newest_iteration(tmp_path) == 3
     report = ranks(2).run(jobs.load_then_train, setting=setting, folder=str(tmp_path), steps=1)
     assert report[0]["loaded"]["iteration"] == 3
     warnings = ranks(2).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[5])
     assert warnings == [[], []]  # the killed one's files are nothing that the next one overwrites
-    assert _find_latest_iteration(tmp_path) == 5 and not list(tmp_path.glob("*.partial"))
+    assert _find_newest_iteration(tmp_path) == 5 and not list(tmp_path.glob("*.partial"))
 
 
 def test_the_last_checkpoints_are_kept_and_none_that_is_newer(
@@ -155,7 +155,7 @@ def test_the_last_checkpoints_are_kept_and_none_that_is_newer(
     setting = Setting(str(models["tied"]), {"keep_last": 2})
     ranks(1).run(jobs.save_many, setting=setting, folder=str(tmp_path), iterations=[9, 10, 11, 12])
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000011", "iter_0000012", "iter_0000099"]
-    assert _find_latest_iteration(tmp_path) == 12
+    assert _find_newest_iteration(tmp_path) == 12
 
 
 def test_what_a_checkpoint_cannot_give_is_named(ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_checkpoint_from_before_the_first_step_resumes(
 def test_a_damaged_pointer_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(text)
     with pytest.raises(ValueError, match=message):
-        _find_latest_iteration(tmp_path)
+        _find_newest_iteration(tmp_path)
 
 
 def test_a_damaged_file_is_refused_by_name_on_every_rank(

@@ -20,7 +20,7 @@ Reference = Callable[[str], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> Reference:
+def single_process(ranks: Callable[[int], Ranks], models: dict[str, Path]) -> Reference:
     """(model name) -> what one process reports with packed micro-batches of two rows."""
     known: dict[str, list[dict[str, Any]]] = {}
 
@@ -43,7 +43,7 @@ def transformers_training(name: str, steps: int = 5) -> dict[str, Any]:
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decayed, "weight_decay": keys["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=keys["adam_eps"])
-    found: dict[str, Any] = {"loss": [], "grad_norm": []}
+    results: dict[str, Any] = {"loss": [], "grad_norm": []}
     for step in range(steps):
         # 2 steps from lr_warmup_init to lr, then a cosine to 0 over the other 18
         start = keys["lr_warmup_init"]
@@ -59,17 +59,17 @@ def transformers_training(name: str, steps: int = 5) -> dict[str, Any]:
         loss = total / sum(rows.response_lengths)
         optimizer.zero_grad()
         loss.backward()
-        found["loss"].append(loss.item())
-        found["grad_norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), keys["clip_grad"]).item())
+        results["loss"].append(loss.item())
+        results["grad_norm"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), keys["clip_grad"]).item())
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    return found | {"weights": {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}}
+    return results | {"weights": {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}}
 
 
 @pytest.mark.parametrize("name", ["tied", "untied", "moe"])
-def test_one_process_follows_transformers(one_process: Reference, models: dict[str, Path], name: str) -> None:
-    ours, theirs = one_process(name), transformers_training(name)
+def test_one_process_follows_transformers(single_process: Reference, models: dict[str, Path], name: str) -> None:
+    ours, theirs = single_process(name), transformers_training(name)
     assert losses(ours) == pytest.approx(theirs["loss"], rel=1e-4)
     assert ours[0]["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
     if name != "moe":  # transformers holds experts fused under other names
@@ -94,10 +94,10 @@ ONE_PROCESS = {
 
 @pytest.mark.parametrize("changes", ONE_PROCESS.values(), ids=ONE_PROCESS)
 def test_how_rows_are_cut_and_recomputed_does_not_change_the_update(
-    ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], changes: dict[str, Any]
+    ranks: Callable[[int], Ranks], single_process: Reference, models: dict[str, Path], changes: dict[str, Any]
 ) -> None:
     setting = Setting(str(models["tied"]), **changes)
-    assert_same_training(ranks(1).run(jobs.train, setting=setting), one_process("tied"))
+    assert_same_training(ranks(1).run(jobs.train, setting=setting), single_process("tied"))
 
 
 # ---------------------------------------------------------------- several processes
@@ -176,18 +176,18 @@ SLOW_OF_TWO = (
 
 @pytest.mark.parametrize(("name", "changes"), marked(TWO_PROCESSES, SLOW_OF_TWO))
 def test_two_processes_train_as_one_does(
-    ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
+    ranks: Callable[[int], Ranks], single_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
 ) -> None:
     reports = ranks(2).run(jobs.train, setting=Setting(str(models[name]), **changes))
-    assert_same_training(reports, one_process(name))
+    assert_same_training(reports, single_process(name))
 
 
 @pytest.mark.parametrize("keys", [ZERO | OVERLAP, VPP, SP | ZERO | OVERLAP], ids=["DP2 overlap", "VPP2", "TP2 overlap"])
 def test_steps_that_follow_each_other_at_once_give_the_same_weights(
-    ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], keys: dict[str, Any]
+    ranks: Callable[[int], Ranks], single_process: Reference, models: dict[str, Path], keys: dict[str, Any]
 ) -> None:
-    reports = ranks(2).run(jobs.train, setting=Setting(str(models["tied"]), keys), in_one_go=True)
-    assert_same_training(reports, one_process("tied"))
+    reports = ranks(2).run(jobs.train, setting=Setting(str(models["tied"]), keys), at_once=True)
+    assert_same_training(reports, single_process("tied"))
 
 
 FOUR_PROCESSES = {
@@ -204,10 +204,10 @@ FOUR_PROCESSES = {
 
 @pytest.mark.parametrize(("name", "changes"), marked(FOUR_PROCESSES, ("TP2 CP2", "CP4 ring")))
 def test_four_processes_train_as_one_does(
-    ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
+    ranks: Callable[[int], Ranks], single_process: Reference, models: dict[str, Path], name: str, changes: dict[str, Any]
 ) -> None:
     reports = ranks(4).run(jobs.train, setting=Setting(str(models[name]), **changes), timeout_s=240)
-    assert_same_training(reports, one_process(name))
+    assert_same_training(reports, single_process(name))
 
 
 # ---------------------------------------------------------------- half precision
@@ -223,12 +223,17 @@ BF16 = {
 
 @pytest.mark.parametrize(("size", "name", "keys"), BF16.values(), ids=BF16)
 def test_half_precision_stays_close_to_full_precision(
-    ranks: Callable[[int], Ranks], one_process: Reference, models: dict[str, Path], size: int, name: str, keys: dict[str, Any]
+    ranks: Callable[[int], Ranks],
+    single_process: Reference,
+    models: dict[str, Path],
+    size: int,
+    name: str,
+    keys: dict[str, Any],
 ) -> None:
     reports = ranks(size).run(jobs.train, setting=Setting(str(models[name]), keys | {"bf16": True}))
-    apart = distances(reports, one_process(name))
-    assert apart["grad_norm"] < 0.05 and apart["weights"] < 0.02
-    assert losses(reports)[-1] == pytest.approx(losses(one_process(name))[-1], rel=0.02)
+    distance = distances(reports, single_process(name))
+    assert distance["grad_norm"] < 0.05 and distance["weights"] < 0.02
+    assert losses(reports)[-1] == pytest.approx(losses(single_process(name))[-1], rel=0.02)
 
 
 # ---------------------------------------------------------------- forward only
@@ -242,15 +247,15 @@ def test_half_precision_stays_close_to_full_precision(
 def test_log_probs_and_entropies_are_those_of_transformers(
     ranks: Callable[[int], Ranks], models: dict[str, Path], size: int, keys: dict[str, Any], packed: bool
 ) -> None:
-    found: dict[int, Any] = {}
+    results: dict[int, Any] = {}
     for part in ranks(size).run(jobs.forward, setting=Setting(str(models["untied"]), keys, packed=packed)):
-        found |= part
+        results |= part
     rows, model = jobs.all_rows(), tiny_hf.build("untied")
-    assert sorted(found) == list(range(8))
+    assert sorted(results) == list(range(8))
     for row, (ids, prompt) in enumerate(zip(rows.input_ids, rows.prompt_lengths)):
         with torch.no_grad():
             log_softmax = (model(ids[None]).logits[0] / jobs.TEMPERATURE).log_softmax(-1)[prompt - 1 : -1]
-        log_probs, entropy = (torch.tensor(values) for values in found[row])
+        log_probs, entropy = (torch.tensor(values) for values in results[row])
         torch.testing.assert_close(log_probs, log_softmax.gather(1, ids[prompt:, None])[:, 0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(entropy, -(log_softmax.exp() * log_softmax).sum(-1), rtol=1e-5, atol=1e-5)
 

@@ -1,4 +1,4 @@
-"""A row of several turns trains what was drawn and nothing else, and a split one is its sequences computed apart."""
+"""A row of several turns trains what was sampled and nothing else, and a split row equals its sequences computed separately."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_same(reports: list[dict[str, Any]], reference: dict[str, Any]) -> Non
         np.testing.assert_allclose(reports[0]["weights"][name], weight, rtol=1e-3, atol=2e-6)
 
 
-def test_a_row_of_several_turns_is_a_naive_loop_over_what_was_drawn(reference: dict[str, Any]) -> None:
+def test_a_row_of_several_turns_equals_a_naive_loop_over_the_sampled_tokens(reference: dict[str, Any]) -> None:
     model = tiny_hf.build("tied")
     total, count, log_probs = torch.zeros(()), 0, []
     for trajectory, advantage in zip(jobs.trajectories(), jobs.ADVANTAGES):
@@ -57,8 +57,8 @@ def test_a_row_of_several_turns_is_a_naive_loop_over_what_was_drawn(reference: d
     assert reference["grad_norm"][0] == pytest.approx(squares**0.5, rel=1e-4)
     for ours, theirs in zip(reference["before"][0], log_probs, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-4)
-    drawn = sum(sum(trajectory.sampled) for trajectory in jobs.trajectories())
-    assert count == drawn < sum(len(trajectory.token_ids) for trajectory in jobs.trajectories())
+    num_sampled = sum(sum(trajectory.sampled) for trajectory in jobs.trajectories())
+    assert count == num_sampled < sum(len(trajectory.token_ids) for trajectory in jobs.trajectories())
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -76,14 +76,14 @@ def test_the_update_is_the_same_however_rows_are_laid_out(
     assert_same(ranks(1).run(jobs.update, setting=Setting(str(models["tied"]), **changes)), reference)
 
 
-def test_a_split_trajectory_is_its_sequences_computed_apart(
+def test_a_split_trajectory_equals_its_sequences_computed_separately(
     ranks: Callable[[int], Ranks], reference: dict[str, Any], models: dict[str, Path]
 ) -> None:
     setting = Setting(str(models["tied"]), micro_batch_size=8)
-    (apart,) = ranks(1).run(jobs.update, setting=setting, is_whole=False)
-    joined = [value for part in apart["before"][0] for value in part]
+    (separate,) = ranks(1).run(jobs.update, setting=setting, is_whole=False)
+    joined = [value for part in separate["before"][0] for value in part]
     assert joined == pytest.approx([value for part in reference["before"][0] for value in part], abs=1e-6)
-    assert_same([apart], reference)
+    assert_same([separate], reference)
 
 
 SPREAD: dict[str, dict[str, Any]] = {

@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> _Report:
+def single_process(ranks: Callable[[int], Ranks], folders: dict[str, str]) -> _Report:
     """(model name) -> what one process reports that trains all parts with packed micro-batches of two rows."""
     known: dict[str, list[dict[str, Any]]] = {}
 
@@ -83,18 +83,18 @@ def _log_softmax(
 def _log_probs(model: torch.nn.Module) -> list[np.ndarray]:
     rows = jobs.all_rows()
     assert rows.images is not None
-    found = []
+    results = []
     for ids, prompt, images in zip(rows.input_ids, rows.prompt_lengths, rows.images):
         with torch.no_grad():
-            found.append(_log_softmax(model, ids, prompt, images).gather(1, ids[prompt:, None])[:, 0].numpy())
-    return found
+            results.append(_log_softmax(model, ids, prompt, images).gather(1, ids[prompt:, None])[:, 0].numpy())
+    return results
 
 
 @pytest.mark.parametrize("name", tiny_vision.CONFIGS)
 def test_log_probs_are_those_of_transformers(ranks: Callable[[int], Ranks], folders: dict[str, str], name: str) -> None:
     (ours,) = ranks(1).run(jobs.forward, setting=Setting(folders[name], shares_prefixes=True, token_budget=90))
-    for found, expected in zip(ours, _log_probs(tiny_vision.build(name)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(ours, _log_probs(tiny_vision.build(name)), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_images_that_are_swapped_between_rows_change_these_rows_alone(
@@ -103,20 +103,20 @@ def test_images_that_are_swapped_between_rows_change_these_rows_alone(
     setting = Setting(folders["qwen3"], shares_prefixes=True, token_budget=90)
     (before,) = ranks(1).run(jobs.forward, setting=setting)
     (after,) = ranks(1).run(jobs.forward, setting=setting, swapped=True)
-    changes = [float(np.abs(one - other).max()) for one, other in zip(before, after)]
+    changes = [float(np.abs(first - other).max()) for first, other in zip(before, after)]
     assert min(changes[1], changes[3]) > 0.01
     assert max(change for row, change in enumerate(changes) if row not in (1, 3)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "qwen3_moe"])
-def test_tower_projector_and_language_model_train_as_in_transformers(one_process: _Report, name: str) -> None:
-    model, rows, ours = tiny_vision.build(name), jobs.all_rows(), one_process(name)
+def test_tower_projector_and_language_model_train_as_in_transformers(single_process: _Report, name: str) -> None:
+    model, rows, ours = tiny_vision.build(name), jobs.all_rows(), single_process(name)
     assert rows.images is not None
     decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": KEYS["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=KEYS["lr_warmup_init"], betas=(0.9, 0.999), eps=KEYS["adam_eps"])
-    found, norms = [], []
+    results, norms = [], []
     for step in range(3):
         total = torch.zeros(())
         for ids, prompt, images, weights in zip(rows.input_ids, rows.prompt_lengths, rows.images, rows.columns["weights"]):
@@ -126,7 +126,7 @@ def test_tower_projector_and_language_model_train_as_in_transformers(one_process
         loss = total / sum(rows.response_lengths)
         optimizer.zero_grad()
         loss.backward()
-        found.append(loss.item())
+        results.append(loss.item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), KEYS["clip_grad"]).item())
         start = KEYS["lr_warmup_init"]  # 2 steps to lr, then a cosine over the other 18
         rate = (
@@ -135,7 +135,7 @@ def test_tower_projector_and_language_model_train_as_in_transformers(one_process
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    assert losses(ours) == pytest.approx(found, rel=1e-4)
+    assert losses(ours) == pytest.approx(results, rel=1e-4)
     assert ours[0]["grad_norm"] == pytest.approx(norms, rel=1e-4)
     weights = {tiny_vision.get_saved_name(name, key): value.detach() for key, value in model.named_parameters()}
     for key in [key for key in weights if ".experts." in key]:
@@ -176,7 +176,7 @@ def test_each_part_trains_alone_and_with_its_own_learning_rate(ranks: Callable[[
 @pytest.mark.parametrize(("name", "size", "changes"), marked(LAYOUTS, LAYOUTS.keys() - _QUICK))
 def test_every_layout_trains_as_one_process_does(
     ranks: Callable[[int], Ranks],
-    one_process: _Report,
+    single_process: _Report,
     folders: dict[str, str],
     name: str,
     size: int,
@@ -184,7 +184,7 @@ def test_every_layout_trains_as_one_process_does(
 ) -> None:
     changes = {**changes, "keys": TRAINED | changes.get("keys", {})}
     reports = ranks(size).run(jobs.train, setting=Setting(folders[name], **changes), timeout_s=240)
-    assert_same_training(reports, one_process(name), tolerance=2e-5)
+    assert_same_training(reports, single_process(name), tolerance=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ LORA = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "line
 def test_adapters_of_all_parts_train_alike_in_every_layout(
     ranks: Callable[[int], Ranks], folders: dict[str, str], name: str
 ) -> None:
-    one = ranks(1).run(jobs.train, setting=Setting(folders[name], LORA | TRAINED))
+    reports = ranks(1).run(jobs.train, setting=Setting(folders[name], LORA | TRAINED))
     two = ranks(2).run(jobs.train, setting=Setting(folders[name], LORA | TRAINED | SP | RECOMPUTE))
-    assert_same_training(two, one, tolerance=2e-5)
+    assert_same_training(two, reports, tolerance=2e-5)
     weights = tiny_vision.build(name).named_parameters()
     before = {tiny_vision.get_saved_name(name, key): weight.detach().numpy() for key, weight in weights}
-    changed = {key for key, weight in one[0]["weights"].items() if not np.array_equal(weight, before.get(key, weight))}
+    changed = {key for key, weight in reports[0]["weights"].items() if not np.array_equal(weight, before.get(key, weight))}
     adapted = r"(_proj|attn\.qkv|attn\.proj|linear_fc[12]|merger\.mlp\.[02])\.weight$"
     assert changed == {key for key in before if re.search(adapted, key) and "patch_embed" not in key}
 
@@ -224,9 +224,9 @@ def test_adapters_of_all_parts_train_alike_in_every_layout(
 def test_adapters_of_the_language_model_leave_the_tower_as_it_is(
     ranks: Callable[[int], Ranks], folders: dict[str, str]
 ) -> None:
-    (one,) = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], LORA), steps=2)
+    (report,) = ranks(1).run(jobs.train, setting=Setting(folders["qwen3"], LORA), steps=2)
     before = dict(tiny_vision.build("qwen3").named_parameters())
-    changed = {key for key, weight in one["weights"].items() if not np.array_equal(weight, before[key].detach().numpy())}
+    changed = {key for key, weight in report["weights"].items() if not np.array_equal(weight, before[key].detach().numpy())}
     assert changed and all(".layers." in key and key.endswith("_proj.weight") for key in changed)
 
 
@@ -235,14 +235,14 @@ def test_peft_reads_adapters_of_all_parts_and_they_train_on(
     ranks: Callable[[int], Ranks], folders: dict[str, str], tmp_path: Path, name: str
 ) -> None:
     setting = Setting(folders[name], LORA | TRAINED)
-    found = [
+    results = [
         ranks(1).run(jobs.use_adapters, setting=setting, folder=str(tmp_path / "adapter"), is_read=is_read)[0]
         for is_read in (False, True)
     ]
     model = tiny_vision.build(name)
     peft.PeftModel.from_pretrained(model, tmp_path / "adapter")  # it adapts the model in place
     expected = _log_probs(model)
-    assert max(float(np.abs(one - other).max()) for one, other in zip(expected, _log_probs(tiny_vision.build(name)))) > 0.1
-    for ours in found:
-        for one, other in zip(ours, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    assert max(float(np.abs(first - other).max()) for first, other in zip(expected, _log_probs(tiny_vision.build(name)))) > 0.1
+    for ours in results:
+        for actual, other in zip(ours, expected, strict=True):
+            np.testing.assert_allclose(actual, other, rtol=1e-5, atol=1e-5)

@@ -96,7 +96,7 @@ def test_a_delta_carries_what_changed_and_proves_everything(ranks: Callable[[int
     full = Case(MOE, {"pp": 2}, 1)
     # experts 1 of 4 stay the same: three matrices of 16 x 32 float32 in the one layer that comes from the other rank
     frozen_bytes = 3 * 16 * 32 * 4
-    for report, whole in zip(*(ranks(2).run(deliver, case=one, timeout_s=120) for one in (case, full))):
+    for report, whole in zip(*(ranks(2).run(deliver, case=variant, timeout_s=120) for variant in (case, full))):
         assert report["differing"] == [[]] * 3 and report["proven"] == whole["proven"]
         first, *later = report["received"]
         assert first == whole["received"][0]

@@ -58,12 +58,12 @@ class Engine:
         self.reference.load_weights(tensors.items())
         wanted = dict(self.reference.named_parameters())
         vocabulary = tensors["model.embed_tokens.weight"].shape[0]
-        found = []
+        results = []
         for name, value in self.model.named_parameters():
             real = vocabulary if name.endswith(("embed_tokens.weight", "lm_head.weight")) else value.shape[0]
             if not torch.equal(value[:real], wanted[name][:real]):
-                found.append(name)
-        return found
+                results.append(name)
+        return results
 
 
 def together(work: Callable[[int, WeightSyncGroup], Any], size: int = TRAINERS + SERVERS) -> list[Any]:
@@ -118,10 +118,10 @@ def test_every_engine_holds_what_was_trained_and_got_nothing_twice(delta: bool) 
     frozen = "mlp.experts.1."
     frozen_size = sum(4 * torch.Size(shape).numel() for name, shape in sides[0].trained.shapes.items() if frozen in name)
 
-    found = three_updates(sides, engines, frozen, delta)
-    for said in found[:TRAINERS]:  # both send about half of what two engines need
+    result = three_updates(sides, engines, frozen, delta)
+    for said in result[:TRAINERS]:  # both send about half of what two engines need
         assert all(received == 0 and abs(sent - size) < size // 8 for received, sent, _ in said)
-    for said in found[TRAINERS:]:
+    for said in result[TRAINERS:]:
         assert [differs for _, _, differs in said] == [[]] * 3
         assert [received for received, _, _ in said] == [size, *[size - frozen_size if delta else size] * 2]
 
@@ -137,10 +137,10 @@ def test_many_engines_hold_what_was_trained_and_pass_it_on_to_each_other(delta: 
     size = sum(4 * torch.Size(shape).numel() for shape in sides[0].trained.shapes.values())
     frozen = "mlp.experts.1."
 
-    found = three_updates(sides, engines, frozen, delta)
-    assert all([differs for _, _, differs in said] == [[]] * 3 for said in found[TRAINERS:])
+    result = three_updates(sides, engines, frozen, delta)
+    assert all([differs for _, _, differs in said] == [[]] * 3 for said in result[TRAINERS:])
     # without relays each trainer would send half of what five engines need
-    assert all(0 < sent < 1.2 * size for said in found for _, sent, _ in said)
+    assert all(0 < sent < 1.2 * size for said in result for _, sent, _ in said)
 
 
 def test_engines_take_prediction_layers_all_of_them_or_none() -> None:
@@ -158,10 +158,10 @@ def test_engines_take_prediction_layers_all_of_them_or_none() -> None:
             assert served.predicted == predicted
             return super().read(dataclasses.replace(served, shapes=policy))
 
-    found = three_updates(sides, [Engine(shapes), PolicyAlone(policy)], "embed_tokens", delta=True)
-    assert [differs for said in found[TRAINERS:] for _, _, differs in said] == [[]] * 6
+    result = three_updates(sides, [Engine(shapes), PolicyAlone(policy)], "embed_tokens", delta=True)
+    assert [differs for said in result[TRAINERS:] for _, _, differs in said] == [[]] * 6
     whole, alone = (sum(4 * torch.Size(shape).numel() for shape in part.values()) for part in (shapes, policy))
-    assert [said[0][0] for said in found[TRAINERS:]] == [whole, alone]
+    assert [said[0][0] for said in result[TRAINERS:]] == [whole, alone]
 
     def join(rank: int, group: WeightSyncGroup) -> str:
         class HalfALayer(Engine):

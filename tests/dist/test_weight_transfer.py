@@ -64,7 +64,7 @@ def pools() -> Any:
 
 
 @pytest.fixture(scope="module")
-def one_process(models: dict[str, Path]) -> Callable[[str], dict[str, Any]]:
+def single_process(models: dict[str, Path]) -> Callable[[str], dict[str, Any]]:
     """(model name) -> what one process with one engine reports."""
     known: dict[str, dict[str, Any]] = {}
 
@@ -79,9 +79,9 @@ def one_process(models: dict[str, Path]) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("size", "infer_tp", "name", "keys"), MARKED)
-def test_weights_arrive_and_the_update_is_that_of_one_process(
+def test_weights_arrive_and_the_update_equals_a_single_process(
     pools: Callable[..., Ranks],
-    one_process: Callable[[str], dict[str, Any]],
+    single_process: Callable[[str], dict[str, Any]],
     models: dict[str, Path],
     size: int,
     infer_tp: int,
@@ -90,7 +90,7 @@ def test_weights_arrive_and_the_update_is_that_of_one_process(
 ) -> None:
     setting = Setting(str(models[name]), keys)
     reports = pools(size, infer_tp, name).run(jobs.learn, setting=setting, infer_tp=infer_tp, timeout_s=300)
-    reference = one_process(name)
+    reference = single_process(name)
     for report in reports:
         assert report["proven"] == reference["proven"]
         assert max(report["differences"]) < 1e-4

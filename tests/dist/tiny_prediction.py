@@ -28,17 +28,17 @@ _MODELS: dict[str, tuple[Callable[[], Any], int, str]] = {
     ),
     "glm4_moe": (lambda: tiny_families._CONFIGS["glm4_moe"]().to_dict() | {"num_hidden_layers": 3}, 2, "numbered"),
     # every second layer has full attention, as prediction layers have
-    "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "apart"),
-    "qwen3_5_tied": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": True}, 3, "apart"),
+    "qwen3_5": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": False}, 3, "separate"),
+    "qwen3_5_tied": (lambda: tiny_hf.CONFIGS["hybrid"].to_dict() | {"tie_word_embeddings": True}, 3, "separate"),
     "qwen3_next": (
         lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4},
         3,
-        "apart",
+        "separate",
     ),
     "qwen3_5_moe": (
         lambda: tiny_hf.CONFIGS["hybrid_moe"].to_dict() | {"num_hidden_layers": 4, "model_type": "qwen3_5_moe_text"},
         3,
-        "apart",
+        "separate",
     ),
     "mimo": (lambda: tiny_hf.CONFIGS["untied"].to_dict() | {"num_hidden_layers": 3}, 2, "mimo"),
 }
@@ -46,10 +46,10 @@ FAMILIES = tuple(name for name in _MODELS if not name.endswith("_tied"))
 #: names of the projection, the norms of embedding and hidden state, and the last norm
 _NAMES = {
     "numbered": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
-    "apart": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
+    "separate": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
 }
-_PREFIXES = {"numbered": "model.layers.{layer}.", "apart": "mtp.layers.{index}.", "mimo": "model.mtp_layers.{index}."}
+_PREFIXES = {"numbered": "model.layers.{layer}.", "separate": "mtp.layers.{index}.", "mimo": "model.mtp_layers.{index}."}
 
 
 class _Parts(nn.Module):
@@ -91,11 +91,11 @@ class Predicting:
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters by the names of the checkpoint, but for experts."""
         form = _MODELS[self.family][2]
-        found = {self._rename(name): value for name, value in self.model.named_parameters() if ".experts." not in name}
+        results = {self._rename(name): value for name, value in self.model.named_parameters() if ".experts." not in name}
         for index, part in enumerate(self.parts):
             for value, own in zip(part.parameters(), _NAMES[form], strict=True):
-                found[f"{self._prefix(index)}{own}.weight" if form != "apart" else f"mtp.{own}.weight"] = value
-        return found
+                results[f"{self._prefix(index)}{own}.weight" if form != "separate" else f"mtp.{own}.weight"] = value
+        return results
 
     def _prefix(self, index: int) -> str:
         return _PREFIXES[_MODELS[self.family][2]].format(index=index, layer=self.num_layers + index)
@@ -116,8 +116,8 @@ class Predicting:
                 tensors[name] = tensors[name].roll(tensors[name].size(1) // 2, 1)
         save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
         config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": self.num_layers}
-        config["mtp_num_hidden_layers" if form == "apart" else "num_nextn_predict_layers"] = len(self.parts)
-        if form == "apart":
+        config["mtp_num_hidden_layers" if form == "separate" else "num_nextn_predict_layers"] = len(self.parts)
+        if form == "separate":
             config["layer_types"] = config["layer_types"][: self.num_layers]
         if "mlp_layer_types" in config:
             config["mlp_layer_types"] = config["mlp_layer_types"][: self.num_layers]

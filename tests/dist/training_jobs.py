@@ -72,11 +72,11 @@ def all_rows() -> Rows:
     """Eight rows of different lengths with a weight for every response token."""
     generator = torch.Generator().manual_seed(3)
 
-    def draw(low: int, high: int) -> int:
+    def sample(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    prompts = [draw(1, 7) for _ in range(8)]
-    responses = [draw(1, 16) for _ in range(8)]
+    prompts = [sample(1, 7) for _ in range(8)]
+    responses = [sample(1, 16) for _ in range(8)]
     return Rows(
         input_ids=[torch.randint(2, 128, (p + r,), generator=generator) for p, r in zip(prompts, responses)],
         prompt_lengths=prompts,
@@ -143,16 +143,16 @@ def summary(results: list[StepResult], weights: dict[str, torch.Tensor]) -> dict
     }
 
 
-def train(setting: Setting, steps: int = 5, in_one_go: bool = False) -> dict[str, Any]:
+def train(setting: Setting, steps: int = 5, at_once: bool = False) -> dict[str, Any]:
     """Trains and reports each step's metrics and gradient norm, and the weights at the end.
 
     Args:
-        in_one_go: each step is told that another one follows, but the last.
+        at_once: each step is told that another one follows, but the last.
     """
     with engine_of(setting) as engine:
         rows = my_rows(all_rows())
         results = [
-            engine.train_step(rows, setting.batching, weighted_loss, has_next=in_one_go and step + 1 < steps)
+            engine.train_step(rows, setting.batching, weighted_loss, has_next=at_once and step + 1 < steps)
             for step in range(steps)
         ]
         return summary(results, full_weights(engine))

@@ -33,23 +33,23 @@ def trajectories() -> list[Trajectory]:
     """One of two turns, one that splits after its first, one of a single turn, one that splits twice."""
     generator = torch.Generator().manual_seed(11)
 
-    def draw(count: int) -> tuple[int, ...]:
+    def sample(count: int) -> tuple[int, ...]:
         return tuple(torch.randint(2, 128, (count,), generator=generator).tolist())
 
-    found = []
+    results = []
     for shapes in SHAPES:
         sequences = []
         for prompt, *turns in shapes:
             segments = [
-                Segment.from_context(draw(count)) if place % 2 else Segment.from_generated(_drawn(draw(count)))
+                Segment.from_context(sample(count)) if place % 2 else Segment.from_generated(_make_generated(sample(count)))
                 for place, count in enumerate(turns)
             ]
-            sequences.append(TokenSequence(draw(prompt), tuple(segments)))
-        found.append(Trajectory(tuple(sequences), "stop"))
-    return found
+            sequences.append(TokenSequence(sample(prompt), tuple(segments)))
+        results.append(Trajectory(tuple(sequences), "stop"))
+    return results
 
 
-def _drawn(tokens: tuple[int, ...]) -> Generated:
+def _make_generated(tokens: tuple[int, ...]) -> Generated:
     return Generated(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
 
 
@@ -69,10 +69,10 @@ def whole() -> Rows:
     return rows_of(trajectories(), list(ADVANTAGES))
 
 
-def apart() -> Rows:
+def separate_rows() -> Rows:
     """Every sequence is a row."""
-    pairs = [(one, value) for given, value in zip(trajectories(), ADVANTAGES) for one in given.sequences]
-    return rows_of([Trajectory((one,), "stop") for one, _ in pairs], [value for _, value in pairs])
+    pairs = [(sequence, value) for given, value in zip(trajectories(), ADVANTAGES) for sequence in given.sequences]
+    return rows_of([Trajectory((sequence,), "stop") for sequence, _ in pairs], [value for _, value in pairs])
 
 
 def objective(**keys: Any) -> Objective:
@@ -82,9 +82,9 @@ def objective(**keys: Any) -> Objective:
 def update(setting: Setting, is_whole: bool = True) -> dict[str, Any]:
     """One step of the token-level policy loss; log-probs and entropies before it as well."""
     with engine_of(setting) as engine:
-        rows = my_rows(whole()) if is_whole else my_rows(apart())
+        rows = my_rows(whole()) if is_whole else my_rows(separate_rows())
         before = engine.forward(rows, setting.batching)
         loss = partial(policy_loss, objective=objective())
         result = engine.train_step(rows, setting.batching, loss, PolicyBatch.from_inputs)
-        found = summary([result], full_weights(engine))
-        return found | {"before": None if before is None else [[row.tolist() for row in part] for part in before]}
+        actual = summary([result], full_weights(engine))
+        return actual | {"before": None if before is None else [[row.tolist() for row in part] for part in before]}

@@ -52,8 +52,8 @@ def forward(setting: Setting, swapped: bool = False) -> list[Any]:
         output = engine.forward(rows, setting.batching)
         again = engine.forward(rows, setting.batching)  # with features that were kept
         assert output is not None and again is not None
-        assert all(torch.equal(one, other) for one, other in zip(output[0], again[0]))
-        return [one.numpy() for one in output[0]]
+        assert all(torch.equal(first, other) for first, other in zip(output[0], again[0]))
+        return [values.numpy() for values in output[0]]
 
 
 def use_adapters(setting: Setting, folder: str, is_read: bool) -> list[Any]:
@@ -71,7 +71,7 @@ def use_adapters(setting: Setting, folder: str, is_read: bool) -> list[Any]:
             save_peft(engine.model, settings, folder, setting.folder)
         output = engine.forward(all_rows(), setting.batching)
         assert output is not None
-        return [one.numpy() for one in output[0]]
+        return [values.numpy() for values in output[0]]
 
 
 def train(setting: Setting, steps: int = 3) -> dict[str, Any]:

@@ -61,12 +61,12 @@ def records(run_folder: Path) -> list[dict[str, Any]]:
 
 def marked(mark: str) -> list[psutil.Process]:
     """All live processes whose environment has this mark."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == mark:
-                found.append(process)
-    return found
+                results.append(process)
+    return results
 
 
 #: seconds in which whatever a command started has ended after it

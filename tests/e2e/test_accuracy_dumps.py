@@ -59,9 +59,7 @@ def test_a_run_dumps_in_the_form_of_msprobe_too(world: World, tmp_path: Path) ->
     }  # fmt: skip
 
 
-def test_two_runs_that_part_are_told_apart_where_they_part(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_place_where_two_runs_diverge_is_reported(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Another learning rate: the first iteration is the same, the second begins with a rollout of other weights."""
     for name, rate in (("a", 3e-4), ("b", 4e-4)):
         world.run(PPO, *keys(tmp_path / name, step_start=0), f"actor_config.lr={rate}", iterations=2)

@@ -56,7 +56,7 @@ def prompts(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["in process", "one_step_off", "async"])
-def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
+def test_a_run_with_a_function_as_its_tool_trains_the_sampled_tokens(
     task: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
@@ -93,20 +93,20 @@ def test_a_run_with_a_function_as_its_tool_trains_what_the_model_drew(
     for row in range(len(mask)):
         width = int((batch["weight_versions"][row] >= 0).nonzero().max()) + 1
         tokens = batch["input_ids"][row, prompt : prompt + width]
-        drawn = mask[row, :width]
+        sampled = mask[row, :width]
         versions = batch["weight_versions"][row, :width]
-        assert not batch["rollout_log_probs"][row, :width][~drawn].any()
-        assert (versions[~drawn] == -1).all() and (versions[drawn] >= num_iteration - 1 - age).all()
+        assert not batch["rollout_log_probs"][row, :width][~sampled].any()
+        assert (versions[~sampled] == -1).all() and (versions[sampled] >= num_iteration - 1 - age).all()
         if mode == "one_step_off":
-            assert (versions[drawn] == num_iteration - 2).all()
+            assert (versions[sampled] == num_iteration - 2).all()
         # where the same weights drew and train, their log-probs are the same
         fresh = versions == num_iteration - 1
         ours, theirs = (batch[name][row, :width][fresh] for name in ("log_probs", "rollout_log_probs"))
         assert torch.allclose(ours, theirs, atol=1e-3)
-        said = "".join(map(chr, tokens[~drawn].tolist()))
+        said = "".join(map(chr, tokens[~sampled].tolist()))
         if said:
             told += 1
-            first = "".join(map(chr, tokens[: int((~drawn).nonzero()[0]) - 1].tolist()))
+            first = "".join(map(chr, tokens[: int((~sampled).nonzero()[0]) - 1].tolist()))
             assert said == f"{first[::-1]}=" if first.isdigit() else said.startswith("Error")
     assert told
 
@@ -164,11 +164,11 @@ def test_a_run_that_is_killed_between_turns_goes_on_as_if_it_had_not_been(
     # a killed run may have logged an iteration that it had not saved, and which is then made again
     assert responses(command)[-32:] == responses(whole)[-32:]
     assert set(responses(command)) == set(responses(whole))
-    for found, expected in zip(command.metrics, whole.metrics, strict=True):
+    for metric, expected in zip(command.metrics, whole.metrics, strict=True):
         if mode == "in process":
-            assert figures(found) == figures(expected)
+            assert figures(metric) == figures(expected)
         else:
-            same_figures(found, expected)
+            same_figures(metric, expected)
     assert whole.metrics[-1]["turns/max"] == 2.0
 
 
@@ -178,10 +178,10 @@ def test_an_asynchronous_run_that_is_killed_between_turns_loses_no_prompt(task: 
     command = killed_and_resumed(task, tmp_path, hold, *SERVER, *keys, *TURNS)
     records = consumed(command)
     assert [record["iteration"] for record in records] == [1, 2, 3, 4]
-    taken = [one["prompt"] for record in records for one in record["prompts"]]
+    taken = [prompt["prompt"] for record in records for prompt in record["prompts"]]
     assert len(set(taken)) == len(taken) == 4 * 8
     for record in records:
-        versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
+        versions = [span[0] for prompt in record["prompts"] for sample in prompt["samples"] for span in sample["versions"]]
         assert max(record["version"] - version for version in versions) <= 1
     assert all(record["turns/max"] == 2.0 for record in command.metrics)
 

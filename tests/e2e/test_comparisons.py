@@ -45,13 +45,13 @@ def overrides(task: Path) -> list[str]:
 
 def test_a_sound_run_has_no_cause_under_its_own_layout(task: Path, tmp_path: Path) -> None:
     """Two workers: Megatron under tensor parallelism, an engine each. By run file, and by the folder of a run."""
-    found = tmp_path / "found.json"
+    result = tmp_path / "found.json"
     run = command(
-        "diff", "train", "rollout", "--config-name", "grpo_tiny_cpu", "--prompts", "2", "--json", str(found), *overrides(task)
+        "diff", "train", "rollout", "--config-name", "grpo_tiny_cpu", "--prompts", "2", "--json", str(result), *overrides(task)
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.splitlines()[-1] == "no cause: trainer and engine agree as far as rounding goes"
-    measured = json.loads(found.read_text())
+    measured = json.loads(result.read_text())
     names = [place["name"] for place in measured["places"]]
     assert names[0] == "embedding" and names[-1] == "final_norm" and "layers.1.mlp" in names
     assert measured["largest_gap"] < 1e-4 and measured["cause"] is None
@@ -84,6 +84,6 @@ def test_the_megatron_model_answers_as_vllm_does(task: Path, tmp_path: Path) -> 
         assert run.returncode == 0, run.stdout + run.stderr
         answers[name] = [json.loads(line) for line in path.read_text().splitlines()]
     expected = answers.pop("vllm")
-    for found in answers.values():
-        assert [row["response"] for row in found] == [row["response"] for row in expected]
-        assert [row["log_prob"] for row in found] == pytest.approx([row["log_prob"] for row in expected], abs=1e-3)
+    for answer in answers.values():
+        assert [row["response"] for row in answer] == [row["response"] for row in expected]
+        assert [row["log_prob"] for row in answer] == pytest.approx([row["log_prob"] for row in expected], abs=1e-3)

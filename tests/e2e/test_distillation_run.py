@@ -49,13 +49,13 @@ def test_teachers_on_devices_of_their_own_give_the_figures_of_shared_ones(task: 
     ]
     shared = finished(task, tmp_path / "shared", *common)
     other = ["+rl_config.teacher_resource.num_npus=2", "+teacher_config.tensor_model_parallel_size=2"]
-    apart = finished(task, tmp_path / "apart", *common, *other, "+teacher_config.micro_batch_size=4")
-    assert "starting 1 workers and 2 for the teachers" in apart.output
-    for ours, theirs in zip(apart.metrics, shared.metrics, strict=True):
-        found, expected = figures(ours), figures(theirs)
-        assert found.keys() == expected.keys() and found["distillation/divergence"] > 0.001
+    dedicated = finished(task, tmp_path / "separate", *common, *other, "+teacher_config.micro_batch_size=4")
+    assert "starting 1 workers and 2 for the teachers" in dedicated.output
+    for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
+        result, expected = figures(ours), figures(theirs)
+        assert result.keys() == expected.keys() and result["distillation/divergence"] > 0.001
         for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+            assert result[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
 @pytest.mark.slow
@@ -75,5 +75,5 @@ def test_a_student_without_rewards_learns_from_itself_with_a_hint(task: Path, tm
         "rl_config.rule_reward=false",
         "megatron_training.train_iters=2",
     )
-    found = [figures(record) for record in run.metrics]
-    assert len(found) == 2 and all(abs(one["distillation/divergence"]) > 1e-6 for one in found)
+    results = [figures(record) for record in run.metrics]
+    assert len(results) == 2 and all(abs(metrics["distillation/divergence"]) > 1e-6 for metrics in results)

@@ -37,7 +37,7 @@ def kind_of(process: psutil.Process) -> str:
 
 def doors(command: Command) -> dict[str, set[str]]:
     """Kind of process -> the addresses it listens on: 127.0.0.1, any, or the address of an interface."""
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for process in command.processes():
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections("inet"):
@@ -46,8 +46,8 @@ def doors(command: Command) -> dict[str, set[str]]:
                     address = ipaddress.ip_address(connection.laddr.ip)
                     address = getattr(address, "ipv4_mapped", None) or address
                     shown = "loopback" if address.is_loopback else "any" if address.is_unspecified else "an interface"
-                    found.setdefault(kind_of(process), set()).add(shown)
-    return found
+                    results.setdefault(kind_of(process), set()).add(shown)
+    return results
 
 
 def documented() -> dict[str, set[str]]:
@@ -64,12 +64,12 @@ def test_every_door_is_on_loopback_and_in_the_table(task: Path, tmp_path: Path) 
     before = set(Path("/tmp").glob("ray-*"))
     with running(task, tmp_path, "megatron_training.train_iters=100000", "actor_config.save=null") as command:
         command.wait_until(lambda: len(command.metrics) > 1)
-        found = doors(command)
+        result = doors(command)
         own = {str(path) for path in set(Path("/tmp").glob("ray-*")) - before}
         command.process.terminate()
         assert command.wait(90) == 143
         # those of runs beside this one may come and go
         assert not [path for path in own if f"{path}/" in command.output]
     table = documented()
-    assert found.items() <= table.items()
-    assert table.keys() - found.keys() <= LATE
+    assert result.items() <= table.items()
+    assert table.keys() - result.keys() <= LATE

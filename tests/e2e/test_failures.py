@@ -42,7 +42,7 @@ def test_a_reward_function_that_starts_to_fail_is_named(task: Path, tmp_path: Pa
         assert "reward worker" in command.output and "ValueError: the examiner went home" in command.output
         assert "touchy" in command.output
         assert "Traceback" not in command.output and "Traceback" in (tmp_path / "run" / "run.log").read_text()
-        assert any("the examiner went home" in found.cause for found in _read_log(tmp_path / "run" / "run.log"))
+        assert any("the examiner went home" in result.cause for result in _read_log(tmp_path / "run" / "run.log"))
         assert command.leftovers() == []
 
 

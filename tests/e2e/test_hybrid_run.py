@@ -38,5 +38,5 @@ def test_a_tiny_hybrid_model_learns_and_trainer_and_engine_agree(tmp_path: Path,
 def test_the_text_class_of_the_engine_still_needs_the_stand_in_of_torchvision() -> None:
     pytest.importorskip("vllm")
     program = "import importlib.util, vllm.model_executor.models.qwen3_5"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
-    assert found.returncode != 0 and "torchvision" in found.stderr, "adaptors/vllm_cpu_vision.py can go"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
+    assert result.returncode != 0 and "torchvision" in result.stderr, "adaptors/vllm_cpu_vision.py can go"

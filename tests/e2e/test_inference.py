@@ -150,14 +150,14 @@ def continue_with_transformers(session: Session, ids: list[int], **how: object) 
 def text_of(session: Session, tokens: list[int]) -> str:
     kept = [token for token in tokens if token != session.tokenizer.eos_token_id]
     marks = {session.tokenizer.convert_tokens_to_ids(mark): mark for mark in ("<think>", "</think>")}
-    pieces, run = [], []
+    parts, run = [], []
     for token in kept:
         if token in marks:
-            pieces += [session.tokenizer.decode(run, skip_special_tokens=True), marks[token]]
+            parts += [session.tokenizer.decode(run, skip_special_tokens=True), marks[token]]
             run = []
         else:
             run.append(token)
-    return "".join([*pieces, session.tokenizer.decode(run, skip_special_tokens=True)])
+    return "".join([*parts, session.tokenizer.decode(run, skip_special_tokens=True)])
 
 
 def answers(session: Session, method: str) -> list[dict]:

@@ -74,8 +74,8 @@ def make_model(folder: Path) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]
 def greedy_answer(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompt: str, count: int) -> str:
     """What transformers answers, up to the end of the line."""
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    found = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
-    return tokenizer.decode(found, skip_special_tokens=True).split("\n")[0]
+    result = model.generate(ids, max_new_tokens=count, do_sample=False)[0, ids.shape[1] :]
+    return tokenizer.decode(result, skip_special_tokens=True).split("\n")[0]
 
 
 def test_tasks_of_lm_eval_find_what_they_find_with_transformers(tmp_path: Path) -> None:
@@ -98,8 +98,8 @@ def test_tasks_of_lm_eval_find_what_they_find_with_transformers(tmp_path: Path) 
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(400))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    found = json.loads((tmp_path / "scores.json").read_text())["lm_eval"]  # what was asked for -> its tasks -> metrics
-    ours = {name: found[name][name] for name in TASKS}
+    result = json.loads((tmp_path / "scores.json").read_text())["lm_eval"]  # what was asked for -> its tasks -> metrics
+    ours = {name: result[name][name] for name in TASKS}
 
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager

@@ -32,8 +32,8 @@ def test_the_first_step_has_the_loss_of_equal_policies_and_the_next_ones_prefer(
     task: Path, tmp_path: Path, mode: list[str]
 ) -> None:
     keys = [*ONE_PROCESS, *ONLINE, *mode, "megatron_training.train_iters=3", "actor_config.lr=1e-3"]
-    found = [figures(record) for record in finished(task, tmp_path / "run", *keys).metrics]
+    results = [figures(record) for record in finished(task, tmp_path / "run", *keys).metrics]
     # log sigmoid(0) for each group whose rewards differ
-    equal = [math.log(2) * (1 - one["reward/zero_std_groups"]) for one in found]
-    assert found[0]["actor/pg_loss"] == pytest.approx(equal[0], abs=1e-5) and equal[0] > 0
-    assert all(abs(one["actor/pg_loss"] - same) > 1e-6 for one, same in zip(found[1:], equal[1:]))
+    equal = [math.log(2) * (1 - metrics["reward/zero_std_groups"]) for metrics in results]
+    assert results[0]["actor/pg_loss"] == pytest.approx(equal[0], abs=1e-5) and equal[0] > 0
+    assert all(abs(metrics["actor/pg_loss"] - same) > 1e-6 for metrics, same in zip(results[1:], equal[1:]))

@@ -18,7 +18,7 @@ from grpo_command import ONE_PROCESS, Command, finished
 from patience import patient
 from ports import find_free_port
 from safetensors.torch import load_file, save_file
-from test_rollout_apart import completions
+from test_disaggregated_rollout import completions
 from tiny_task import make_other_task
 
 _LAYER = "model.layers.2."
@@ -41,7 +41,9 @@ def predicting_task(folder: Path) -> Path:
     task = make_other_task(folder, "deepseek-v3")
     path, generator = task / "model" / "model.safetensors", torch.Generator().manual_seed(4)
     tensors = load_file(path)
-    layer = {name.replace(".layers.1.", ".layers.2."): one.clone() for name, one in tensors.items() if ".layers.1." in name}
+    layer = {
+        name.replace(".layers.1.", ".layers.2."): tensor.clone() for name, tensor in tensors.items() if ".layers.1." in name
+    }
     hidden = tensors["model.norm.weight"].numel()
     layer |= {f"{_LAYER}{name}.weight": torch.ones(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
     layer[f"{_LAYER}eh_proj.weight"] = 0.1 * torch.randn(hidden, 2 * hidden, generator=generator)

@@ -22,7 +22,7 @@ from mindspeed_rl.data.datasets import InstructionDataset  # noqa: E402  (Megatr
 
 
 @pytest.mark.slow
-def test_the_best_responses_of_a_run_train_the_stage_sft(one_process_world: None, task: Path, tmp_path: Path) -> None:
+def test_the_best_responses_of_a_run_train_the_stage_sft(single_process_world: None, task: Path, tmp_path: Path) -> None:
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 

@@ -18,7 +18,7 @@ from patience import patient
 from safetensors.torch import load_file
 from shared_forks import shared
 
-from mindspeed_rl.checkpoint.newest import LATEST_NAME
+from mindspeed_rl.checkpoint.newest import TRACKER_NAME
 from mindspeed_rl.runtime.fork_server import TRAINING
 
 MEASURED = ("timing/", "memory/", "rollout/push_")
@@ -73,11 +73,13 @@ def test_a_resumed_run_with_dropout_is_the_uninterrupted_one(task: Path, tmp_pat
 @pytest.mark.slow
 def test_one_run_goes_on_with_another_batch_mode_group_and_data(task: Path, tmp_path: Path) -> None:
     base = [*ONE_PROCESS, "+rl_config.log_completions=true", "+rl_config.log_completions_keep=1000"]
-    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=1"]
+    disaggregated = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=1"]
     finished(task, tmp_path, *base, "megatron_training.train_iters=2")  # 16 prompts
     larger = ["megatron_training.global_batch_size=16", "rl_config.mini_batch_size=16"]
     finished(task, tmp_path, *base, *larger, "megatron_training.train_iters=4")  # 32 more
-    run = finished(task, tmp_path, *base, *apart, "rl_config.trainer_mode=async", "megatron_training.train_iters=5")  # 8 more
+    run = finished(
+        task, tmp_path, *base, *disaggregated, "rl_config.trainer_mode=async", "megatron_training.train_iters=5"
+    )  # 8 more
     assert "actor_config.train_iters 4 -> 5: the learning rate follows the new curve" in run.output
     group = [*base, "rl_config.n_samples_per_prompt=2"]
     run = finished(task, tmp_path, *group, "megatron_training.train_iters=8")  # 24 more: those in flight first
@@ -169,7 +171,7 @@ def test_the_same_command_completes_a_save_that_was_cut_between_two_files(task: 
     # after the critic's first checkpoint, before the actor's
     shutil.rmtree(save)
     shutil.rmtree(tmp_path / "run")
-    (critic / LATEST_NAME).write_text("1")
+    (critic / TRACKER_NAME).write_text("1")
     (critic / "iter_0000002").rename(critic / "iter_0000001")
     again = finished(task, tmp_path, *keys)
     assert steps_of(again) == expected

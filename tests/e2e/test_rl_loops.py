@@ -112,10 +112,10 @@ def test_the_kl_in_the_reward_lowers_the_returns(world: World) -> None:
         "reinforce_plus_plus_tiny_cpu", "rl_config.init_kl_coef=0.5", "rl_config.advantage_whiten=false", iterations=2
     )
     rewards, old, ref, returns = run.rows("rewards", "old_log_probs", "ref_log_probs", "returns")
-    for reward, o, r, found in zip(rewards, old, ref, returns):
+    for reward, o, r, total in zip(rewards, old, ref, returns):
         left = (-0.5 * (o - r)).numpy().copy()
         left[-1] += float(reward)
-        np.testing.assert_allclose(found.numpy(), left[::-1].cumsum()[::-1], atol=1e-5)
+        np.testing.assert_allclose(total.numpy(), left[::-1].cumsum()[::-1], atol=1e-5)
 
 
 # --- rollout engine against trainer --------------------------------------------------------------------------------------
@@ -123,14 +123,14 @@ def test_the_kl_in_the_reward_lowers_the_returns(world: World) -> None:
 
 def weights_by_hand(mode: str, old: Any, rollout: Any, low: float, high: float) -> list[np.ndarray]:
     """Weights of the tokens of each response."""
-    found = []
+    results = []
     for o, mu in zip(old, rollout):
         drift = (o - mu).double().numpy()
         level = {"token": drift, "sequence": drift.sum(), "geometric": drift.mean()}
         weight = np.exp(level[mode.split("_")[0]] + 0 * drift)
         judged = np.exp(drift.mean() + 0 * drift) if mode == "token_geometric_mask" else weight
-        found.append(np.minimum(weight, high) if mode.endswith("truncate") else weight * ((low <= judged) & (judged <= high)))
-    return found
+        results.append(np.minimum(weight, high) if mode.endswith("truncate") else weight * ((low <= judged) & (judged <= high)))
+    return results
 
 
 MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"]
@@ -389,7 +389,7 @@ def test_an_environment_gives_turns_and_rewards(world: World) -> None:
         assert lengths[row].tolist() == [len(prompts[row]), len(responses[row])]
         mask = masks[row]
         assert not log_probs[row][~mask].any() and bool((log_probs[row][mask] < 0).all())
-        assert versions[row].tolist() == [1 if drawn else -1 for drawn in mask.tolist()]
+        assert versions[row].tolist() == [1 if is_sampled else -1 for is_sampled in mask.tolist()]
         assert not losses[row][~mask].any()
         told = "".join(map(chr, responses[row][~mask].tolist()))
         if told:

@@ -55,16 +55,16 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
     run = finished(task, tmp_path, *SERVER, *keys, iterations(5))
     records = consumed(run)
     assert [record["iteration"] for record in records] == [1, 2, 3, 4, 5]
-    taken = [one["prompt"] for record in records for one in record["prompts"]]
+    taken = [prompt["prompt"] for record in records for prompt in record["prompts"]]
     assert len(set(taken)) == len(taken) == 5 * 8
     for record, metrics in zip(records, run.metrics, strict=True):
-        versions = [span[0] for one in record["prompts"] for sample in one["samples"] for span in sample["versions"]]
+        versions = [span[0] for prompt in record["prompts"] for sample in prompt["samples"] for span in sample["versions"]]
         assert max(record["version"] - version for version in versions) <= 1
         assert metrics["rollout/staleness_max"] == max(record["version"] - version for version in versions)
     assert any(metrics["rollout/staleness_max"] == 1 for metrics in run.metrics)  # the rollout was ahead
     for record, metrics in zip(records, run.metrics, strict=True):
         batch = RolloutBatch.load(run.folder / "run" / "rollouts" / f"iteration_{record['iteration']:07d}.safetensors")
-        samples = [sample for one in record["prompts"] for sample in one["samples"]]
+        samples = [sample for prompt in record["prompts"] for sample in prompt["samples"]]
         expected = [version for sample in samples for version, count in sample["versions"] for _ in range(count)]
         assert batch.columns["weight_versions"][batch.columns["response_mask"]].tolist() == expected
         # the batch in the run's order is all it takes to make the update again
@@ -73,12 +73,12 @@ def test_an_asynchronous_run_keeps_its_bound_and_says_what_trained(task: Path, t
         assert again.loss == pytest.approx(loss, abs=1e-6)
 
 
-def same_figures(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def same_figures(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """To the bit."""
     how_far_the_servers_were = {"rollout/ready_prompts", "rollout/in_flight_prompts"}
     ours, theirs = (
         {name: value for name, value in figures(record).items() if name not in how_far_the_servers_were}
-        for record in (found, expected)
+        for record in (result, expected)
     )
     assert ours == theirs
 
@@ -89,8 +89,8 @@ def test_without_a_threshold_an_asynchronous_run_is_the_synchronous_one(task: Pa
     bounded = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=0"]
     run = finished(task, tmp_path / "async", *SERVER, IN_TURN, *bounded, iterations(3))
     assert responses(run) == responses(sync)
-    for found, expected in zip(run.metrics, sync.metrics, strict=True):
-        same_figures(found, expected)
+    for metric, expected in zip(run.metrics, sync.metrics, strict=True):
+        same_figures(metric, expected)
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_long_responses_go_on_in_later_rollouts(task: Path, tmp_path: Path) -> N
         "rl_config.off_policy_token_limit=0",
     ]
     run = finished(task, tmp_path, *SHARED, *keys, iterations(4))
-    taken = [one["prompt"] for record in consumed(run) for one in record["prompts"]]
+    taken = [prompt["prompt"] for record in consumed(run) for prompt in record["prompts"]]
     assert taken == list(range(4 * 8))
     assert all(metrics["rollout/staleness_max"] <= 2 for metrics in run.metrics)
     assert any(metrics["rollout/old_tokens_masked"] > 0 for metrics in run.metrics)
@@ -172,7 +172,7 @@ def test_a_server_joins_a_run_by_its_folder_generates_and_leaves_without_a_lost_
         numbers = [metrics["rollout/servers"] for metrics in command.metrics]
         assert [number for number, _ in itertools.groupby(numbers)] == [1, 2, 1]
         # each prompt trained once, or is in the checkpoint: none is lost, none is there twice
-        taken = [one["prompt"] for record in consumed(command) for one in record["prompts"]]
+        taken = [prompt["prompt"] for record in consumed(command) for prompt in record["prompts"]]
         (saved,) = (tmp_path / "save" / f"iter_{len(command.metrics):07d}" / "in_flight").glob("*.safetensors")
         with safe_open(saved, "pt") as file:
             taken += [group["number"] for group in json.loads(file.metadata()["groups"])]

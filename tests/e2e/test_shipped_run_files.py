@@ -45,8 +45,8 @@ def run_files() -> list[str]:
 
 def steps(script: str) -> str:
     """The commands of a shipped script behind its installation, with short training, up to where a run file here begins."""
-    text, found, _ = (ROOT / "examples" / script).read_text(encoding="utf-8").partition(f"\n{ENDS[script]}")
-    assert found
+    text, result, _ = (ROOT / "examples" / script).read_text(encoding="utf-8").partition(f"\n{ENDS[script]}")
+    assert result
     text = re.sub(r" megatron_training\.(train_iters|save_interval)=\S+", "", text[text.index("WORK=") :])
     count = SHORT.get(script, 4)
     short = f"megatron_training.train_iters={count} megatron_training.save_interval={count // 2}"

@@ -30,7 +30,7 @@ from mindspeed_rl.runtime.fork_server import TRAINING, fork_server
 platform.select("cpu")
 adaptors.apply("train")
 
-from mindspeed_rl.engine.checkpoint import _find_latest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
+from mindspeed_rl.engine.checkpoint import _find_newest_iteration  # noqa: E402  (Megatron must be imported after the adaptor)
 
 STAGES = ("pretrain", "sft", "dpo", "simpo", "orm", "prm")
 
@@ -73,7 +73,7 @@ def load(work: Path, stage: str, *overrides: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path, stage: str) -> None:
+def test_the_run_file_of_every_stage_trains(single_process_world: None, work: Path, stage: str) -> None:
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
@@ -85,17 +85,17 @@ def test_the_run_file_of_every_stage_trains(one_process_world: None, work: Path,
         assert worker.evaluate().metrics.results()["eval/loss"] > 0
 
 
-def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(one_process_world: None, work: Path) -> None:
+def test_memory_of_a_supervised_stage_is_told_by_owner_and_so_is_its_end(single_process_world: None, work: Path) -> None:
     from mindspeed_rl.run.models import plan_models
     from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
     alone = ("megatron_training.num_npus=1", "megatron_training.tensor_model_parallel_size=1")
     worker = SupervisedWorker(plan_models(resolve(load(work, "dpo", *alone), platform="cpu")), rank=0)
-    found = worker.train().metrics.results()
+    result = worker.train().metrics.results()
     count = sum(weight.tensor.numel() for weight in worker.role.stream.local_weights.values())
     for owner in ("weights", "gradients", "reference"):  # float32 all of them
-        assert found[f"memory/update/{owner}_gib"] * 2**30 == pytest.approx(4 * count, rel=0.05)
-    assert found["memory/update/optimizer_gib"] * 2**30 == pytest.approx(8 * count, rel=0.05)  # two moments
+        assert result[f"memory/update/{owner}_gib"] * 2**30 == pytest.approx(4 * count, rel=0.05)
+    assert result["memory/update/optimizer_gib"] * 2**30 == pytest.approx(8 * count, rel=0.05)  # two moments
 
     def more_than_there_is() -> Iterator[list[Any]]:
         raise MemoryError("no")
@@ -195,8 +195,8 @@ def test_muon_learns_as_a_command_and_resumes_to_the_bit(work: Path, tmp_path: P
     losses = [expected[iteration]["train/loss"] for iteration in range(1, 25)]
     assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
     resumed = [*keys, f"megatron_training.load={tmp_path / 'whole' / 'save'}", "megatron_training.load_iteration=12"]
-    found = finish(work, tmp_path / "resumed", *resumed)
-    assert found == {iteration: expected[iteration] for iteration in range(13, 25)}
+    result = finish(work, tmp_path / "resumed", *resumed)
+    assert result == {iteration: expected[iteration] for iteration in range(13, 25)}
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / "resumed" / weights).read_bytes() == (tmp_path / "whole" / weights).read_bytes()
 
@@ -234,11 +234,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(work: Path, uninterrupt
     assert max(before) < 40
 
     folder, expected = uninterrupted
-    found = before | finish(work, tmp_path)
-    assert found == expected, f"killed after {moment} records"
+    result = before | finish(work, tmp_path)
+    assert result == expected, f"killed after {moment} records"
     weights = "save/hf/latest/model.safetensors"
     assert (tmp_path / weights).read_bytes() == (folder / weights).read_bytes()
-    assert _find_latest_iteration(tmp_path / "save") == 40
+    assert _find_newest_iteration(tmp_path / "save") == 40
 
 
 @pytest.mark.slow

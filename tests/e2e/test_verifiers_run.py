@@ -93,11 +93,11 @@ def test_a_run_learns_what_an_environment_of_verifiers_rewards(
     # an empty answer is an error to the library, and nothing of such a sample trains
     assert not batch["response_mask"][~batch["scored"]].any()
     scored = (value[batch["scored"]] for value in map(batch.get, ("input_ids", "response_mask", "weight_versions")))
-    for tokens, drawn, versions in zip(*scored):
+    for tokens, is_sampled, versions in zip(*scored):
         width = int((versions >= 0).nonzero().max()) + 1
         first, response = tokens[:3], tokens[3 : 3 + width]
-        said = "".join(map(chr, response[~drawn[:width]].tolist()))
+        said = "".join(map(chr, response[~is_sampled[:width]].tolist()))
         told += bool(said)
         assert said in ("", "".join(map(chr, first[:2].flip(0).tolist())) + "=")
-        assert torch.equal(versions[:width] == -1, ~drawn[:width])
+        assert torch.equal(versions[:width] == -1, ~is_sampled[:width])
     assert told

@@ -154,7 +154,7 @@ def test_pictures_train_and_are_seen_alike_by_trainer_engine_and_rewards(task: P
     assert all(record["prompt_length/min"] >= 9 + 2 + 7 for record in records)
     lines = [json.loads(line) for line in (task / "grpo_run" / "completions.jsonl").read_text().splitlines()]
     pictures = [line["extra"]["images"] for line in lines if "images" in line["extra"]]
-    assert pictures and all(one.startswith("data:image/jpeg;base64,") for (one,) in pictures)
+    assert pictures and all(url.startswith("data:image/jpeg;base64,") for (url,) in pictures)
     assert "<|image_pad|><|image_pad|>" not in lines[0]["prompt"] and "<|image_pad|>" in lines[0]["prompt"]
 
 

@@ -45,7 +45,7 @@ class VariantWorker(ActorWorker):
 
     def _changing(self) -> list[Role]:
         roles = self.roles
-        return [role for role in (roles.actor, roles.reference, roles.critic) if role is not None]
+        return [role for role in (roles.actor, roles.ref, roles.critic) if role is not None]
 
     def weights(self) -> dict[str, np.ndarray[Any, Any]]:
         """All weights of this rank's actor, reference and critic, each as one vector."""

@@ -88,8 +88,8 @@ class FaultRun(Command):
 
     def service(self, name: str) -> psutil.Process:
         """The process of Ray with this program."""
-        (found,) = [process for process in self.processes() if Path((process.cmdline() or [""])[0]).name == name]
-        return found
+        (result,) = [process for process in self.processes() if Path((process.cmdline() or [""])[0]).name == name]
+        return result
 
     def arm(self, fault: Fault) -> None:
         """The next process that comes to the place takes the fault."""
@@ -166,8 +166,8 @@ def strike(run: FaultRun, fault: Fault, deed: Callable[[FaultRun], None] | None 
         deed(run)
     run.wait_until(lambda: len(run.metrics) > reached + 1, fault.within_s)
     seconds = time.monotonic() - begun
-    found = run.iterations
-    assert found == list(range(1, len(found) + 1)), "an iteration is missing, or was written twice"
+    result = run.iterations
+    assert result == list(range(1, len(result) + 1)), "an iteration is missing, or was written twice"
     recovered = RESTARTED in run.output[said:]
     assert recovered == (fault.end == "recovers"), run.output[said:][-3000:]
     return seconds, culprit_line(run.output[said:], fault.said)

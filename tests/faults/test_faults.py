@@ -126,18 +126,18 @@ def differing(run: FaultRun, undisturbed: list[dict[str, Any]]) -> list[tuple[in
 def test_a_run_that_tolerates_faults_recovers_and_computes_what_an_undisturbed_one_does(
     task: Path, tmp_path: Path, undisturbed: list[dict[str, Any]], faults: list[Fault]
 ) -> None:
-    found, shares = [], faults is not RUNS[0] and not OWN_SERVER & {fault.id for fault in faults}
+    results, shares = [], faults is not RUNS[0] and not OWN_SERVER & {fault.id for fault in faults}
     with struck(task, tmp_path, *TWO, *TOLERANT, *SHORT_WAITS, *LENGTH, shares=shares) as run:
         run.wait_until(lambda: run.metrics)
         for fault in faults:
             if fault.id == "worker-kill-start":  # a worker starts when one was lost
                 run.arm(fault)
-                found.append((fault, *strike_start(run, by_id(RECOVERED, "worker-kill-generate")[0], fault)))
+                results.append((fault, *strike_start(run, by_id(RECOVERED, "worker-kill-generate")[0], fault)))
             else:
-                found.append((fault, *strike(run, fault)))
+                results.append((fault, *strike(run, fault)))
         ends_without_a_trace(run, 0, 120)
         assert differing(run, undisturbed) == []
-    for fault, seconds, line in found:
+    for fault, seconds, line in results:
         note(fault, seconds, line, equal=len(undisturbed))
 
 
@@ -202,13 +202,13 @@ def test_files_that_another_machine_does_not_see_end_the_command_before_models_a
 
 def workers_in(folder: Path) -> list[psutil.Process]:
     """Device workers that write below this folder; those of a cluster that the command did not start lack its mark."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if "ray::WorkerProcess" in " ".join(process.cmdline()):
                 if os.readlink(f"/proc/{process.pid}/fd/1").startswith(str(folder)):
-                    found.append(process)
-    return found
+                    results.append(process)
+    return results
 
 
 def lose_node_of(run: FaultRun, cluster: Any, nodes: list[Any]) -> None:
@@ -233,7 +233,7 @@ def lasting(task: Path, folder: Path, *changes: str, shares: bool = False) -> It
 
 
 @pytest.mark.slow
-class TestOneWorker:
+class TestSingleWorker:
     """A run of one worker; it ends behind its tests, so that it takes no time from those of others."""
 
     @pytest.fixture(scope="class")
@@ -253,14 +253,14 @@ class TestOneWorker:
 
 @pytest.mark.slow
 class TestServers:
-    """A run of one worker and two rollout servers; see `TestOneWorker`."""
+    """A run of one worker and two rollout servers; see `TestSingleWorker`."""
 
     @pytest.fixture(scope="class")
     def served(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
         """A run of one worker and two rollout servers; it leaves nothing behind."""
-        apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
+        disaggregated = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2"]
         silence = ["generate_config.vllm_server_timeout=20", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
-        yield from lasting(task, tmp_path_factory.mktemp("served"), *apart, *silence, "actor_config.save=null")
+        yield from lasting(task, tmp_path_factory.mktemp("served"), *disaggregated, *silence, "actor_config.save=null")
 
     @pytest.mark.parametrize("fault", SERVED, ids=lambda fault: fault.id)
     def test_a_rollout_server_that_is_lost_or_slow_ends_nothing(self, served: FaultRun, fault: Fault) -> None:
@@ -438,7 +438,7 @@ STRIKES: dict[str, Callable[[FaultRun], object]] = {
 
 @pytest.mark.slow
 class TestStopsAndClock:
-    """A run of one worker that is restarted where a process is taken for lost; see `TestOneWorker`."""
+    """A run of one worker that is restarted where a process is taken for lost; see `TestSingleWorker`."""
 
     @pytest.fixture(scope="class")
     def unnoticing(self, task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultRun]:
@@ -493,12 +493,12 @@ def test_another_ray_cluster_of_the_machine_is_left_alone(task: Path, tmp_path: 
 def _with(variable: str) -> list[psutil.Process]:
     """Processes whose environment has this variable, `NAME=value`."""
     name, _, value = variable.partition("=")
-    found = []
+    results = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(name) == value:
-                found.append(process)
-    return found
+                results.append(process)
+    return results
 
 
 @pytest.mark.slow
@@ -530,16 +530,16 @@ def test_a_killed_worker_ends_dpo(quickstart: Path, tmp_path: Path) -> None:
 
 def _damage(fault: Fault, save: Path) -> list[str]:
     """Damages the checkpoints; returns what is changed in the command."""
-    latest = save / "latest_checkpointed_iteration.txt"
+    tracker = save / "latest_checkpointed_iteration.txt"
     newest = max(save.glob("iter_*"))
     weights = newest / "__0_0.distcp"
     if fault.id == "checkpoint-no-tracker":
-        latest.unlink()
+        tracker.unlink()
     elif fault.id == "checkpoint-absent-iteration":
-        latest.write_text("99")
+        tracker.write_text("99")
     elif fault.id == "checkpoint-garbage-tracker":
-        latest.write_bytes(b"\xff\xfe12")
-        latest.write_text("twelve")
+        tracker.write_bytes(b"\xff\xfe12")
+        tracker.write_text("twelve")
     elif fault.id == "checkpoint-truncated":
         os.truncate(weights, weights.stat().st_size // 2)
     elif fault.id == "checkpoint-missing-file":
@@ -594,14 +594,14 @@ def test_what_is_wrong_before_the_start_is_said_before_the_start(task: Path, tmp
 def test_two_runs_on_one_machine_do_not_know_of_each_other(task: Path, tmp_path: Path) -> None:
     length = "megatron_training.train_iters=3"
     with (
-        struck(task, tmp_path / "one", *ONE_PROCESS, length) as one,
+        struck(task, tmp_path / "one", *ONE_PROCESS, length) as single,
         struck(task, tmp_path / "two", *ONE_PROCESS, length) as two,
     ):
-        for run in (one, two):
+        for run in (single, two):
             assert run.wait(400) == 0, run.output[-3000:]
-        for run in (one, two):
+        for run in (single, two):
             assert run.leftovers() == []
-        same = [[record[name] for name in FIGURES] for record in one.metrics]
+        same = [[record[name] for name in FIGURES] for record in single.metrics]
         assert same == [[record[name] for name in FIGURES] for record in two.metrics]
 
 

@@ -104,8 +104,8 @@ def test_standalone_servers_die_hang_and_return_and_the_run_goes_on_until_none_i
             servers[1].signal(signal.SIGCONT)
             line, said = f"rollout server 127.0.0.1:{servers[1].port} is back", len(run.output)
             run.wait_until(lambda: line in run.output[said:])
-            found = run.iterations
-            assert found == list(range(1, len(found) + 1))
+            result = run.iterations
+            assert result == list(range(1, len(result) + 1))
             fault, begun = by_id("standalone-all"), time.monotonic()
             for server in servers:
                 server.kill()
@@ -126,10 +126,10 @@ def engines(command: Command) -> list[psutil.Process]:
 @pytest.mark.timeout(SOAK_MINUTES * 60 + 900)
 def test_an_asynchronous_run_outlives_servers_that_die_every_minute(task: Path, tmp_path: Path) -> None:
     """For SOAK_MINUTES of the environment; two servers, of which one is killed each minute, engine or whole process in turn."""
-    apart = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2", "actor_config.keep_last=2"]
-    apart += ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "rl_config.rollout_server_restarts=10000"]
-    apart += ["generate_config.vllm_server_timeout=30", "megatron_training.save_interval=20"]
-    with struck(task, tmp_path, *ONE_PROCESS, *apart, LONG) as run:
+    keys = ["rl_config.use_integrated_worker=false", "rl_config.rollout_resource.num_npus=2", "actor_config.keep_last=2"]
+    keys += ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "rl_config.rollout_server_restarts=10000"]
+    keys += ["generate_config.vllm_server_timeout=30", "megatron_training.save_interval=20"]
+    with struck(task, tmp_path, *ONE_PROCESS, *keys, LONG) as run:
         run.wait_until(lambda: len(run.metrics) > 5)
         driver, kills = psutil.Process(run.process.pid), 0
         before: dict[str, Any] = {}
@@ -148,11 +148,11 @@ def test_an_asynchronous_run_outlives_servers_that_die_every_minute(task: Path, 
             next_s = time.monotonic() + 60
             run.wait_until(lambda above=reached + 1, at_s=next_s: len(run.metrics) > above and time.monotonic() > at_s, 300)
         after = {"files": driver.num_fds(), "threads": driver.num_threads(), "bytes": driver.memory_info().rss}
-        found = run.iterations
-        assert found == list(range(1, len(found) + 1))
+        result = run.iterations
+        assert result == list(range(1, len(result) + 1))
         assert run.output.count(" was taken out: ") >= kills - 1 and kills >= SOAK_MINUTES / 3 - 1
         stale = max(record.get("rollout/staleness_max", 0.0) for record in run.metrics)
-        print(f"{kills} kills, {len(found)} iterations, tokens {stale:g} versions old at most, {before} -> {after}")
+        print(f"{kills} kills, {len(result)} iterations, tokens {stale:g} versions old at most, {before} -> {after}")
         assert stale <= 1
         if before:
             assert after["files"] < before["files"] + 40 and after["threads"] < before["threads"] + 20

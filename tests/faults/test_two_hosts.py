@@ -173,7 +173,7 @@ def whole(task: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 
 @pytest.mark.slow
-def test_a_run_over_two_hosts_is_that_of_one(
+def test_a_run_over_two_hosts_equals_a_run_on_a_single_host(
     task: Path, tmp_path: Path, hosts: list[Host], whole: list[dict[str, Any]]
 ) -> None:
     """With the published data plane; the test below has the small one, and disks that are not shared."""

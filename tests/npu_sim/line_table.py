@@ -59,17 +59,20 @@ def read(folder: Path) -> list[Ran]:
     for text in (folder / "lines.txt").read_text().splitlines():
         module, line = text.split()
         reached.setdefault(module, set()).add(int(line))
-    found = []
+    results = []
     for module in MODULES:
         path = f"{module.replace('.', '/')}.py"
         lines = frozenset(node.lineno for node in statements(ast.parse((ROOT / path).read_text())))
-        found.append(Ran(path, lines, frozenset(lines - reached.get(module, set()))))
-    return found
+        results.append(Ran(path, lines, frozenset(lines - reached.get(module, set()))))
+    return results
 
 
-def table(found: list[Ran], chinese: bool) -> str:
+def table(result: list[Ran], chinese: bool) -> str:
     head = "| 文件 | 语句 | 执行过 | 从未执行的行 |" if chinese else "| File | Statements | Ran | Lines that never ran |"
-    rows = [f"| `{one.path}` | {len(one.lines)} | {one.share:.1%} | {one.spans() or '-'} |" for one in found]
+    rows = [
+        f"| `{coverage.path}` | {len(coverage.lines)} | {coverage.share:.1%} | {coverage.spans() or '-'} |"
+        for coverage in result
+    ]
     return "\n".join([head, "|---|---|---|---|", *rows])
 
 
@@ -79,12 +82,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    found = read(options.folder)
-    print(table(found, chinese=False))
+    result = read(options.folder)
+    print(table(result, chinese=False))
     if options.write:
-        write(ROOT / "docs" / "ascend.md", table(found, chinese=False), START, END)
-        write(ROOT / "docs" / "zh" / "ascend.md", table(found, chinese=True), START, END)
-    return int(any(one.share < WANTED for one in found))
+        write(ROOT / "docs" / "ascend.md", table(result, chinese=False), START, END)
+        write(ROOT / "docs" / "zh" / "ascend.md", table(result, chinese=True), START, END)
+    return int(any(coverage.share < WANTED for coverage in result))
 
 
 if __name__ == "__main__":

@@ -57,20 +57,21 @@ ROWS = (
      ("test_mindspeed.test_attention_to",)),
     ("MindSpeed's grouped expert product: Qwen3-MoE, DeepSeek-V3", "MindSpeed 分组专家矩阵乘：Qwen3-MoE、DeepSeek-V3",
      ("test_mindspeed.test_experts_on",)),
-    ("vllm-ascend 0.23 alone: log-probs of transformers, sleep and wake-up, new weights, TP2, experts",
+    ("vllm-ascend 0.23 by itself: log-probs of transformers, sleep and wake-up, new weights, TP2, experts",
      "单独运行 vllm-ascend 0.23：与 transformers 的对数概率一致、睡眠与唤醒、更新权重、TP2、专家",
      ("test_rollout.test_log_probs", "test_rollout.test_every_layer", "test_rollout.test_sleep", "test_rollout.test_other",
-      "test_rollout.test_two_dies", "test_rollout.test_experts")),
-    ("vllm-ascend 0.23 alone: experts over two replicas, over the dies of one, over both: tokens of one process",
+      "test_rollout.test_two_devices", "test_rollout.test_experts")),
+    ("vllm-ascend 0.23 by itself: experts over two replicas, over the dies of one, over both: tokens of one process",
      "单独运行 vllm-ascend 0.23：专家分布于两个副本、一个副本的各 die、两者兼有：与单进程 token 相同",
-     ("test_rollout.test_dies_that_share_experts",)),
-    ("vllm-ascend 0.23 alone: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
+     ("test_rollout.test_devices_that_share_experts",)),
+    ("vllm-ascend 0.23 by itself: speculative decoding by suffixes: greedy tokens and log-probs of transformers",
      "单独运行 vllm-ascend 0.23：后缀投机解码：贪心 token 与对数概率同 transformers", ("test_rollout.test_with_drafts",)),
-    ("vllm-ascend 0.23 alone: int8 matrices (W8A8 dynamic), with the log-probs of their definition",
+    ("vllm-ascend 0.23 by itself: int8 matrices (W8A8 dynamic), with the log-probs of their definition",
      "单独运行 vllm-ascend 0.23：int8 矩阵（W8A8 动态），对数概率符合其定义", ("test_rollout.test_int8",)),
-    ("vllm-ascend 0.23 alone: a decoding step has at most 90 kernels, as many at any batch size",
+    ("vllm-ascend 0.23 by itself: a decoding step has at most 90 kernels, as many at any batch size",
      "单独运行 vllm-ascend 0.23：一步解码至多 90 个 kernel，与 batch 大小无关", ("test_rollout.test_a_decoding",)),
-    ("vllm-ascend 0.23 alone: latent attention (DeepSeek-V3), TP2", "单独运行 vllm-ascend 0.23：潜在注意力（DeepSeek-V3）、TP2",
+    ("vllm-ascend 0.23 by itself: latent attention (DeepSeek-V3), TP2",
+     "单独运行 vllm-ascend 0.23：潜在注意力（DeepSeek-V3）、TP2",
      ("test_rollout.test_latent",)),
     ("GRPO as a command: Ray, MindSpeed, vllm-ascend, offload, proven pushes, resume",
      "以命令运行 GRPO：Ray、MindSpeed、vllm-ascend、卸载、有校验的权重更新、续训",
@@ -96,13 +97,13 @@ HARDWARE = (
 def results(paths: list[Path]) -> dict[str, str]:
     """Test name (file.function) -> "passed", "skipped" or "failed"; the worst of its parameters."""
     order = ("passed", "skipped", "failed")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for case in (case for path in paths for case in ElementTree.parse(path).iter("testcase")):
         name = f"{case.get('classname', '').split('.')[-1]}.{case.get('name', '').split('[')[0]}"
         state = "failed" if case.find("failure") is not None or case.find("error") is not None else "passed"
         state = "skipped" if case.find("skipped") is not None else state
-        found[name] = max(found.get(name, "passed"), state, key=order.index)
-    return found
+        result[name] = max(result.get(name, "passed"), state, key=order.index)
+    return result
 
 
 def state_of(beginnings: tuple[str, ...], ran: dict[str, str]) -> str:

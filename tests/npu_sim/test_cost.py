@@ -61,16 +61,16 @@ def counted(capsys: pytest.CaptureFixture[str], *overrides: str) -> dict[str, An
     return json.loads(text[text.index("{") :])
 
 
-def check(found: dict[str, Any], most: dict[str, int]) -> None:
-    check_kernels(found, most)
-    ours, plain = found["phases"]["ours"], found["phases"]["plain"]
-    waits = found["counted"]["ours"]["waits"]
+def check(result: dict[str, Any], limits: dict[str, int]) -> None:
+    check_kernels(result, limits)
+    ours, plain = result["phases"]["ours"], result["phases"]["plain"]
+    waits = result["counted"]["ours"]["waits"]
     assert [wait for wait in waits if wait[0] not in OUTSIDE] == []
     assert {phase: ours[phase]["waits"] for phase in MOST_WAITS} == MOST_WAITS
-    copies = found["counted"]["ours"]["copies"]
+    copies = result["counted"]["ours"]["copies"]
     blocking = [(phase, kind) for phase, kind, _, _ in copies if "queued" not in kind or "not" in kind]
     assert blocking == [(phase, "to the host, blocking") for phase in ("update", "push / proof")]
-    check_push(ours["push"], found["least"]["push"])
+    check_push(ours["push"], result["least"]["push"])
     for phase in ("log-probs / forward", "update / forward"):
         assert ours[phase]["kernels"] <= plain[phase]["kernels"]
     for phase in ("log-probs", "update"):
@@ -79,11 +79,11 @@ def check(found: dict[str, Any], most: dict[str, int]) -> None:
         assert ours[phase]["collective_mib"] <= plain[phase]["collective_mib"] + 1e-4
         assert ours[phase]["peak_mib"] <= MORE_MEMORY * plain[phase]["peak_mib"]
         assert ours[phase]["copies"] <= plain[phase]["copies"]
-        assert ours[phase]["kernels"] >= found["least"][phase]["kernels"]
+        assert ours[phase]["kernels"] >= result["least"][phase]["kernels"]
 
 
-def check_kernels(found: dict[str, Any], most: dict[str, int]) -> None:
-    assert {phase: kernels for phase in most if (kernels := found["phases"]["ours"][phase]["kernels"]) > most[phase]} == {}
+def check_kernels(result: dict[str, Any], limits: dict[str, int]) -> None:
+    assert {phase: kernels for phase in limits if (kernels := result["phases"]["ours"][phase]["kernels"]) > limits[phase]} == {}
 
 
 def check_push(ours: dict[str, float], least: dict[str, float]) -> None:
@@ -93,17 +93,17 @@ def check_push(ours: dict[str, float], least: dict[str, float]) -> None:
 
 
 def test_no_pass_waits_and_a_step_asks_for_no_more_than_it_did(capsys: pytest.CaptureFixture[str]) -> None:
-    found = counted(capsys, ONE_RANK)
-    assert found["counted on"].startswith("a simulated NPU")
-    check(found, MOST_KERNELS)
+    result = counted(capsys, ONE_RANK)
+    assert result["counted on"].startswith("a simulated NPU")
+    check(result, MOST_KERNELS)
 
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_ask_for_no_more_than_they_did_and_exchange_no_more_than_plain_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = counted(capsys, *LARGER)
-    check(found, MOST_KERNELS_LARGER)
+    result = counted(capsys, *LARGER)
+    check(result, MOST_KERNELS_LARGER)
 
 
 @pytest.mark.slow
@@ -113,16 +113,16 @@ def test_a_rank_with_all_experts_waits_in_no_layer(capsys: pytest.CaptureFixture
 
 @pytest.mark.slow
 def test_ranks_that_share_experts_wait_for_the_sizes_of_the_exchange_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    found = counted(capsys, *EXPERTS, "actor_config.expert_model_parallel_size=2")
-    inside = [wait for wait in found["counted"]["ours"]["waits"] if wait[0] not in OUTSIDE]
+    result = counted(capsys, *EXPERTS, "actor_config.expert_model_parallel_size=2")
+    inside = [wait for wait in result["counted"]["ours"]["waits"] if wait[0] not in OUTSIDE]
     # two layers, two micro-batches; the host tells the exchange how many rows go where
     assert [(phase, reason, count) for phase, reason, _, count in inside] == [
         ("log-probs / forward", "event", 4),
         ("update / forward", "event", 4),
     ]
-    check_kernels(found, MOST_KERNELS_SHARED_EXPERTS)
-    ours, plain = found["phases"]["ours"], found["phases"]["plain"]
-    check_push(ours["push"], found["least"]["push"])
+    check_kernels(result, MOST_KERNELS_SHARED_EXPERTS)
+    ours, plain = result["phases"]["ours"], result["phases"]["plain"]
+    check_push(ours["push"], result["least"]["push"])
     assert ours["push"]["waits"] == MOST_WAITS["push"]
     for phase in ("log-probs", "update"):
         assert ours[phase]["kernels"] <= MOST_OVER_PLAIN_WITH_EXPERTS * plain[phase]["kernels"]

@@ -18,10 +18,10 @@ MASK_GIB = 4 / 1024
 
 def losses(reports: list[dict[str, Any]]) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step, summed over the ranks that hand results out."""
-    found = []
+    results = []
     for step in zip(*(report["steps"] for report in reports)):
-        found.append((sum(rank["loss"] for rank in step) / sum(rank["count"] for rank in step), step[0]["grad_norm"]))
-    return found
+        results.append((sum(rank["loss"] for rank in step) / sum(rank["count"] for rank in step), step[0]["grad_norm"]))
+    return results
 
 
 @pytest.fixture(scope="module")

@@ -19,12 +19,12 @@ class Counted(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and not any(
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not any(
             a.alias_info and not a.alias_info.is_write for a in function._schema.returns
         ):
-            self.calls[function._schema.name.removeprefix("aten::")] += found.device.type == "npu"
-        return found
+            self.calls[function._schema.name.removeprefix("aten::")] += result.device.type == "npu"
+        return result
 
 
 def full(tensor: torch.Tensor) -> tuple[tuple[tuple[int, int], ...], torch.Tensor]:

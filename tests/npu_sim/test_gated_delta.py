@@ -25,12 +25,12 @@ def run(device: str, lengths: Sequence[int]) -> tuple[list[Tensor], list[int]]:
     """Output and gradients of convolution and rule, on the host; kernels of the forward and of the backward pass."""
     generator, tokens = torch.Generator().manual_seed(0), sum(lengths)
 
-    def draw(*shape: int) -> Tensor:
+    def sample(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device).requires_grad_()
 
-    x, weight = draw(tokens, HEADS * SIZE), draw(HEADS * SIZE, KERNEL)
-    k, v = draw(tokens, HEADS, SIZE), draw(tokens, HEADS * RATIO, SIZE)
-    decay, beta = draw(tokens, HEADS * RATIO), draw(tokens, HEADS * RATIO)
+    x, weight = sample(tokens, HEADS * SIZE), sample(HEADS * SIZE, KERNEL)
+    k, v = sample(tokens, HEADS, SIZE), sample(tokens, HEADS * RATIO, SIZE)
+    decay, beta = sample(tokens, HEADS * RATIO), sample(tokens, HEADS * RATIO)
     plan = ChunkPlan.build(list(lengths), KERNEL, torch.device(device))
     leaves, kernels = (x, weight, k, v, decay, beta), []
     with Counted() as forward:
@@ -50,10 +50,10 @@ def test_the_device_computes_the_rule_of_the_host(lengths: list[int]) -> None:
 
 
 def test_kernels_follow_the_longest_sequence_and_not_the_tokens() -> None:
-    (one, eight, longer) = (run("npu", lengths)[1] for lengths in ([256], [256] * 8, [512]))
-    assert all(one) and one == eight
+    (result, eight, longer) = (run("npu", lengths)[1] for lengths in ([256], [256] * 8, [512]))
+    assert all(result) and result == eight
     # four more chunks of 64 tokens: the state is stored and read, decays and is written to; its gradient likewise
-    assert [(after - before) / 4 for before, after in zip(one, longer)] == [4, 9]
+    assert [(after - before) / 4 for before, after in zip(result, longer)] == [4, 9]
 
 
 def test_the_kernel_of_mindspeed_takes_sequences_and_no_float32() -> None:
@@ -72,5 +72,5 @@ def test_the_kernel_of_mindspeed_is_the_rule_up_to_the_rounding_of_half_numbers(
         [sys.executable, program], env=environment, capture_output=True, text=True, timeout=patient(600), check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 2 and all(max(errors) < 4e-3 for errors in found.values()), found
+    content = json.loads(done.stdout.splitlines()[-1])
+    assert len(content) == 2 and all(max(errors) < 4e-3 for errors in content.values()), content

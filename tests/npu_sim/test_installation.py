@@ -37,7 +37,7 @@ NOT_MET = {
 
 def unmet(package: str) -> dict[str, str]:
     """Requirements of an installed package without an installed version that fits."""
-    found = {}
+    results = {}
     for requirement in map(Requirement, importlib.metadata.requires(package) or ()):
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
@@ -46,8 +46,8 @@ def unmet(package: str) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             version = "not installed"
         if version == "not installed" or not requirement.specifier.contains(version, prereleases=True):
-            found[packages.name_of(requirement.name)] = f"{requirement}: {version}"
-    return found
+            results[packages.name_of(requirement.name)] = f"{requirement}: {version}"
+    return results
 
 
 @pytest.mark.parametrize("package", ["vllm", "mindspeed_rl", "torch_npu", "megatron-core", "transformers"])
@@ -75,10 +75,10 @@ def test_hosts_can_install_the_line_from_wheels(line: str, tmp_path: Path) -> No
     machines = ["aarch64", "x86_64"] if line == "main" else ["aarch64"]  # of Ascend's servers most have the first
     hosts = [host for host in packages.LINES[line].hosts if host.python == "3.11" and host.machine in machines]
     assert [host.machine for host in hosts] == machines
-    found = packages.resolve(line, hosts, recorded=True)
+    result = packages.resolve(line, hosts, recorded=True)
     for host in hosts:
-        assert {"torch", "torch-npu", "torchvision", "scipy", "megatron-core", "ray"} <= set(found[host])
-        assert found[host]["torch-npu"] == packages.pinned_version(line, "torch-npu")
+        assert {"torch", "torch-npu", "torchvision", "scipy", "megatron-core", "ray"} <= set(result[host])
+        assert result[host]["torch-npu"] == packages.pinned_version(line, "torch-npu")
 
 
 @pytest.mark.slow

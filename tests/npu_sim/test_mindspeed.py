@@ -30,7 +30,7 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def one_process() -> list[dict[str, Any]]:
+def single_process() -> list[dict[str, Any]]:
     layout = {"hccl_group_buffer": "tp:64"}  # changes no number
     return run_ranks("engine", 1, {"mode": "mindspeed", "steps": STEPS, "bf16": True, "layout": layout})
 
@@ -43,8 +43,8 @@ def test_one_process_in_fp32_equals_the_cpu(model: str) -> None:
     assert losses(on_npu) == [pytest.approx(step, rel=2e-5) for step in losses(on_cpu)]
 
 
-def test_every_layer_runs_on_fused_kernels(one_process: list[dict[str, Any]]) -> None:
-    fused = one_process[0]["fused"]
+def test_every_layer_runs_on_fused_kernels(single_process: list[dict[str, Any]]) -> None:
+    fused = single_process[0]["fused"]
     passes = LAYERS * STEPS * MICRO_BATCHES
     assert fused["npu::npu_fusion_attention"] == passes
     assert fused["npu::npu_swiglu"] == passes
@@ -56,17 +56,17 @@ def test_every_layer_runs_on_fused_kernels(one_process: list[dict[str, Any]]) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_trains_like_one_process(name: str, one_process: list[dict[str, Any]]) -> None:
+def test_every_layout_trains_like_one_process(name: str, single_process: list[dict[str, Any]]) -> None:
     size, layout = LAYOUTS[name]
     reports = run_ranks("engine", size, {"mode": "mindspeed", "steps": STEPS, "bf16": True, "layout": layout}, timeout_s=600)
-    for got, want in zip(losses(reports), losses(one_process), strict=True):
+    for got, want in zip(losses(reports), losses(single_process), strict=True):
         assert got[0] == pytest.approx(want[0], rel=BF16)
         assert got[1] == pytest.approx(want[1], rel=5 * BF16)
     assert all(report["fused"]["npu::npu_rms_norm"] > 0 for report in reports)
 
 
 @pytest.mark.slow
-def test_ring_attention_calls_the_fused_kernel_once_a_block(one_process: list[dict[str, Any]]) -> None:
+def test_ring_attention_calls_the_fused_kernel_once_a_block(single_process: list[dict[str, Any]]) -> None:
     size, layout = LAYOUTS["CP2 ring"]
     reports = run_ranks("engine", size, {"mode": "mindspeed", "steps": 1, "layout": layout})
     assert all(report["fused"]["npu::npu_fusion_attention"] == 2 * LAYERS * MICRO_BATCHES for report in reports)

@@ -58,24 +58,24 @@ def test_other_weights_give_other_responses(alone: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_with_drafts_greedy_tokens_and_log_probs_are_those_of_transformers() -> None:
     drafts = {"method": "suffix", "num_speculative_tokens": 3}
-    (found,) = run_ranks("rollout", 1, {"dtype": "float32", "drafts": drafts, "rounds": 0})
-    assert all(found["same_greedy"]) and found["worst"] < 1e-4 and found["worst_cut"] < 1e-4
+    (report,) = run_ranks("rollout", 1, {"dtype": "float32", "drafts": drafts, "rounds": 0})
+    assert all(report["same_greedy"]) and report["worst"] < 1e-4 and report["worst_cut"] < 1e-4
     # the same greedy responses once more are found in the cache, and come in fewer steps
-    proposed, accepted, _ = found["drafts"]
-    assert found["again"] and 0 < accepted <= proposed
+    proposed, accepted, _ = report["drafts"]
+    assert report["again"] and 0 < accepted <= proposed
 
 
 @pytest.mark.slow
 def test_int8_products_of_vllm_ascend_have_the_log_probs_of_their_definition_after_every_sleep() -> None:
-    (found,) = run_ranks("rollout", 1, {"quantization": "int8", "rounds": 2})
-    assert found["equal"] == [True, True] and found["other_weights_differ"]
+    (report,) = run_ranks("rollout", 1, {"quantization": "int8", "rounds": 2})
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
     # bf16 moves elements over the rounding edges of int8, which are wider than its own
-    assert found["mean"] < BF16 and found["worst"] < 4 * BF16
-    assert found["calls"]["npu::npu_quant_matmul"] == found["calls"]["npu::npu_dynamic_quant"] > 0
+    assert report["mean"] < BF16 and report["worst"] < 4 * BF16
+    assert report["calls"]["npu::npu_quant_matmul"] == report["calls"]["npu::npu_dynamic_quant"] > 0
 
 
 @pytest.mark.slow
-def test_two_dies_of_one_replica_draw_the_same_tokens() -> None:
+def test_two_devices_of_a_replica_sample_the_same_tokens() -> None:
     first, second = run_ranks("rollout", 2, {"tensor_parallel": 2, "rounds": 1})
     assert first["tokens"] == second["tokens"] and first["worst"] < BF16
     assert first["equal"] == second["equal"] == [True]
@@ -109,7 +109,7 @@ SHARES = {
 
 
 @pytest.mark.parametrize(("tensor", "sharing", "prompts"), SHARES.values(), ids=list(SHARES))
-def test_dies_that_share_experts_draw_the_tokens_of_one_process(
+def test_devices_that_share_experts_sample_the_tokens_of_a_single_process(
     all_experts: dict[str, Any], tensor: int, sharing: int, prompts: list[list[int]]
 ) -> None:
     layout = {"tensor_parallel": tensor, "sharing": sharing, "prompts": prompts, "rounds": 1}

@@ -74,7 +74,7 @@ def test_random_numbers_follow_the_device_generator() -> None:
     assert torch.equal(torch.rand(4, device="npu"), first) and not torch.equal(first, second)
 
 
-def test_a_generator_of_its_own_decides_what_is_drawn_and_leaves_the_devices_alone() -> None:
+def test_a_separate_generator_decides_the_samples_and_does_not_change_the_device_s() -> None:
     device = NpuPlatform()
     device.rng_module.manual_seed(3)
     state = device.rng_module.get_rng_state()
@@ -145,7 +145,7 @@ def test_what_holds_without_the_packages_holds_with_them() -> None:
         "--noconftest",
         "-p",
         "no:cacheprovider",
-        *(f"tests/unit/{one}" for one in files),
+        *(f"tests/unit/{file}" for file in files),
     ]
     ended = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:]

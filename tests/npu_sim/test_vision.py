@@ -7,17 +7,17 @@ from ranks import run_ranks
 
 
 def test_images_train_on_the_npu_as_on_the_cpu() -> None:
-    (expected,), (found,) = (run_ranks("vision", 1, {"mode": mode, "model": "qwen3"}) for mode in ("cpu", "npu"))
-    ours, theirs = found["steps"][0], expected["steps"][0]
+    (expected,), (result,) = (run_ranks("vision", 1, {"mode": mode, "model": "qwen3"}) for mode in ("cpu", "npu"))
+    ours, theirs = result["steps"][0], expected["steps"][0]
     assert ours["count"] == theirs["count"]
     assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-5)
     assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-5)
     # four layers of the language model and three blocks of the tower, two micro-batches of two steps
-    assert found["fused"]["npu::npu_fusion_attention"] == 2 * 2 * (4 + 3) == found["fused"]["npu::npu_fusion_attention_grad"]
+    assert result["fused"]["npu::npu_fusion_attention"] == 2 * 2 * (4 + 3) == result["fused"]["npu::npu_fusion_attention_grad"]
 
 
 @pytest.mark.slow
 def test_the_engine_of_the_npu_computes_with_images_as_transformers_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "8")
-    (found,) = run_ranks("vision_rollout", 1)
-    assert max(found["worst"]) < 1e-4  # of prompts with no, one and two images
+    (report,) = run_ranks("vision_rollout", 1)
+    assert max(report["worst"]) < 1e-4  # of prompts with no, one and two images

@@ -14,7 +14,7 @@ SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path.relative_to(PA
 
 def device_words(source: str) -> list[str]:
     """The lines that import torch_npu or a device module of torch, use torch.cuda or torch.npu, or call .cuda() or .npu()."""
-    found = []
+    results = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
@@ -28,8 +28,8 @@ def device_words(source: str) -> list[str]:
         if called or any(
             name.split(".")[0] == "torch_npu" or name.split(".")[:2] in (["torch", d] for d in DEVICES) for name in modules
         ):
-            found.append(f"line {node.lineno}: {ast.unparse(node)}")
-    return found
+            results.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return results
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -110,9 +110,9 @@ def test_the_site_is_built_and_can_be_searched(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(300))
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
-    assert any(entry["location"].startswith("zh/observability/") for entry in found)
-    assert any("init_kl_coef" in entry["text"] for entry in found)
+    result = json.loads((tmp_path / "site" / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
+    assert any(entry["location"].startswith("zh/observability/") for entry in result)
+    assert any("init_kl_coef" in entry["text"] for entry in result)
 
 
 def test_what_is_missing_is_found() -> None:

@@ -123,7 +123,7 @@ def test_a_reply_above_the_limit_is_not_read_to_its_end(chunked: bool) -> None:
     assert num_requests == 1 and written < 64 << 20
 
 
-def test_a_late_reply_is_told_from_a_server_that_is_not_there() -> None:
+def test_a_late_reply_is_distinguished_from_a_missing_server() -> None:
     async def handle(request: web.Request) -> web.Response:
         await asyncio.sleep(patient(60))
         return web.Response()

@@ -40,7 +40,7 @@ def test_a_package_is_hidden_in_the_block_alone(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ModuleNotFoundError), without("brought_along"):
         importlib.import_module("brought_along")
     assert "brought_along" not in sys.modules
-    found = importlib.import_module("brought_along")
+    result = importlib.import_module("brought_along")
     with without("brought_along"):  # it is here already: nothing would be saved
-        assert importlib.import_module("brought_along") is found
-    assert sys.modules.pop("brought_along") is found
+        assert importlib.import_module("brought_along") is result
+    assert sys.modules.pop("brought_along") is result

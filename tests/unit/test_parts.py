@@ -19,10 +19,10 @@ TESTS = Path(parts.__file__).parent
 def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict[str, str]:
     """File -> its share in a part, "0:1" for all of it."""
     arguments = parts.select(environment, part, count, with_slow=with_slow)
-    found = dict.fromkeys((file for file in arguments if not file.startswith("--")), "0:1")
+    result = dict.fromkeys((file for file in arguments if not file.startswith("--")), "0:1")
     for share in (argument.removeprefix("--share=") for argument in arguments if argument.startswith("--")):
-        file, _, found[file] = share.rpartition("=")
-    return found
+        file, _, result[file] = share.rpartition("=")
+    return result
 
 
 def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
@@ -71,12 +71,12 @@ def test_pytest_runs_the_tests_of_a_share(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(text + "def test_other(): pass\n")
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", f"--rootdir={tmp_path}", "-p", "no:cacheprovider"]
-    found: list[str] = []
+    results: list[str] = []
     for share in ("0.0:0.42", "0.42:1.0"):
         words = [*command, "--collect-only", f"--share=test_it.py={share}", "test_it.py"]
         done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        found.append(" ".join(line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line))
-    assert found == ["test_it[0] test_it[1] test_it[2]", "test_it[3] test_it[4] test_other"]
+        results.append(" ".join(line.partition("::")[2] for line in done.stdout.splitlines() if "::" in line))
+    assert results == ["test_it[0] test_it[1] test_it[2]", "test_it[3] test_it[4] test_other"]
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_the_next_removes_what_a_killed_process_has_left_and_not_what_a_living_o
         assert find_orphans(tmp_path) == []
         killed.send_signal(signal.SIGKILL)
         killed.wait()
-        assert [(found.folder, found.owner) for found in find_orphans(tmp_path)] == [(left, killed.pid)]
+        assert [(orphan.folder, orphan.owner) for orphan in find_orphans(tmp_path)] == [(left, killed.pid)]
         with scratch_folder("other-", tmp_path):
             assert not left.exists() and (kept / "log").is_file()
     finally:
@@ -89,8 +89,8 @@ def test_the_doctor_names_what_was_left(tmp_path: Path, old: None, monkeypatch: 
     killed.kill()
     killed.wait()
     monkeypatch.setattr("mindspeed_rl.cli.doctor.checks.list_scratch_parents", lambda: [tmp_path])
-    (found,) = [finding for finding in check_host({}) if finding.name == "left behind"]
-    assert found.status == "warn" and f"{left} (of process {killed.pid}, which is gone)" in found.text
+    (result,) = [finding for finding in check_host({}) if finding.name == "left behind"]
+    assert result.status == "warn" and f"{left} (of process {killed.pid}, which is gone)" in result.text
     assert left.is_dir()
 
 
@@ -101,7 +101,7 @@ def test_a_folder_of_an_object_goes_with_it_or_before(tmp_path: Path, monkeypatc
         pass
 
     owner, other = Owner(), Owner()
-    (first, _), (second, remove) = (make_owned_folder(one, "of-") for one in (owner, other))
+    (first, _), (second, remove) = (make_owned_folder(parent, "of-") for parent in (owner, other))
     assert first.is_dir() and second.is_dir()
     remove()
     remove()

@@ -21,7 +21,7 @@ DECIDED_IN = {
     # the page shows the formula of every algorithm
     "build_objective": ("run/objective.py", "cli/parity.py", "run/explain/algorithm_page.py"),
     # nor has the command that stores log-probs of a teacher
-    "find_model": ("run/models.py", "run/references.py", "workers/stages/teacher_store.py"),
+    "find_model": ("run/models.py", "run/ref_model.py", "workers/stages/teacher_store.py"),
     # inference has no run
     "plan_model": ("run/models.py", "inference/megatron_engine.py"),
 }
@@ -53,7 +53,7 @@ def _is_own(node: ast.AST) -> bool:
 
 def _deferred() -> list[tuple[str, bool]]:
     """Imports of own modules inside functions: (file:line, whether a comment on or above the line says why)."""
-    found = set()
+    results = set()
     for source in SOURCES:
         for function in source.functions:
             for node in ast.walk(function):
@@ -62,8 +62,8 @@ def _deferred() -> list[tuple[str, bool]]:
                     while source.lines[first - 1].strip().startswith(("from ", "import ")):
                         first -= 1  # one comment serves the imports below it
                     near = source.lines[first - 1 : node.end_lineno]
-                    found.add((f"{source.path}:{node.lineno}", any("#" in line for line in near)))
-    return sorted(found)
+                    results.add((f"{source.path}:{node.lineno}", any("#" in line for line in near)))
+    return sorted(results)
 
 
 def test_each_deferred_import_of_an_own_module_has_its_reason():

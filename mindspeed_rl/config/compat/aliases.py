@@ -1,4 +1,4 @@
-"""Several names of one key: those of ms-swift, verl and slime that are keys too, and those of MindSpeed-RL 2.0 to 2.2."""
+"""Several names of one key: names in ms-swift, verl and slime that are keys too, and names in MindSpeed-RL 2.0 to 2.2."""
 
 from __future__ import annotations
 

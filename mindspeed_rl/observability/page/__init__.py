@@ -1,8 +1,8 @@
 """One HTML file that shows a run, or several next to each other, without a network: curves, warnings, samples, timeline.
 
 Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. Plotly's script comes from
-its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models as text
-alone.
+its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models only as
+text.
 """
 
 from __future__ import annotations
@@ -229,7 +229,9 @@ def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
 
 def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     """Return the data of the page's script as plain values."""
-    samples = [{**one, "turns": describe_turns(one)} if one.get("events") else one for one in runs[0].completions]
+    samples = [
+        {**sample, "turns": describe_turns(sample)} if sample.get("events") else sample for sample in runs[0].completions
+    ]
     return collect_figures(runs) | {
         # NaN, which JSON of a browser lacks, is null
         "samples": clean_record(json.loads(json.dumps(samples, default=str), parse_constant=lambda _: None)),
@@ -279,13 +281,13 @@ def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[
 def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
     lines: list[dict[str, object]] = []
     for index, by_name in enumerate(by_run):
-        drawn = list[tuple[list[int], list[float]]]()
+        curves = list[tuple[list[int], list[float]]]()
         for name in metrics:
             curve = by_name.get(name)
             # the same values under two names are one line
-            if curve is None or (curve.x, curve.y) in drawn:
+            if curve is None or (curve.x, curve.y) in curves:
                 continue
-            drawn.append((curve.x, curve.y))
+            curves.append((curve.x, curve.y))
             part = name.removesuffix("_rewards/mean").rpartition("/")[2].removesuffix("_gib")
             label = _NAMES.get(name) or part.replace("_", " ")
             band = {"low": curve.low, "high": curve.high}
@@ -335,12 +337,14 @@ def _describe_learning(run: RunFiles) -> list[str]:
     figures += (("eval/loss", "Loss on held-out data", ".4g"),)
     rewards = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
     figures += tuple((name, "Reward of the rollouts", ".3g") for name in rewards)
-    found = ((run.history.finite(name), what, spec) for name, what, spec in (*figures, ("train/loss", "Loss", ".4g")))
-    series, what, spec = next(((item, what, spec) for item, what, spec in found if len(item.x) > 1), (None, "", ""))
+    series_by_figure = (
+        (run.history.finite(name), what, spec) for name, what, spec in (*figures, ("train/loss", "Loss", ".4g"))
+    )
+    series, what, spec = next(((item, what, spec) for item, what, spec in series_by_figure if len(item.x) > 1), (None, "", ""))
     if series is None:
         return []
     sign = -1 if what.startswith("Loss") else 1
-    # of equal ones the latest
+    # the last one wins among equals
     ranked = sorted(range(len(series.x)), key=lambda index: (sign * series.y[index], index))
     best = ranked[-1]
     start = "before training" if series.x[0] == 0 else f"at iteration {series.x[0]}"

@@ -118,7 +118,7 @@ class AgentConversation:
     def restart(
         self, prompt_ids: Sequence[int], turns: ChatTurns | None = None, images: tuple[str, ...] = ()
     ) -> bool:
-        """Start with another prompt than the task's, or start again after turns; return False where there is no room.
+        """Start with another prompt than the task's, or start again after turns; return False where it does not fit.
 
         The images of the task's prompt are not part of it.
 
@@ -198,7 +198,7 @@ class AgentConversation:
         start_s = time.time()
         while response is None or response.finish == "aborted":  # new weights may interrupt it; it continues with them
             response = await self._engine.generate(context, sampling, seed, response)
-        start = sum(len(segment.token_ids) for one in self._finished for segment in one.segments)
+        start = sum(len(segment.token_ids) for sequence in self._finished for segment in sequence.segments)
         start += sum(len(segment.token_ids) for segment in self._segments)
         stop = start + len(response.token_ids)
         self._events.append(TurnEvent("model", self._last_turn, start, stop, start_s, time.time()))
@@ -220,7 +220,7 @@ class AgentConversation:
         return Turn(text, response.token_ids, ended, context, response.log_probs)
 
     def add_messages(self, messages: Sequence[ChatMessage]) -> bool:
-        """Add messages that the model answers next; return False where there is no room for an answer.
+        """Add messages that the model answers next; return False where an answer does not fit.
 
         Where the chat template now renders earlier turns otherwise, a new sequence starts with what it renders. Contents may
         be lists of parts, of which some are images.
@@ -246,7 +246,7 @@ class AgentConversation:
         return True
 
     def replace(self, messages: Sequence[ChatMessage]) -> bool:
-        """Replace the conversation after the prompt; return False where there is no room for an answer.
+        """Replace the conversation after the prompt; return False where an answer does not fit.
 
         Messages that only follow the earlier ones are added; anything else starts a new sequence.
         """
@@ -258,7 +258,7 @@ class AgentConversation:
         return self._start_sequence([dict(message) for message in messages])
 
     def reopen(self, content: str) -> bool:
-        """Replace the text of the model's last turn, which continues after it; return False where there is no room.
+        """Replace the text of the model's last turn, which continues after it; return False where it does not fit.
 
         The turn was sampled otherwise, or at least with an end token: a new sequence starts.
         """
@@ -267,7 +267,7 @@ class AgentConversation:
         return self._start_sequence(messages, start)
 
     def amend(self, token_ids: Sequence[int], trains: Sequence[bool], content: str) -> bool:
-        """Replace the tokens of the model's last turn; return False where there is no room.
+        """Replace the tokens of the model's last turn; return False where it does not fit.
 
         Tokens after the sampled ones are context. Where a sampled one is changed or left out, a new sequence starts, and the
         one before keeps what was sampled.
@@ -303,7 +303,7 @@ class AgentConversation:
         return True
 
     def _start_sequence(self, messages: list[ChatMessage], start: tuple[int, ...] | None = None) -> bool:
-        """Start another sequence; return False where there is no room.
+        """Start another sequence; return False where it does not fit.
 
         Args:
             messages: the conversation after the prompt.
@@ -371,7 +371,7 @@ class AgentConversation:
     def _list_events(self) -> tuple[TurnEvent, ...]:
         """Return the events, with the rewards of the turns."""
         rewards = iter(self._rewards)
-        return tuple(replace(one, reward=next(rewards)) if one.name == "model" else one for one in self._events)
+        return tuple(replace(event, reward=next(rewards)) if event.name == "model" else event for event in self._events)
 
 
 def _split_by_training(segment: Segment, trains: Sequence[bool]) -> list[Segment]:

@@ -46,7 +46,7 @@ class Task:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The data set's row for plug-ins; its answer is both `label` and, where there is no such column, `solution`."""
+        """The data set's row for plug-ins; its answer is both `label` and, without a column of that name, `solution`."""
         return {"label": self.label, "solution": self.label, **self.columns}
 
 

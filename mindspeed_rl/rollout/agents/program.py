@@ -58,7 +58,7 @@ class VerifiersEpisodes:
         resources: to be started before the first episode, and closed after the last.
 
     Raises:
-        ValueError: the target is wrong, or there is no such interpreter.
+        ValueError: the target is wrong, or the interpreter does not exist.
     """
 
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:

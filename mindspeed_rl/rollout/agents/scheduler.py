@@ -144,10 +144,10 @@ def _load_scheduler(target: str, plugins: Sequence[str]) -> Any:
     if target not in MULTI_TURNS:
         known = ", ".join(MULTI_TURNS) or "nothing"
         raise ValueError(f"rl_config.multi_turn_scheduler: '{target}' is not in multi_turns of external_plugins; {known} is")
-    found = MULTI_TURNS[target]
-    if callable(getattr(found, "run", None)):
+    scheduler = MULTI_TURNS[target]
+    if callable(getattr(scheduler, "run", None)):
         raise ValueError(f"rl_config.multi_turn_scheduler: {target} has a run of its own, which drives ms-swift's engine")
-    return found
+    return scheduler
 
 
 class SchedulerLoop(AgentLoop):
@@ -217,7 +217,7 @@ class SchedulerLoop(AgentLoop):
         return [{"role": "user", "content": text}]
 
     def _apply(self, conversation: AgentConversation, turn: Turn, prompt: list[ChatMessage], following: _Next) -> bool:
-        """Apply the plug-in's messages to the conversation; return False where there is no room for an answer."""
+        """Apply the plug-in's messages to the conversation; return False where an answer does not fit."""
         for name, value in following.metrics.items():
             if isinstance(value, (int, float)):
                 conversation.metrics[f"scheduler_{name}"] = float(value)

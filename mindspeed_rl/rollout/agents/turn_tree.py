@@ -1,6 +1,6 @@
 """Turns of one trajectory that clients request, as a tree of tokens: sampled tokens are never tokenized again.
 
-A client sends the full conversation with every request. Where its messages extend those of an earlier turn, the new turn
+A client sends the full conversation with every request. Where its messages extend an earlier turn's, the new turn
 continues that turn's tokens; where it has changed earlier messages (a summary, thoughts that it dropped, a sub-agent with a
 conversation of its own), a branch starts. Each branch becomes a sequence of the trajectory. Tokens that branches share train
 once, in the first of them; in the others they are the context in which later tokens were sampled.
@@ -165,17 +165,17 @@ class TurnTree:
                 path.insert(0, node)
                 node = node.parent
             segments: list[Segment] = []
-            for one in path:
-                if segments and one.context.added:
-                    segments.append(Segment.from_context(one.context.added))
-                    num_tokens += len(one.context.added)
-                placed[one] = num_tokens
-                segments.append(one.segment)
-                num_tokens += len(one.segment.token_ids)
+            for turn in path:
+                if segments and turn.context.added:
+                    segments.append(Segment.from_context(turn.context.added))
+                    num_tokens += len(turn.context.added)
+                placed[turn] = num_tokens
+                segments.append(turn.segment)
+                num_tokens += len(turn.segment.token_ids)
             first = path[0]
             start = first.tokens[: len(first.tokens) - len(first.segment.token_ids)]
             sequences.append(TokenSequence(start, tuple(segments), leaf.context.images))
-            rewards += [one.reward for one in path]
+            rewards += [turn.reward for turn in path]
         given = [value for value in (final_reward, self.final_reward) if value is not None]
         return Trajectory(
             sequences=tuple(sequences) or (TokenSequence(self._task.prompt_ids, (), self._task.sampling.images),),
@@ -273,7 +273,7 @@ class TurnTree:
         """Sample a turn and add it to the tree.
 
         Raises:
-            ContextFullError: there is no room for it.
+            ContextFullError: it does not fit.
             ValueError: the first prompt is too long.
         """
         limits, sampling = self._settings.limits, self._task.sampling
@@ -346,10 +346,10 @@ class TurnTree:
         # cleaning up would remove spaces that the model sampled
         text = tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
-        found = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
-        stop = min(found)[1] if found else None
+        stops = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
+        stop = min(stops)[1] if stops else None
         has_thought = "</think>" in text or (parent is not None and parent.has_thought)
-        text = text[: min(found)[0]] if found else text
+        text = text[: min(stops)[0]] if stops else text
         parsed = self._parse(request, text, ids)
         self.num_turns += 1
         name = hashlib.blake2b(f"{self._task.seed}/{self.num_turns}".encode(), digest_size=6).hexdigest()
@@ -409,7 +409,7 @@ def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
 
 def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> bytes:
     """Return a digest of what a client must not change: tools, and of messages role, stripped text, calls and images."""
-    found: list[object] = [list(tools)]
+    content: list[object] = [list(tools)]
     for message in messages:
         calls: list[object] = []
         for call in message.get("tool_calls") or []:
@@ -420,5 +420,5 @@ def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> by
                     arguments = json.loads(arguments)
             calls.append((function.get("name"), arguments))
         images = list(message.get("images", ()))
-        found.append((message.get("role"), str(message.get("content") or "").strip(), calls, images))
-    return hashlib.blake2b(json.dumps(found, sort_keys=True).encode(), digest_size=16).digest()
+        content.append((message.get("role"), str(message.get("content") or "").strip(), calls, images))
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).digest()

@@ -131,7 +131,7 @@ def _find_dump_reason(run: Run, dumps: MsprobeConfig, name: str) -> str:
     objective = run.objective
     assert objective is not None
     if name == "reference_dump":
-        return "" if objective.needs_reference else "no reference model is needed"
+        return "" if objective.needs_ref else "no reference model is needed"
     return "" if objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
 
 
@@ -184,7 +184,7 @@ _ADVANTAGE_KEYS = frozenset().union(*(record.reads or () for record in ADVANTAGE
 # keys that bound the ratio of new to old policy; these two select the clip ratios
 _CLIP_KEYS = ("clip_ratio", "clip_higher_enable")
 _KL_KEYS = ("kl_penalty", "kl_ctrl_type", "kl_horizon", "kl_target", "kl_clamp", "use_bias_correction_kl")
-_REFERENCE_KEYS = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
+_REF_KEYS = ("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha")
 _LOSS, _ESTIMATOR = "loss_type is {loss_type}", "adv_estimator is {adv_estimator}"
 _HELD_OUT = "eval_data_path is not set, and split holds nothing back"
 _SERVED_JUDGE_KEYS = "judge_max_tokens judge_max_model_len judge_tensor_parallel_size judge_resource".split()
@@ -208,13 +208,13 @@ _IDLE = (
     _Idle(["token_level_loss"], lambda run, _: run.rl.loss_type is not None, "loss_type is set"),
     _Idle(["token_level_loss"], lambda run, _: STAGES[run.stage].sequence_loss_type is None, "stage is {stage}"),
     _Idle(_KL_KEYS, lambda run, _: _objective(run).kl_place is None, "{no_kl}"),
-    _Idle(_REFERENCE_KEYS, lambda run, _: not _objective(run).needs_reference, "{no_kl}"),
+    _Idle(_REF_KEYS, lambda run, _: not _objective(run).needs_ref, "{no_kl}"),
     _Idle(["use_kl_in_reward"], lambda run, _: run.rl.use_kl_in_reward and not _objective(run).kl_in_reward, "{no_kl}"),
     _Idle(["use_bias_correction_kl"], lambda run, _: not _objective(run).kl_in_loss, "the KL is in the reward"),
     _Idle(["kl_clamp"], lambda run, _: _objective(run).kl.clamp is None, "kl_penalty is {kl_penalty}"),
     _Idle(["eval_greedy"], lambda run, _: not run.config.actor_config.has_held_out_data, _HELD_OUT),
     _Idle(["init_kl_coef"], lambda run, _: run.rl.init_kl_coef and _objective(run).kl_place is None, "{no_kl}"),
-    _Idle(["ref_*"], lambda run, _: not _objective(run).needs_reference, "no reference model is needed"),
+    _Idle(["ref_*"], lambda run, _: not _objective(run).needs_ref, "no reference model is needed"),
     _Idle(["critic_*"], lambda run, _: not _objective(run).has_critic, _ESTIMATOR),
     _Idle(
         ["dynamic_sample"],
@@ -399,7 +399,7 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
         )
     method, trains = drafts["method"], cfg.actor_config.mtp_num_layers > 0
     if method in ("eagle", "eagle3"):
-        yield f"{key}.method {method}: the draft's weights stay those of its folder, so fewer are kept as the policy learns"
+        yield f"{key}.method {method}: the draft's weights stay as in its folder, so fewer are kept as the policy learns"
     if method == "mtp" and not trains:
         yield f"{key}.method mtp: its layers stay as in the folder; megatron_training.mtp_num_layers trains and sends them"
 

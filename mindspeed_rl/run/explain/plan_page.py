@@ -251,9 +251,9 @@ def _describe_conversation(run: Run) -> str:
     calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""
     turns = "as many turns as fit" if rl.max_turns is None else f"at most {rl.max_turns} turns"
-    one = run.generate.sampling_config.max_tokens
+    per_turn = run.generate.sampling_config.max_tokens
     return (
-        f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {one} tokens, "
+        f"{loop}{f' {by}' if by else ''}{tools}{calls}{limit}: {turns} of up to {per_turn} tokens, "
         f"{run.config.response_limit} tokens after the prompt together"
     )
 
@@ -400,7 +400,7 @@ def _list_update_phases(
     """Yield the phases of log-probs, advantages and updates."""
     rl, actor, rollout = run.rl, _engine(sizes.actor), sizes.rollout
     critic = sizes.critic if objective.has_critic else None
-    if objective.needs_reference:
+    if objective.needs_ref:
         weights = "the actor with adapters off" if rl.share_backbone else "reference weights"
         holds = f"{weights} on Megatron {_engine(sizes.ref or sizes.actor)}"
         yield "ref_log_probs", dedicated.get("ref", shared), holds
@@ -415,7 +415,7 @@ def _list_update_phases(
     if critic is not None:
         yield "update_critic", dedicated.get("critic", shared), f"critic on Megatron {_engine(critic)}"
     yield "update_actor", shared, f"actor weights, gradients, optimizer on Megatron {actor}"
-    if rl.sync_ref_model and objective.needs_reference:
+    if rl.sync_ref_model and objective.needs_ref:
         part = f"{rl.ref_model_mixup_alpha:g} of the actor"
         yield "sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)"
     count = round_number(rollout.dp_size)

@@ -215,13 +215,13 @@ def _dispatch(sizes: Sizes) -> Iterator[_SizeViolation]:
         size = sizes.dispatch.get(name)
         if size is None:
             continue
-        most = round_number(limit)
+        max_size = round_number(limit)
         if size > limit:
-            yield _SizeViolation("dispatch_limit", (name,), f"[{name}] must be at most {most}, the rows of one replica")
+            yield _SizeViolation("dispatch_limit", (name,), f"[{name}] must be at most {max_size}, the rows of one replica")
         elif rows % size:
             yield _SizeViolation("dispatch_divides", (name,), f"[{name}] must divide the {rows} rows of an iteration")
         elif name == "actor_rollout_dispatch_size" and limit % size:
-            yield _SizeViolation("dispatch_divides", (name,), f"[{name}] must divide the {most} rows of a rollout replica")
+            yield _SizeViolation("dispatch_divides", (name,), f"[{name}] must divide the {max_size} rows of a rollout replica")
         if name == "dynamic_sampling_dispatch_size" and size % sizes.group_size:
             yield _SizeViolation("dispatch_whole_groups", (name,), f"[{name}] must be a multiple of [{_GROUP}]")
 

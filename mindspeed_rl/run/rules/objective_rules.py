@@ -46,19 +46,9 @@ def _rewards(run: Run) -> Iterator[Broken]:
         )
     if rl.overlong_buffer_enable and cfg.generate_config is not None:
         yield from _overlong_responses(run, cfg.response_limit, cfg.response_limit_key)
-    if rl.filter_groups_enable and rl.filter_groups_metric not in given:
-        yield violate(
-            "filter_metric",
-            f"[filter_groups_metric] must be one of rl_config.{functions_key} ({', '.join(given)})",
-            {"filter_groups_metric": given[0]} if given else None,
-            keys={"verifier_function": given},
-        )
-    yield from _prompt_sampling(run)
     if rl.filter_groups_enable:
-        yield from _fillable_groups(run)
-    if rl.filter_groups_enable and rl.dynamic_sample:
-        text = "[filter_groups_enable:name] and [dynamic_sample:name] replace groups in two ways; set only one of them"
-        yield violate("one_filter", text, {"dynamic_sample": False, "filter_groups_enable": False})
+        yield from _group_filter(run, functions_key)
+    yield from _prompt_sampling(run)
     if "soft_overlong" in given and rl.soft_cache_length is None:
         text = "[soft_cache_length:name] is not set, but the reward function soft_overlong needs it"
         yield violate("soft_cache_length", text, keys={"verifier_function": given})
@@ -73,6 +63,22 @@ def _overlong_responses(run: Run, limit: int, limit_key: str) -> Iterator[Broken
     if not 0 < rl.overlong_buffer < limit:
         text = f"[overlong_buffer] must be between 1 and {limit_key} - 1 ({limit - 1})"
         yield violate("overlong_buffer", text, {"overlong_buffer": min(max(rl.overlong_buffer, 1), limit - 1)}, keys=given)
+
+
+def _group_filter(run: Run, functions_key: str) -> Iterator[Broken]:
+    """Check the filter of groups: what it reads, and that it is the only one."""
+    rl, given = run.rl, run.rl.verifier_function
+    if rl.filter_groups_metric not in given:
+        yield violate(
+            "filter_metric",
+            f"[filter_groups_metric] must be one of rl_config.{functions_key} ({', '.join(given)})",
+            {"filter_groups_metric": given[0]} if given else None,
+            keys={"verifier_function": given},
+        )
+    yield from _fillable_groups(run)
+    if rl.dynamic_sample:
+        text = "[filter_groups_enable:name] and [dynamic_sample:name] replace groups in two ways; set only one of them"
+        yield violate("one_filter", text, {"dynamic_sample": False, "filter_groups_enable": False})
 
 
 def _prompt_sampling(run: Run) -> Iterator[Broken]:
@@ -116,13 +122,16 @@ def _fillable_groups(run: Run) -> Iterator[Broken]:
             off,
         )
     size, batches = rl.filter_groups_train_batch_size, rl.filter_groups_max_batches
-    if sizes is None or not sizes.can_divide or batches < 1 or size <= (most := sizes.rollout_prompts * batches):
+    if sizes is None or not sizes.can_divide or batches < 1 or size <= (max_prompts := sizes.rollout_prompts * batches):
         return
     yield violate(
         "filter_fills",
-        f"[filter_groups_train_batch_size] is more than the {most} prompts of [filter_groups_max_batches:short] "
+        f"[filter_groups_train_batch_size] is more than the {max_prompts} prompts of [filter_groups_max_batches:short] "
         "rollouts: the batch never fills",
-        {"filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts), "filter_groups_train_batch_size": int(most)},
+        {
+            "filter_groups_max_batches": math.ceil(size / sizes.rollout_prompts),
+            "filter_groups_train_batch_size": int(max_prompts),
+        },
     )
 
 
@@ -236,7 +245,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         yield violate(
             "two_sided_clip",
             f"[delta] must be at least 1 + the upper clip ratio ({upper:g}): below it the bound cuts ratios that the "
-            "clip leaves alone",
+            "clip does not change",
             {"delta": math.ceil(upper * 1e6) / 1e6},  # rounded down it would still be below
         )
     for name in ("clip_ratio_c", "delta"):
@@ -252,7 +261,7 @@ def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         ]
         yield violate(
             "gspo_level",
-            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is that of the {loss.level}",
+            f"[importance_sampling_level:is] contradicts loss_type {loss_type}, whose ratio is per {loss.level}",
             {"importance_sampling_level": loss.level},
             *({"loss_type": name} for name in others),
             keys={**given, "importance_sampling_level": objective.level},
@@ -341,7 +350,7 @@ _TERM = "rl_config.distillation"
 def _distillation(run: Run) -> Iterator[Broken]:
     """Check `rl_config.distillation`."""
     cfg, rl, keys = run.config, run.rl, run.rl.distillation
-    # another group, and other devices, than those of the actor
+    # another group, and other devices, than the actor's
     has_devices = rl.teacher_resource is not None or "teacher_config" in cfg.set_keys
     if keys.enabled:
         yield from _teachers(run, has_devices)
@@ -360,7 +369,7 @@ def _reject(rule: str, name: str, text: str, **suggested: object) -> Broken:
 
 def _teachers(run: Run, has_devices: bool) -> Iterator[Broken]:
     """Check the teachers, and what each of them judges."""
-    cfg, keys, teachers = run.config, run.rl.distillation, run.rl.distillation.teacher_models
+    keys, teachers = run.rl.distillation, run.rl.distillation.teacher_models
     if not teachers:
         yield _reject("some_teacher", "teacher_models", "must name a teacher: a folder of weights, actor, ref or http://...")
     for name in ("teacher_keys", "teacher_weights"):
@@ -380,11 +389,16 @@ def _teachers(run: Run, has_devices: bool) -> Iterator[Broken]:
     is_server = [teacher.startswith(("http://", "https://")) for teacher in teachers]
     if any(is_server) and not all(is_server):
         yield _reject("servers_alone", "teacher_models", "must be all servers, or none")
-    if not any(is_server):
-        return
-    temperature = None if cfg.generate_config is None else cfg.generate_config.sampling_config.temperature or 1.0
+    if any(is_server):
+        yield from _teacher_servers(run, has_devices)
+
+
+def _teacher_servers(run: Run, has_devices: bool) -> Iterator[Broken]:
+    """Check what servers of teachers cannot do."""
+    generate, keys = run.config.generate_config, run.rl.distillation
+    temperature = None if generate is None else generate.sampling_config.temperature or 1.0
     if (keys.teacher_temperature or temperature or 1.0) != 1.0:
-        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is that of sampling"
+        text = "must be 1.0 for servers, which return log-probs without temperature; unset it is the sampling temperature"
         text = f"[{_TERM}.teacher_temperature:name] ({keys.teacher_temperature}) {text} ({temperature})"
         yield violate("server_temperature", text, {f"{_TERM}.teacher_temperature": 1.0})
     if has_devices:

@@ -135,12 +135,12 @@ def _obstacles_of_engine(run: Run) -> Iterator[str]:
 @needs("rl_config", "generate_config")
 def _turns(run: Run) -> Iterator[Broken]:
     """Check runs whose samples have several turns."""
-    rl, loop, one = run.rl, run.rl.agent_loop_name, run.generate.sampling_config.max_tokens
+    rl, loop, per_turn = run.rl, run.rl.agent_loop_name, run.generate.sampling_config.max_tokens
     if not rl.multi_turn_enable:
         return
-    if 0 < rl.max_total_response_length < one:
+    if 0 < rl.max_total_response_length < per_turn:
         text = "[max_total_response_length] must be at least [max_tokens]"
-        yield violate("tool_response_length", text, {"max_total_response_length": one})
+        yield violate("tool_response_length", text, {"max_total_response_length": per_turn})
     if loop == "single_turn":
         return
     if rl.partial_rollout_max_split > 1:
@@ -165,7 +165,7 @@ def _turns(run: Run) -> Iterator[Broken]:
         program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
         yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
-        text = f"[verifier_reads:is] is that of a program, but the loop is {loop}: set rl_config.agent"
+        text = f"[verifier_reads:is] belongs to a program, but the loop is {loop}: set rl_config.agent"
         yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
 
 
@@ -232,8 +232,8 @@ def _list_vllm_fields(file: str, name: str) -> frozenset[str]:
     if source is None or not source.is_file():
         return frozenset()
     body = ast.parse(source.read_text()).body
-    (found,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
-    targets = [item.target for item in found.body if isinstance(item, ast.AnnAssign)]
+    (settings,) = (node for node in body if isinstance(node, ast.ClassDef) and node.name == name)
+    targets = [item.target for item in settings.body if isinstance(item, ast.AnnAssign)]
     return frozenset(target.id for target in targets if isinstance(target, ast.Name))
 
 
@@ -422,7 +422,7 @@ def _budgets(run: Run) -> Iterator[Broken]:
     unit *= 2 * actor.context_parallel_size if actor.context_parallel_size > 1 else 1
     needed = -(-longest // unit) * unit
     padding = "" if needed == longest else f", padded to a multiple of {unit}"
-    uses = ("update", "actor", *(("ref",) if run.objective is not None and run.objective.needs_reference else ()))
+    uses = ("update", "actor", *(("ref",) if run.objective is not None and run.objective.needs_ref else ()))
     set_keys = cfg.set_keys.get("rl_config", ())
     # the shared budget is reported once
     budgets = {

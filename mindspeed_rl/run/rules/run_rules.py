@@ -40,8 +40,7 @@ def _number_format(run: Run) -> Iterator[Broken]:
     if sampled is not None and not run.config.is_supervised and sampled != trained:
         yield violate(
             "same_head_format",
-            "[generate_config.fp32_lm_head] must be that of the actor: trainer and rollout engine compute logits in "
-            "the same format",
+            "[generate_config.fp32_lm_head] must be the actor's: trainer and rollout engine compute logits in the same format",
             {"actor_config.fp32_lm_head": sampled, "generate_config.fp32_lm_head": trained},
             keys={"actor_config.fp32_lm_head": trained},
         )
@@ -117,7 +116,7 @@ def _roles(run: Run) -> Iterator[Broken]:
         yield violate("share_backbone_lora", text, {"share_backbone": False})
     assert objective is not None
     # with a coefficient of 0 no stage has a reference, so that there is nothing to object to
-    if rl.share_backbone and rl.init_kl_coef and not objective.needs_reference:
+    if rl.share_backbone and rl.init_kl_coef and not objective.needs_ref:
         text = "[share_backbone:name] has no place in stage [megatron_training.stage:value], which has no reference model"
         yield violate("share_backbone_stage", text, {"share_backbone": False})
     if objective.has_critic and cfg.critic_config is None:
@@ -134,7 +133,7 @@ def _integrated_roles(run: Run) -> Iterator[Broken]:
             "actor's devices",
             {"reference_resource": None},
         )
-    # only keys of the file count: cfg.ref_config is the actor's where there is no such group
+    # only keys of the file count: without the group, cfg.ref_config is the actor's
     if "ref_config" in run.config.set_keys:
         yield violate(
             "integrated_reference",
@@ -150,7 +149,7 @@ def _integrated_roles(run: Run) -> Iterator[Broken]:
             {"rollout_resource": None, "use_integrated_worker": False},
         )
     if rl.reward_resource is not None and run.config.reward_config is None:
-        text = "[reward_resource:name] is set but there is no group [reward_config:name] for the reward model"
+        text = "[reward_resource:name] is set without a group [reward_config:name] for the reward model"
         yield violate("reward_group", text, {"reward_resource": None})
 
 
@@ -161,7 +160,7 @@ def _separate_roles(run: Run) -> Iterator[Broken]:
         text = "[integrated_mode_config:name] must be left out while [use_integrated_worker:last] is false"
         yield violate("integrated_mode", text, {"integrated_mode_config": None})
     if rl.reference_resource is not None and "ref_config" not in run.config.set_keys:
-        text = "[reference_resource:name] is set but there is no group [ref_config:name] for the reference"
+        text = "[reference_resource:name] is set without a group [ref_config:name] for the reference"
         yield violate("own_role_group", text, {"reference_resource": None})
 
 
@@ -209,7 +208,7 @@ def _judge(run: Run) -> Iterator[Broken]:
         yield violate(
             "served_judge_name",
             "[verifier_function:name] has judge, the client of a server at judge_url; a judge that the run serves is "
-            "added by [judge_model:last] alone, with judge_weight",
+            "added only by [judge_model:last], with judge_weight",
             None,
             {"verifier_function": names, "verifier_weight": weights},
         )

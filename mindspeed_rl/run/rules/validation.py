@@ -17,7 +17,7 @@ from mindspeed_rl.run.rules.objective_rules import OBJECTIVE_RULES
 from mindspeed_rl.run.rules.run_rules import RUN_RULES
 from mindspeed_rl.run.rules.violation import Broken, Violation, fill_keys, find_key, read_key, violate_range
 
-#: all rules but those of sizes and layouts, in the order of the report
+#: all rules except for sizes and layouts, in the order of the report
 _RULES = (*RUN_RULES, *OBJECTIVE_RULES)
 
 
@@ -133,7 +133,7 @@ def missing_for_training(run: Run) -> list[str]:
     actor, critic = cfg.actor_config, cfg.critic_config
     length = actor.train_iters if actor.train_epochs is None else actor.train_epochs
     needed = {"train_iters": length, "lr": actor.lr, "data_path": actor.data_path}
-    # of a model without weights the folder of weights says more, once it is looked for
+    # the folder of weights says more about a model without weights, once it is looked for
     needed |= {"load": actor.load or actor.pretrained_checkpoint or actor.tokenizer_name_or_path or None}
     missing = [f"{name} is not set in megatron_training or actor_config" for name, value in needed.items() if value is None]
     if run.objective is not None and run.objective.has_critic and critic is not None:

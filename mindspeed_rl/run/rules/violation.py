@@ -76,7 +76,7 @@ class Broken:
     """A broken rule whose sentence has no values yet, so that searches over many run files pay for no text.
 
     Attributes:
-        rule, suggestions: those of the violation.
+        rule, suggestions: rule and suggestions of the violation.
         sentence: its message with keys in brackets.
         keys: values of further keys, or in place of those that are read.
     """
@@ -98,7 +98,7 @@ def fill_keys(sentence: str, read: Callable[[str], object], rename: Callable[[st
     """Return a sentence with keys and values in place of brackets, and the values of the keys by dotted name.
 
     Args:
-        read: returns the value of a key of the sentence; raises KeyError for text in brackets that is no key.
+        read: returns the value of a key of the sentence; raises KeyError for text in brackets that is not a key.
         rename: returns the dotted name of a key, where the sentence has another one.
     """
     values = dict[str, object]()
@@ -160,7 +160,7 @@ def read_key(run: Run, name: str) -> object:
     The shared group is read through the actor, which may complete it.
 
     Raises:
-        KeyError: there is no such key.
+        KeyError: the key does not exist.
     """
     path = find_key(name)
     if path in ROLE_GROUPS:

@@ -81,13 +81,13 @@ class Instruction(Stage[InstructionSample]):
         stored, ours = StoredLogProbs(prefix), hash_vocabulary(self.tokenizer.get_vocab())
         if stored.metadata["vocabulary"] != ours:
             raise ValueError(
-                f"sft_loss_type: those of a teacher for {prefix} are of vocabulary {stored.metadata['vocabulary']}, but the "
+                f"sft_loss_type: a teacher's log-probs for {prefix} are of vocabulary {stored.metadata['vocabulary']}, but the "
                 f"tokenizer of this run has {ours}"
             )
         return stored
 
     def loss(self, inputs: LossInputs) -> LossOutput:
-        """Return the loss of a micro-batch: that of the other stages, or the divergence from a teacher, summed over tokens."""
+        """Return the loss of a micro-batch: the other stages' loss, or the divergence from a teacher, summed over tokens."""
         if not self._has_teacher:
             return super().loss(inputs)
         mask = inputs.columns["loss_mask"] & inputs.mask

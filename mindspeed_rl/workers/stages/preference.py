@@ -71,11 +71,11 @@ class _Preference(Pairs):
         """Return the loss from sums and lengths of the answers, and the reference's sums where the rows have them."""
         mask = inputs.columns["loss_mask"] & inputs.mask
         sums, lengths = torch.where(mask, inputs.outputs[0], 0.0).sum(1), mask.sum(1)
-        reference = inputs.columns.get("ref_log_probs")
+        ref = inputs.columns.get("ref_log_probs")
         batch = PreferenceBatch(
             *(sums[side::PAIR] for side in range(PAIR)),
             *(lengths[side::PAIR] for side in range(PAIR)),
-            *(None if reference is None else reference[side::PAIR] for side in range(PAIR)),
+            *(None if ref is None else ref[side::PAIR] for side in range(PAIR)),
         )
         return self._compute_loss(batch)
 
@@ -83,7 +83,7 @@ class _Preference(Pairs):
 class DirectPreference(_Preference):
     """DPO, with a reference model."""
 
-    needs_reference = True
+    needs_ref = True
 
     @staticmethod
     def _choose_loss(config: MegatronConfig) -> Callable[[PreferenceBatch], LossOutput]:
@@ -118,7 +118,7 @@ class UnpairedPreference(Stage[JudgedAnswer]):
     """KTO: each answer is desirable or not, with a reference model."""
 
     unit = "answers"
-    needs_reference = True
+    needs_ref = True
 
     def open(self, prefix: str | Path) -> UnpairedDataset:
         dataset = UnpairedDataset(prefix, seq_length=self.config.seq_length, seed=self.config.seed)

@@ -36,7 +36,7 @@ class Stage(ABC, Generic[_Item]):
     Attributes:
         head: last layer of the model.
         unit: an item of the dataset, for messages.
-        needs_reference: True when rows need the log-probs of a reference model.
+        needs_ref: True when rows need the log-probs of a reference model.
         packed: True when samples must be in one micro-batch without padding.
         num_too_long: items that were left out of the opened data because they exceed seq_length.
         image_rules: image rules of a model with images; set before the data are opened.
@@ -45,7 +45,7 @@ class Stage(ABC, Generic[_Item]):
 
     head: ClassVar[Literal["lm", "reward"]] = "lm"
     unit: ClassVar[str] = "samples"
-    needs_reference: ClassVar[bool] = False
+    needs_ref: ClassVar[bool] = False
     packed: bool = False
     image_rules: ImageRules | None = None
     outputs = HeadOutputs()

@@ -88,10 +88,10 @@ def process_module(module: ModuleType) -> None:
         return inner(self, method, *arguments)
 
     def address(self: Any) -> Any:
-        found = find(self)
+        result = find(self)
         if take("worker.address", self._rank) is not None:
-            self.thief = socket.create_server(found)
-        return found
+            self.thief = socket.create_server(result)
+        return result
 
     module.WorkerProcess.call, module.WorkerProcess.address = call, address
     for name in ("prepare", "start"):

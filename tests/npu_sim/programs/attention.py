@@ -46,13 +46,13 @@ def plain() -> list[torch.Tensor]:
 
 def held() -> torch.Tensor:
     """Positions of this rank's two zigzag chunks of each sequence."""
-    pieces, start = [], 0
+    slices, start = [], 0
     for length in lengths:
         chunk = length // (2 * size)
         for number in (rank, 2 * size - 1 - rank):
-            pieces.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
+            slices.append(torch.arange(start + number * chunk, start + (number + 1) * chunk))
         start += length
-    return torch.cat(pieces)
+    return torch.cat(slices)
 
 
 def difference(got: list[torch.Tensor], index: torch.Tensor) -> float:
@@ -73,12 +73,12 @@ def tower_difference() -> float:
         ends = torch.tensor([0, *lengths]).cumsum(0).to(device)
         return attend(torch.nn.Identity(), q, k, v, None, scaling=scale, cu_seq_lens_q=ends, is_causal=False)[0]
 
-    found = []
+    results = []
     for compute, place in ((windows, torch.device("cpu")), (kernel, device)):
         leaves = [tensor.to(place).requires_grad_() for tensor in inputs]
         out = compute(*leaves)
-        found.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(place))])
-    return max((one - other.cpu()).abs().max().item() for one, other in zip(*found))
+        results.append([out.detach(), *torch.autograd.grad(out, leaves, grad.to(place))])
+    return max((actual - other.cpu()).abs().max().item() for actual, other in zip(*results))
 
 
 index = held() if size > 1 else torch.arange(total)

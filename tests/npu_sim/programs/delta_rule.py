@@ -47,17 +47,17 @@ def errors(size: int) -> list[float]:
     plan, tokens = ChunkPlan.build(LENGTHS, 4, CPU), sum(LENGTHS)
     shapes = [(tokens, HEADS, size)] * 2 + [(tokens, HEADS * RATIO, size)] + [(tokens, HEADS * RATIO)] * 2
     q, k, v, g, beta = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
-    q, k = (torch.nn.functional.normalize(one, dim=-1) for one in (q, k))
+    q, k = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (q, k))
     values = [q.half() * size**-0.5, k.half(), v.half(), -g.abs().float(), beta.sigmoid().float()]
-    ours = [one.requires_grad_() for one in values]
-    theirs = [one.detach().double().requires_grad_() for one in values]
+    ours = [value.requires_grad_() for value in values]
+    theirs = [value.detach().double().requires_grad_() for value in values]
     kernel: Any = functools.partial(_run_delta_rule, chunk_gated_delta_rule)
     pairs = [(gated_delta_rule(*ours, plan, kernel).double(), gated_delta_rule(*theirs, plan))]  # pyrefly: ignore
     weights = torch.randn(pairs[0][0].shape, generator=generator, dtype=torch.float64)
-    found, expected = (
+    result, expected = (
         torch.autograd.grad((out * weights).sum(), leaves) for out, leaves in zip(pairs[0], (ours, theirs), strict=True)
     )
-    pairs += zip(found, expected, strict=True)
+    pairs += zip(result, expected, strict=True)
     return [float((mine.double() - other).abs().max() / other.abs().max()) for mine, other in pairs]
 
 

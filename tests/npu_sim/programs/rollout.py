@@ -131,7 +131,7 @@ def main() -> None:
             changed |= {new: t for name, old in changed.items() if "_proj.weight" in name for new, t in in_int8(name, old)}
         engine.load_weights(((name, t.to("npu")) for name, t in changed.items()), version)
 
-    def drawn() -> list[tuple[list[int], list[float]]]:
+    def sample_tokens() -> list[tuple[list[int], list[float]]]:
         return [(completion.token_ids, completion.log_probs) for completion in engine.generate(requests)]
 
     if config.quantization:  # the reference computes as int8 is defined
@@ -142,7 +142,7 @@ def main() -> None:
     engine.restore_memory("weights")
     push(0)
     engine.restore_memory("cache")
-    first = drawn()
+    first = sample_tokens()
     result["tokens"], memory, equal = [tokens for tokens, _ in first], [], []
     # greedy responses, which must be what transformers decodes
     greedy = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
@@ -158,17 +158,17 @@ def main() -> None:
 
         vllm_drafts.counts.take()
         again = engine.generate(requests, Sampling(0.0, NEW_TOKENS, (1,)))
-        result["again"] = [one.token_ids for one in again] == [one.token_ids for one in greedy]
+        result["again"] = [response.token_ids for response in again] == [response.token_ids for response in greedy]
         result["drafts"] = vllm_drafts.counts.take()
 
     def gaps(responses: list[tuple[list[int], list[float]]], temperature: float) -> list[float]:
-        found = [] if prompts else [0.0]  # a die may get none
+        result = [] if prompts else [0.0]  # a die may get none
         for prompt, (tokens, log_probs) in zip(prompts, responses):
             with torch.no_grad():
                 logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
             wanted = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            found += (wanted - torch.tensor(log_probs)).abs().tolist()
-        return found
+            result += (wanted - torch.tensor(log_probs)).abs().tolist()
+        return result
 
     if "drafts" not in settings and tp == 1 and dist.get_world_size() == 1:
         result["decode_kernels"] = {count: count_decode(engine, count) for count in (1, 3, 8)}
@@ -186,13 +186,13 @@ def main() -> None:
         engine.restore_memory("weights")
         push(version)
         engine.restore_memory("cache")
-        equal.append(drawn() == first)
+        equal.append(sample_tokens() == first)
     result |= {"memory": memory, "equal": equal}
     engine.release_memory()
     engine.restore_memory("weights")
     push(9, 3.0)
     engine.restore_memory("cache")
-    result["other_weights_differ"] = drawn() != first
+    result["other_weights_differ"] = sample_tokens() != first
     import simulator
 
     result["calls"] = {name: count for name, count in simulator.calls.items() if not name.startswith("aten::")}

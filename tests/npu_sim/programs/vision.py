@@ -89,7 +89,7 @@ def main() -> None:
         seen.clear()
         outcome = engine.train_step(rows, MicroBatching(micro_batch_size=2), negative_log_likelihood)
         counted = parallel.is_output_source()
-        loss, count = (sum(one[index] for one in seen) if counted else 0 for index in (0, 1))
+        loss, count = (sum(step[index] for step in seen) if counted else 0 for index in (0, 1))
         steps.append({"loss": loss, "count": count, "grad_norm": outcome.grad_norm})
     report({"steps": steps, "fused": dict(simulator.calls) if mode == "npu" else {}})
 

@@ -20,7 +20,7 @@ KEPT = frozenset(
 )
 
 
-def _draw_seed(device: torch.device, given: torch.Generator | None) -> int:
+def _choose_seed(device: torch.device, given: torch.Generator | None) -> int:
     """A CPU seed derived from a generator's state, the device's own where none is given; advances it as one kernel would."""
     generator = torch.npu.default_generators[device.index or 0] if given is None else given
     if generator.device.type != "npu":
@@ -32,7 +32,7 @@ def _draw_seed(device: torch.device, given: torch.Generator | None) -> int:
     return int.from_bytes(hashlib.sha256(state).digest()[:6], "little")
 
 
-def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any:
+def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) -> Any:
     """Calls `op` on CPU views of the device arguments and returns device results."""
     calls[name] += 1
     device: torch.device | None = None
@@ -58,10 +58,10 @@ def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any
     kwargs = {key: None if key == "pin_memory" else tree_map(to_cpu, value) for key, value in kwargs.items()}
     if device is None or device.type != "npu":
         device = torch.device("npu", torch.npu.current_device())
-    if draws:
+    if is_random:
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would give this seed to the device's generator too
-            torch.default_generator.manual_seed(_draw_seed(device, generator))
+            torch.default_generator.manual_seed(_choose_seed(device, generator))
             result = op(*args, **kwargs)
     else:
         result = op(*args, **kwargs)
@@ -83,8 +83,8 @@ def _run(op: Callable, name: str, draws: bool, args: tuple, kwargs: dict) -> Any
 
 
 def _kernel(op: Callable, name: str) -> Callable:
-    draws = torch.Tag.nondeterministic_seeded in op.tags
-    return lambda *args, **kwargs: _run(op, name, draws, args, kwargs)
+    is_random = torch.Tag.nondeterministic_seeded in op.tags
+    return lambda *args, **kwargs: _run(op, name, is_random, args, kwargs)
 
 
 def _matmul_backward(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mask: list[bool]) -> tuple:

@@ -142,8 +142,8 @@ def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any)
             blocks = table[number][: -(-key_lengths[number] // key.shape[1])]
             keys, values = (_gathered(cache, blocks, key_lengths[number], key_heads) for cache in (key, value))
         if end > start and len(keys):
-            found, denominator = _attend(query[start:end], keys, values, settings.get("scale", 1.0), mode == 3)
-            out[start:end], lse[start:end, :, 0] = found.to(out.dtype), denominator
+            result, denominator = _attend(query[start:end], keys, values, settings.get("scale", 1.0), mode == 3)
+            out[start:end], lse[start:end, :, 0] = result.to(out.dtype), denominator
         start = end
     return out, lse if settings.get("softmax_lse_flag") else torch.zeros(1)
 
@@ -189,8 +189,8 @@ def _infer_attention_v2(query: Tensor, key: Tensor, value: Tensor, **settings: A
         blocks = table[number][: -(-length // key.shape[2])]
         latent, rotated = (_gathered(cache.transpose(1, 2), blocks, length, 1) for cache in (key, key_rope))
         rows = torch.cat([query[number], query_rope[number]], -1).transpose(0, 1)
-        found, _ = _attend(rows, torch.cat([latent, rotated], -1), latent, settings["softmax_scale"], causal=False)
-        out[:, number] = found.transpose(0, 1).to(out.dtype)
+        result, _ = _attend(rows, torch.cat([latent, rotated], -1), latent, settings["softmax_scale"], causal=False)
+        out[:, number] = result.transpose(0, 1).to(out.dtype)
     return out, torch.zeros(0)
 
 

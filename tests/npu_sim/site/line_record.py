@@ -49,14 +49,14 @@ def _told(tree: ast.Module, module: str) -> ast.Module:
     counted = set(statements(tree))
 
     def told(body: list[ast.stmt]) -> list[ast.stmt]:
-        found: list[ast.stmt] = []
+        results: list[ast.stmt] = []
         for statement in body:
             if statement in counted:
                 arguments: list[ast.expr] = [ast.Constant(module), ast.Constant(statement.lineno)]
-                found.append(ast.Expr(ast.Call(ast.Name(_CALL, ast.Load()), arguments, [])))
-                ast.copy_location(found[-1], statement)
-            found.append(statement)
-        return found
+                results.append(ast.Expr(ast.Call(ast.Name(_CALL, ast.Load()), arguments, [])))
+                ast.copy_location(results[-1], statement)
+            results.append(statement)
+        return results
 
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):

@@ -28,9 +28,9 @@ from mindspeed_rl.adaptors import torch_facade
 # imported by `lora` where Megatron has the class that it adapts
 of_some_releases = {"mindspeed_rl.engine.lora_experts"}
 for package in (mindspeed_rl.engine, mindspeed_rl.resharding):
-    for found in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if found.name not in of_some_releases:
-            importlib.import_module(found.name)
+    for module_info in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module_info.name not in of_some_releases:
+            importlib.import_module(module_info.name)
 for name in ("optimizer.distrib_optimizer", "transformer.moe.experts", "transformer.multi_latent_attention"):
     importlib.import_module(f"megatron.core.{name}")
 

@@ -94,14 +94,14 @@ REQUESTS = [
 
 def sample_all(engine: VllmEngine) -> dict[str, tuple[list[int], list[float]]]:
     """Responses by name; requests come while others are at work, and a few are put into each step."""
-    found, waiting, turns = {}, list(enumerate(REQUESTS)), 0
+    results, waiting, turns = {}, list(enumerate(REQUESTS)), 0
     while waiting or engine._ids:
         for number, (prompt, sampling) in waiting[:5] if turns % 2 == 0 else ():
             engine.add_request(str(number), prompt, sampling, seed=number + 100)
         waiting = waiting[5:] if turns % 2 == 0 else waiting
-        found.update((name, (one.token_ids, one.log_probs)) for name, one in engine.step())
+        results.update((name, (output.token_ids, output.log_probs)) for name, output in engine.step())
         turns += 1
-    return found
+    return results
 
 
 def exact_log_probs(number: int, token_ids: list[int]) -> list[float]:
@@ -124,19 +124,19 @@ for kind in sys.argv[2:]:
     engines.append(engine)
     engine.load_weights(weights.items(), 0)
     vllm_drafts.counts.take()
-    found = sample_all(engine)
+    sampled = sample_all(engine)
     proposed, accepted, steps = vllm_drafts.counts.take()
-    plain = plain or found
+    plain = plain or sampled
     same = GenerationRequest(PROMPTS[0], 5)
     second = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
     again_accepted = vllm_drafts.counts.take()[1]
     third = engine.generate([same], Sampling(1.0, 40, ()))[0].token_ids
     result[kind] = {
-        "different": [name for name in plain if found[name][0] != plain[name][0]],
-        "tokens": sum(len(tokens) for tokens, _ in found.values()),
+        "different": [name for name in plain if sampled[name][0] != plain[name][0]],
+        "tokens": sum(len(tokens) for tokens, _ in sampled.values()),
         "error": max(
             abs(a - b)
-            for name, (tokens, log_probs) in found.items()
+            for name, (tokens, log_probs) in sampled.items()
             for a, b in zip(exact_log_probs(int(name), tokens), log_probs, strict=True)
         ),
         "proposed": proposed,

@@ -70,7 +70,7 @@ def chi_square(counts: Counter, expected: dict, total: int) -> float:
     return sum((counts[key] - total * share) ** 2 / (total * share) for key, share in expected.items())
 
 
-found = {}
+results = {}
 for temperature, top_k in ((0.5, None), (1.0, None), (1.5, None), (1.0, 2)):
     scaled = LOGITS / temperature
     if top_k is not None:
@@ -86,7 +86,7 @@ for temperature, top_k in ((0.5, None), (1.0, None), (1.5, None), (1.0, 2)):
         pairs.update(tuple(row[:2]) if row[0] == 0 else (row[0],) for row in tokens[:: len(DRAFTS)])
         after.update(row[1] for row in tokens[2 :: len(DRAFTS)] if len(row) > 1)
     joint = {(0, token): probs[0] * value for token, value in probs.items()} | {(t,): p for t, p in probs.items() if t}
-    found[f"{temperature} {top_k}"] = {
+    results[f"{temperature} {top_k}"] = {
         "first": [chi_square(firsts, probs, firsts.total()), len(probs) - 1],
         "pairs": [chi_square(pairs, joint, pairs.total()), len(joint) - 1],
         "after": [chi_square(after, probs, after.total()), len(probs) - 1],
@@ -99,7 +99,7 @@ cpu_triton_utils._expand_kernel_impl(filled, torch.tensor([0.7, 0.7]), torch.ten
 print(
     json.dumps(
         {
-            "samples": found,
+            "samples": results,
             "greedy": [greedy[row] for row in range(len(DRAFTS))],
             "unadapted temperature": filled.tolist(),
         }

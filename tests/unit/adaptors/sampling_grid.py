@@ -62,10 +62,10 @@ while len(outputs) < len(GRID):
 
 differences, trained, mean_at_one = {}, {}, []
 for number, setting in enumerate(GRID):
-    found = outputs[str(number)]
-    ids = torch.tensor(PROMPT + list(found.token_ids))
+    result = outputs[str(number)]
+    ids = torch.tensor(PROMPT + list(result.token_ids))
     labels, temperature = ids[len(PROMPT) :], setting[0] or 1.0
-    reported = torch.tensor([found.logprobs.logprobs[index] for index in found.logprobs.start_indices])
+    reported = torch.tensor([result.logprobs.logprobs[index] for index in result.logprobs.start_indices])
     with torch.no_grad():
         hidden = reference.model(ids[None]).last_hidden_state[0, len(PROMPT) - 1 : -1]
         logits = (hidden @ reference.lm_head.weight.t()).double()

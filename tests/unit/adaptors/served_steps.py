@@ -26,22 +26,22 @@ from mindspeed_rl.serving.server_process import ServerSettings
 LENGTHS = (1, 2, 17, 40, 100)
 
 
-async def pieces_of(engine, number: int) -> list:
+async def collect_chunks(engine, number: int) -> list:
     """Of one response."""
     sampling = Sampling(0.7, LENGTHS[number % len(LENGTHS)], (), top_k=20, top_p=0.95)
-    return [piece async for piece in engine.stream((9, 10, 11 + number), sampling, seed=100 + number)]
+    return [chunk async for chunk in engine.stream((9, 10, 11 + number), sampling, seed=100 + number)]
 
 
 async def responses(settings: ServerSettings) -> tuple[list, list]:
     """Pieces of responses that are drawn at the same time, and of one that is frozen on its way."""
     engine = build_engine(settings)
     try:
-        found = await asyncio.gather(*(pieces_of(engine, number) for number in range(8)))
-        late = asyncio.create_task(pieces_of(engine, 4))
+        result = await asyncio.gather(*(collect_chunks(engine, number) for number in range(8)))
+        late = asyncio.create_task(collect_chunks(engine, 4))
         await asyncio.sleep(0.02)
         await engine.pause("keep")
         await engine.resume()
-        return found, await late
+        return result, await late
     finally:
         engine.close()
 
@@ -58,17 +58,17 @@ def main(folder: Path) -> None:
     reference.save_pretrained(folder)
     words = {"infer_tensor_parallel_size": 1, "max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 256}
     generate = GenerateConfig(**words, dtype="float32")
-    found, late = asyncio.run(responses(ServerSettings(str(folder), generate, "cpu", None, load_weights=True)))
+    result, late = asyncio.run(responses(ServerSettings(str(folder), generate, "cpu", None, load_weights=True)))
     gaps = []
-    for number, pieces in enumerate(found):
-        tokens = [token for piece in pieces for token in piece.token_ids]
-        given = [value for piece in pieces for value in piece.log_probs]
+    for number, chunks in enumerate(result):
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        given = [value for chunk in chunks for value in chunk.log_probs]
         with torch.no_grad():
             logits = reference(torch.tensor([[9, 10, 11 + number, *tokens]])).logits[0, 2:-1]
         exact = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
         gaps += [abs(a - b) for a, b in zip(exact, given, strict=True)]
-    lengths = [[len(piece.token_ids) for piece in pieces] for pieces in found]
-    same = [token for piece in late for token in piece.token_ids] == [token for piece in found[4] for token in piece.token_ids]
+    lengths = [[len(chunk.token_ids) for chunk in chunks] for chunks in result]
+    same = [token for chunk in late for token in chunk.token_ids] == [token for chunk in result[4] for token in chunk.token_ids]
     wanted = [LENGTHS[number % len(LENGTHS)] for number in range(8)]
     print(json.dumps({"lengths": lengths, "wanted": wanted, "gap": max(gaps), "frozen": same}))
 

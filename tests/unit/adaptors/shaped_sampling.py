@@ -60,5 +60,5 @@ for name, sampling in forms.items():
         exact = (logits / 0.7).log_softmax(-1).gather(1, ids[len(PROMPT) :, None])[:, 0]
         errors.append(float((torch.tensor(completion.log_probs) - exact).abs().max()))
     texts = [fast.decode(completion.token_ids) for completion in completions]
-    result[name] = {"texts": texts, "truncated": [one.truncated for one in completions], "error": max(errors)}
+    result[name] = {"texts": texts, "truncated": [completion.truncated for completion in completions], "error": max(errors)}
 print(json.dumps(result))

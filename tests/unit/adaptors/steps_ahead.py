@@ -53,10 +53,10 @@ core = engine._llm.llm_engine.engine_core.engine_core
 runner = core.model_executor.driver_worker.worker.model_runner
 
 #: name -> (prompt, sampling): lengths from 1 token to what the model takes, stops, a cut-off, a request alone that is greedy
-draw = torch.Generator().manual_seed(1)
+generator = torch.Generator().manual_seed(1)
 REQUESTS = {}
 for number in range(20):
-    prompt = torch.randint(8, 64, (3 + number % 5,), generator=draw).tolist()
+    prompt = torch.randint(8, 64, (3 + number % 5,), generator=generator).tolist()
     tokens = [1, 2, 17, 40, LONGEST][number % 5]
     sampling = Sampling(0.7 if number % 3 else 1.0, tokens, (STOP,) if number % 2 else (), top_k=9 if number == 8 else -1)
     REQUESTS[str(number)] = prompt, Sampling(0.0, 30, ()) if number == 11 else sampling
@@ -65,23 +65,23 @@ for number in range(20):
 def run(ahead: bool) -> tuple[dict, int, list]:
     """Responses by name, turns, and what a request that was given up had until then."""
     vllm_cpu_steps._STEPS = STEPS if ahead else 1
-    found, turns, dropped = {}, 0, []
+    results, turns, dropped = {}, 0, []
     waiting = list(REQUESTS.items())
     while waiting or engine._ids:
         # a few at a time: requests come while others are at work
         for name, (prompt, sampling) in waiting[:6] if turns % 3 == 0 else ():
             engine.add_request(name, prompt, sampling, seed=int(name) + 100)
         waiting = waiting[6:] if turns % 3 == 0 else waiting
-        found.update(engine.step())
+        results.update(engine.step())
         turns += 1
         if turns == 5:
             dropped = engine.partial_completion("4").token_ids
             engine.abort(["4"])
-    return found, turns, dropped
+    return results, turns, dropped
 
 
-def prefix(one: list, other: list) -> bool:
-    return one[: len(other)] == other or other[: len(one)] == one
+def prefix(first: list, other: list) -> bool:
+    return first[: len(other)] == other or other[: len(first)] == first
 
 
 def exact(name: str, token_ids: list) -> list:
@@ -108,20 +108,22 @@ def alone(ahead: bool, asked: dict) -> tuple[list, list, int]:
     vllm_cpu_steps._STEPS = STEPS if ahead else 1
     words = {"logprobs": 0, "max_tokens": 40, "ignore_eos": True, "seed": 5, "detokenize": False} | asked
     engine._llm.llm_engine.add_request("alone", {"prompt_token_ids": [9, 10, 11]}, SamplingParams(**words))
-    found, turns = [], 0
-    while not (found and found[0].finished):
-        found, turns = engine._llm.llm_engine.step(), turns + 1
-    sample = found[0].outputs[0]
-    places = [sorted((token, one.logprob, one.rank) for token, one in place.items()) for place in sample.logprobs or ()]
+    results, turns = [], 0
+    while not (results and results[0].finished):
+        results, turns = engine._llm.llm_engine.step(), turns + 1
+    sample = results[0].outputs[0]
+    places = [
+        sorted((token, logprob.logprob, logprob.rank) for token, logprob in place.items()) for place in sample.logprobs or ()
+    ]
     return list(sample.token_ids), places, turns
 
 
-def alike(one: list, other: list) -> bool:
+def alike(first: list, other: list) -> bool:
     """Log-probs of the same tokens, but for rounding."""
-    return len(one) == len(other) and all(
+    return len(first) == len(other) and all(
         [(token, rank) for token, _, rank in a] == [(token, rank) for token, _, rank in b]
         and max(abs(x[1] - y[1]) for x, y in zip(a, b)) < 1e-5
-        for a, b in zip(one, other)
+        for a, b in zip(first, other)
     )
 
 
@@ -138,8 +140,8 @@ print(
             "names": sorted(single, key=int) == sorted(ahead, key=int),
             "tokens": all(ahead[name].token_ids == single[name].token_ids for name in single),
             "ends": all(ahead[name].truncated == single[name].truncated for name in single),
-            "lengths": {name: len(one.token_ids) for name, one in ahead.items()},
-            "stopped": sum(one.token_ids[-1] == STOP for one in ahead.values()),
+            "lengths": {name: len(output.token_ids) for name, output in ahead.items()},
+            "stopped": sum(output.token_ids[-1] == STOP for output in ahead.values()),
             "log-probs": max(abs(a - b) for n in single for a, b in zip(single[n].log_probs, ahead[n].log_probs, strict=True)),
             "exact": max(abs(a - b) for n in single for a, b in zip(exact(n, ahead[n].token_ids), ahead[n].log_probs)),
             "dropped": bool(ahead_dropped) and prefix(single_dropped, ahead_dropped),

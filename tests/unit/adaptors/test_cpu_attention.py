@@ -85,10 +85,10 @@ def test_blocks_are_of_short_sequences_where_products_are_wide(
     monkeypatch.setattr(cpu_attention, "_attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
     monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
     *qkv, _ = inputs(1, length, 4, 2, 8, 8)
-    found = cpu_attention.causal_attention(*(x.bfloat16() for x in qkv), 0.3)
+    result = cpu_attention.causal_attention(*(x.bfloat16() for x in qkv), 0.3)
     assert bool(taken) == (wide and length < cpu_attention._LONG)
     exact = exact_attention(*(x.bfloat16() for x in qkv), 0.3)
-    torch.testing.assert_close(found, exact.bfloat16(), rtol=8e-3, atol=1e-4)
+    torch.testing.assert_close(result, exact.bfloat16(), rtol=8e-3, atol=1e-4)
 
 
 def test_dropout_drops_probabilities_and_keeps_their_mean() -> None:

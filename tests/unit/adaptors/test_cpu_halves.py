@@ -40,9 +40,9 @@ def operands(dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in ((3, 20, 96), (3, 96, 50), (3, 20, 50))]
 
 
-def assert_rounded(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    assert found.dtype == dtype and found.shape == exact.shape
-    torch.testing.assert_close(found.double(), exact, rtol=ROUNDING[dtype], atol=1e-4)
+def assert_rounded(result: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert result.dtype == dtype and result.shape == exact.shape
+    torch.testing.assert_close(result.double(), exact, rtol=ROUNDING[dtype], atol=1e-4)
 
 
 @pytest.mark.usefixtures("by_float32")
@@ -50,10 +50,10 @@ def assert_rounded(found: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
 def test_products_and_gradients_are_those_of_float64(product: Callable[..., Tensor], dtype: torch.dtype) -> None:
     ours, exact = ([x.to(kind).requires_grad_() for x in operands(dtype)] for kind in (dtype, torch.float64))
-    found, wanted = product(*ours), product(*exact)
-    assert_rounded(found.detach(), wanted.detach(), dtype)
+    result, wanted = product(*ours), product(*exact)
+    assert_rounded(result.detach(), wanted.detach(), dtype)
     direction = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(8)).to(dtype)
-    found.backward(direction)
+    result.backward(direction)
     wanted.backward(direction.double())
     for mine, theirs in zip(ours, exact):
         assert (mine.grad is None) == (theirs.grad is None)

@@ -23,21 +23,21 @@ def exact(x: Tensor, weight: Tensor, direction: Tensor, eps: float) -> list[Tens
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_norm_and_gradients_are_those_of_the_formula(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    draw = torch.Generator().manual_seed(sum(shape))
-    x, direction = (torch.randn(shape, generator=draw).to(dtype) for _ in range(2))
-    weight = (1.0 + torch.randn(shape[-1], generator=draw) / 4).to(dtype)
+    generator = torch.Generator().manual_seed(sum(shape))
+    x, direction = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = (1.0 + torch.randn(shape[-1], generator=generator) / 4).to(dtype)
     # of very different sizes: where eps counts, and where it does not
     x = (x * torch.logspace(-3, 2, shape[0]).view(-1, *[1] * (x.dim() - 1)).to(dtype)).requires_grad_()
     weight.requires_grad_()
     out = rms_norm(x, weight, 1e-5)
     (out * direction).sum().backward()
-    for found, wanted in zip([out.detach(), x.grad, weight.grad], exact(x, weight, direction, 1e-5)):
-        assert found.dtype == dtype and found.shape == wanted.shape
+    for result, wanted in zip([out.detach(), x.grad, weight.grad], exact(x, weight, direction, 1e-5)):
+        assert result.dtype == dtype and result.shape == wanted.shape
         largest = wanted.abs().max().item() if wanted.numel() else 0.0
         if dtype == torch.float32:
-            torch.testing.assert_close(found.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-7)
+            torch.testing.assert_close(result.double(), wanted, rtol=2e-5, atol=2e-6 * largest + 1e-7)
         else:
-            torch.testing.assert_close(found.double(), wanted, rtol=1e-2, atol=4e-3 * largest)
+            torch.testing.assert_close(result.double(), wanted, rtol=1e-2, atol=4e-3 * largest)
 
 
 def test_a_tensor_of_other_strides_and_a_frozen_weight_are_taken() -> None:

@@ -91,12 +91,12 @@ def test_linear_layers_take_any_number_of_tokens_even_none(shape: tuple[int, ...
     group = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     out = layers.linear_with_grad_accumulation_and_async_allreduce(x, weight, bias, False, False, False, tp_group=group)
     out.sum().backward()
-    found = [out.detach(), x.grad, weight.grad, bias.grad]
+    results = [out.detach(), x.grad, weight.grad, bias.grad]
     for tensor in (x, weight, bias):
         tensor.grad = None
     expected = torch.nn.functional.linear(x, weight, bias)
     expected.sum().backward()
-    torch.testing.assert_close(found, [expected.detach(), x.grad, weight.grad, bias.grad])
+    torch.testing.assert_close(results, [expected.detach(), x.grad, weight.grad, bias.grad])
 
 
 @pytest.fixture

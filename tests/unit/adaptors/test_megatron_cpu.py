@@ -35,12 +35,12 @@ def printed_by(program: str) -> dict[str, Any]:
 
 
 def test_every_loaded_megatron_module_sees_the_facade_and_torch_itself_is_untouched() -> None:
-    found = printed_by("adapted_engine")
-    assert found["modules"] > 100
-    assert found["real torch"] == []
-    assert found["torch unchanged"] and found["cuda available"] == [False, False]
-    assert found["facade device"] == "cpu" and found["facade is a device type"]
-    assert found["other libraries"] == []
+    result = printed_by("adapted_engine")
+    assert result["modules"] > 100
+    assert result["real torch"] == []
+    assert result["torch unchanged"] and result["cuda available"] == [False, False]
+    assert result["facade device"] == "cpu" and result["facade is a device type"]
+    assert result["other libraries"] == []
 
 
 def test_the_patches_of_the_installed_release_are_those_it_still_needs() -> None:

@@ -39,8 +39,8 @@ def test_a_token_says_nothing_about_the_next_one_nor_about_that_of_the_next_seed
     both = np.outer(PROBS.numpy(), PROBS.numpy()).ravel()
     first, second = sampled(list(range(count)), [0] * count), sampled(list(range(count)), [4] * count)
     steps = sampled([3] * count, list(range(0, 4 * count, 4)))
-    for one, other in ((first, second), (first[:-1], first[1:]), (steps[:-1], steps[1:])):
-        assert chance(np.bincount(one * size + other, minlength=size**2), both) > 1e-3
+    for left, other in ((first, second), (first[:-1], first[1:]), (steps[:-1], steps[1:])):
+        assert chance(np.bincount(left * size + other, minlength=size**2), both) > 1e-3
 
 
 def test_a_large_vocabulary_has_its_probabilities_too() -> None:

@@ -11,7 +11,7 @@ from mindspeed_rl.adaptors.vllm_cpu_experts import _compute_local
 EXPERTS, TOKENS, HIDDEN, CHOSEN = 6, 9, 4, 3
 
 
-def drawn() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_inputs() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Weights of the experts, tokens, and the chosen experts of each token with their weights."""
     generator = torch.Generator().manual_seed(5)
     experts = torch.randn(EXPERTS, HIDDEN, HIDDEN, generator=generator)
@@ -39,7 +39,7 @@ def map_of(mine: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("placement", [[[0, 1, 2], [3, 4, 5]], [[5, 0], [2, 4], [1, 3]], [[0, 1, 2, 3, 4, 5], []]], ids=str)
 def test_the_ranks_of_a_group_add_up_to_all_experts_and_share_the_work(placement: list[list[int]]) -> None:
-    experts, tokens, weights, ids = drawn()
+    experts, tokens, weights, ids = make_inputs()
     expected = torch.zeros(TOKENS, HIDDEN)
     for token in range(TOKENS):
         for choice in range(CHOSEN):

@@ -32,8 +32,8 @@ looks, searches = Watched.looks, gc.get_stats()[2]["collections"] - searches
 from vllm.platforms import current_platform
 from vllm.triton_utils.dispatcher import _registry
 current_platform.register_triton_kernel_overrides()
-import vllm.v1.sample.rejection_sampler as drawn, vllm.v1.worker.block_table as table
-replaced = [type(found).__name__ for found in (table.ComputeSlotMappingKernel.kernel, drawn.expand_kernel)]
+import vllm.v1.sample.rejection_sampler as sampler, vllm.v1.worker.block_table as table
+replaced = [type(found).__name__ for found in (table.ComputeSlotMappingKernel.kernel, sampler.expand_kernel)]
 print(json.dumps([looks > 0, Watched.looks - looks, replaced, len(_registry) > 2]))
 print(json.dumps(["torch._inductor.lowering" in sys.modules, searches < 4]))
 """

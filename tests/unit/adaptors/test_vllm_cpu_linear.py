@@ -40,10 +40,10 @@ def test_products_are_those_in_double_precision(
     exact = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
     linear = LiveLinear()
     for _ in range(2):
-        found = linear(x, weight, bias)
-        assert found.shape == (3, rows_of_input, 512) and found.dtype == dtype
+        result = linear(x, weight, bias)
+        assert result.shape == (3, rows_of_input, 512) and result.dtype == dtype
         # 256 products of unit variance; bfloat16 rounds the sum to 8 bits
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-4)
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-4)
 
 
 def test_a_copy_is_as_old_as_the_last_change_that_was_told() -> None:

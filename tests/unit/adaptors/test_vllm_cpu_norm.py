@@ -68,6 +68,6 @@ print(json.dumps({"errors": errors, "kept": all(kept), "others": others}))
 
 
 def test_norms_are_exact_to_the_last_digit_and_what_the_kernels_do_not_know_stays() -> None:
-    found = run_program(PROGRAM)
-    assert max(found["errors"].values()) < 2, found["errors"]
-    assert found["kept"] and all(found["others"].values()), found["others"]
+    result = run_program(PROGRAM)
+    assert max(result["errors"].values()) < 2, result["errors"]
+    assert result["kept"] and all(result["others"].values()), result["others"]

@@ -41,6 +41,6 @@ print(json.dumps({
 
 
 def test_heads_are_rotated_by_their_tokens_angles_and_the_latents_beside_them_stay() -> None:
-    found = run_program(PROGRAM)
-    assert max(found["errors"]) < 1e-4  # angles of float32 at position 400
-    assert found["shapes"] == [[3, 4, 64], [3, 1, 64]] and found["latents kept"] and found["rows"] == [3, 256]
+    result = run_program(PROGRAM)
+    assert max(result["errors"]) < 1e-4  # angles of float32 at position 400
+    assert result["shapes"] == [[3, 4, 64], [3, 1, 64]] and result["latents kept"] and result["rows"] == [3, 256]

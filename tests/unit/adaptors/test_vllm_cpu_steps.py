@@ -13,25 +13,25 @@ from mindspeed_rl.adaptors.vllm_cpu_steps import take_seeds
 
 @pytest.mark.parametrize("cache", ["caching", "short of memory"])
 def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path: Path) -> None:
-    found = run_program(Path(__file__).with_name("steps_ahead.py"), tmp_path, cache)
-    assert found["names"] and found["tokens"] and found["ends"] and found["dropped"]
-    assert found["log-probs"] < 1e-5  # another batch around a request rounds differently
-    assert found["exact"] < 1e-4
+    result = run_program(Path(__file__).with_name("steps_ahead.py"), tmp_path, cache)
+    assert result["names"] and result["tokens"] and result["ends"] and result["dropped"]
+    assert result["log-probs"] < 1e-5  # another batch around a request rounds differently
+    assert result["exact"] < 1e-4
     # one token, those of a limit, those of a stop, and as many as the model takes
-    lengths = found["lengths"]
+    lengths = result["lengths"]
     assert {name: lengths[name] for name in ("0", "6", "11", "14")} == {"0": 1, "6": 2, "11": 30, "14": 160 - 3 - 14 % 5}
-    assert found["stopped"] >= 3
-    single, ahead = found["turns"]
-    assert ahead < single / 3 and found["steps"] > 3
-    assert found["asked"] and all(found["asked"].values()), found["asked"]
-    assert found["free blocks"] == found["blocks"]
+    assert result["stopped"] >= 3
+    single, ahead = result["turns"]
+    assert ahead < single / 3 and result["steps"] > 3
+    assert result["asked"] and all(result["asked"].values()), result["asked"]
+    assert result["free blocks"] == result["blocks"]
 
 
 def test_a_server_steps_ahead_too(tmp_path: Path) -> None:
-    found = run_program(Path(__file__).with_name("served_steps.py"), tmp_path)
-    assert [sum(each) for each in found["lengths"]] == found["wanted"]
-    assert max(max(each) for each in found["lengths"]) > 10  # tokens that came at once
-    assert found["gap"] < 1e-4 and found["frozen"]
+    result = run_program(Path(__file__).with_name("served_steps.py"), tmp_path)
+    assert [sum(each) for each in result["lengths"]] == result["wanted"]
+    assert max(max(each) for each in result["lengths"]) > 10  # tokens that came at once
+    assert result["gap"] < 1e-4 and result["frozen"]
 
 
 def test_seeds_are_those_that_a_generator_gives_one_by_one() -> None:

@@ -18,48 +18,48 @@ def _run(program: str, *arguments: object) -> dict:
 
 
 def test_drafted_tokens_have_the_distribution_and_log_probs_of_the_model() -> None:
-    found = _run("drafted_sampling.py")
-    assert len(found["samples"]) == 4
-    for setting, one in found["samples"].items():
+    result = _run("drafted_sampling.py")
+    assert len(result["samples"]) == 4
+    for setting, sample in result["samples"].items():
         for kind in ("first", "pairs", "after"):
-            statistic, freedom = one[kind]
+            statistic, freedom = sample[kind]
             assert statistic < _CHI_SQUARE[freedom], (setting, kind)
-        assert one["error"] < 1e-6, setting
+        assert sample["error"] < 1e-6, setting
     # drafts [0, 0], [4, 2], [1] and none, where 0 is the most likely token
-    assert found["greedy"] == [[0, 0, 0], [0], [0], [0]]
+    assert result["greedy"] == [[0, 0, 0], [0], [0], [0]]
     # of the installed release: the patch can go once these are 0.7
-    assert found["unadapted temperature"] == [9.0, 9.0]
+    assert result["unadapted temperature"] == [9.0, 9.0]
 
 
-def _check_responses(found: dict, kinds: tuple[str, ...]) -> None:
-    assert found["none"]["tokens"] > 1000
+def _check_responses(result: dict, kinds: tuple[str, ...]) -> None:
+    assert result["none"]["tokens"] > 1000
     for kind in kinds:
-        one = found[kind]
-        assert one["different"] == [] and one["tokens"] == found["none"]["tokens"], kind
-        assert one["error"] < 1e-4 and one["again"][0], kind
-        assert 0 < one["accepted"] < one["proposed"], kind
+        drafted = result[kind]
+        assert drafted["different"] == [] and drafted["tokens"] == result["none"]["tokens"], kind
+        assert drafted["error"] < 1e-4 and drafted["again"][0], kind
+        assert 0 < drafted["accepted"] < drafted["proposed"], kind
         # each token had a step of its own, or was accepted from a draft, some beyond the end of a response
-        assert one["tokens"] <= one["steps"] + one["accepted"] < 1.1 * one["tokens"], kind
+        assert drafted["tokens"] <= drafted["steps"] + drafted["accepted"] < 1.1 * drafted["tokens"], kind
 
 
 def test_responses_with_suffix_drafts_are_those_without_token_by_token(tmp_path: Path) -> None:
-    found = _run("drafted_responses.py", tmp_path, "none", "suffix")
-    _check_responses(found, ("suffix",))
+    result = _run("drafted_responses.py", tmp_path, "none", "suffix")
+    _check_responses(result, ("suffix",))
     # the same response once more is found in the cache: most of its 40 tokens cost no step
-    first, second = found["suffix"]["again"][1:]
+    first, second = result["suffix"]["again"][1:]
     assert second > 20 and second > first
 
 
 @pytest.mark.slow
 def test_responses_are_those_without_drafts_whatever_makes_the_drafts(tmp_path: Path) -> None:
     kinds = ("ngram", "alone", "model", "itself", "eagle", "eagle3")
-    found = _run("drafted_responses.py", tmp_path, "none", *kinds)
-    _check_responses(found, kinds)
+    result = _run("drafted_responses.py", tmp_path, "none", *kinds)
+    _check_responses(result, kinds)
     # the policy's own most likely tokens are accepted more often than those of another model
-    rate = {kind: found[kind]["accepted"] / found[kind]["proposed"] for kind in kinds}
+    rate = {kind: result[kind]["accepted"] / result[kind]["proposed"] for kind in kinds}
     assert rate["itself"] > 2 * rate["model"]
     # alone, the same response is as new as before
-    assert found["alone"]["again"][1] == found["alone"]["again"][2]
+    assert result["alone"]["again"][1] == result["alone"]["again"][2]
 
 
 def test_a_suffix_draft_is_what_followed_the_longest_match_in_the_group() -> None:

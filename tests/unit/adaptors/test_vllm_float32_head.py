@@ -14,11 +14,11 @@ def _sample(folder: Path, head: str, tied: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("tied", ["tied", "untied"])
 def test_log_probs_of_the_engine_are_those_of_unrounded_logits(tmp_path: Path, tied: str) -> None:
-    found = _sample(tmp_path, "float32", tied)
-    assert found["largest"] > 10
-    assert found["logits"] < 1e-4 and found["exact"] < 1e-4 and found["trainer"] < 1e-4
+    result = _sample(tmp_path, "float32", tied)
+    assert result["largest"] > 10
+    assert result["logits"] < 1e-4 and result["exact"] < 1e-4 and result["trainer"] < 1e-4
 
 
 def test_without_it_logits_are_rounded_to_bfloat16(tmp_path: Path) -> None:
-    found = _sample(tmp_path, "bfloat16", "untied")
-    assert found["logits"] > 0.01
+    result = _sample(tmp_path, "bfloat16", "untied")
+    assert result["logits"] > 0.01

@@ -13,12 +13,12 @@ from mindspeed_rl.adaptors import vllm_log_probs
 
 
 def test_log_probs_are_those_of_the_full_tempered_distribution_under_every_setting(tmp_path: Path) -> None:
-    found = run_program(Path(__file__).with_name("sampling_grid.py"), tmp_path)
-    assert len(found["exact"]) == 6 * 5 * 5
-    assert {setting: error for setting, error in found["exact"].items() if error > 1e-5} == {}
-    assert {setting: error for setting, error in found["trainer"].items() if error > 1e-5} == {}
+    result = run_program(Path(__file__).with_name("sampling_grid.py"), tmp_path)
+    assert len(result["exact"]) == 6 * 5 * 5
+    assert {setting: error for setting, error in result["exact"].items() if error > 1e-5} == {}
+    assert {setting: error for setting, error in result["trainer"].items() if error > 1e-5} == {}
     # the model is far enough from even for another temperature to show
-    assert found["at temperature 1"] > 0.01
+    assert result["at temperature 1"] > 0.01
 
 
 def test_a_model_runner_with_another_sampler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,12 +30,12 @@ def test_a_model_runner_with_another_sampler_is_refused(monkeypatch: pytest.Monk
 
 
 def test_a_text_ends_a_response_and_a_form_shapes_it_while_log_probs_stay_those_of_all_tokens(tmp_path: Path) -> None:
-    found = run_program(Path(__file__).with_name("shaped_sampling.py"), tmp_path)
-    for text in found["stop"]["texts"]:
+    result = run_program(Path(__file__).with_name("shaped_sampling.py"), tmp_path)
+    for text in result["stop"]["texts"]:
         body = text.removesuffix("</s>")
         # the text that ends it is its last, and is nowhere before
         assert not set("a7") & set(body[:-1]) and (body[-1:] in ("a", "7") or text.endswith("</s>")), text
-    assert any(text.endswith(("a", "7")) for text in found["stop"]["texts"]) and not any(found["stop"]["truncated"])
-    assert all(re.fullmatch(r"[0-9]{3}\.[0-9](</s>)?", text) for text in found["regex"]["texts"]), found["regex"]["texts"]
-    assert {text.removesuffix("</s>") for text in found["choice"]["texts"]} <= {"yes", "no"}
-    assert {name: one["error"] for name, one in found.items() if one["error"] > 1e-5} == {}
+    assert any(text.endswith(("a", "7")) for text in result["stop"]["texts"]) and not any(result["stop"]["truncated"])
+    assert all(re.fullmatch(r"[0-9]{3}\.[0-9](</s>)?", text) for text in result["regex"]["texts"]), result["regex"]["texts"]
+    assert {text.removesuffix("</s>") for text in result["choice"]["texts"]} <= {"yes", "no"}
+    assert {name: report["error"] for name, report in result.items() if report["error"] > 1e-5} == {}

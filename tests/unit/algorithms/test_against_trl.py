@@ -27,10 +27,10 @@ LOW, HIGH = 0.15, 0.25
 
 def test_the_names_are_those_of_its_trainers() -> None:
     folder = Path(trl.__file__).parent
-    found = {path.name.removesuffix("_trainer.py") for path in folder.glob("*er/*_trainer.py")} - {"base"}
-    found |= {path.parent.name for path in folder.glob("experimental/*/*_trainer.py")}
+    result = {path.name.removesuffix("_trainer.py") for path in folder.glob("*er/*_trainer.py")} - {"base"}
+    result |= {path.parent.name for path in folder.glob("experimental/*/*_trainer.py")}
     moved = {path.parent.name for path in folder.glob("experimental/*/__init__.py") if "_trainer" in path.read_text()}
-    assert sorted(NAMES["stage"]) == sorted(found | moved)
+    assert sorted(NAMES["stage"]) == sorted(result | moved)
     choices = {
         "kto_loss_type": trl.KTOConfig.__dataclass_fields__["loss_type"].metadata["choices"],
         "sft_loss_type": trl.SFTConfig.__dataclass_fields__["loss_type"].metadata["choices"],

@@ -27,7 +27,7 @@ ROWS, LENGTH, GROUP = 8, 6, 4
 def test_the_names_are_those_of_its_registries() -> None:
     assert sorted(NAMES["loss_type"]) == sorted(core.POLICY_LOSS_REGISTRY)
     assert sorted(NAMES["adv_estimator"]) == sorted(core.ADV_ESTIMATOR_REGISTRY)
-    assert set(core.ADV_ESTIMATOR_REGISTRY) == {one.value for one in core.AdvantageEstimator}
+    assert set(core.ADV_ESTIMATOR_REGISTRY) == {estimator.value for estimator in core.AdvantageEstimator}
 
 
 def random_batch(seed: int, *, on_policy: bool = False) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def test_a_policy_loss_has_the_value_and_gradient_of_verl(case: str, seed: int) 
     if name == "geo_mean":  # an advantage a response, as the paper has it
         batch["advantages"] = batch["advantages"][:, :1].expand(ROWS, LENGTH)
     mask, log_probs = batch["mask"], batch["log_probs"].clone().requires_grad_()
-    numbers = {one: value for one, value in keys.items() if one.startswith(("clip_cov", "kl_cov", "ppo_kl", "dro"))}
+    numbers = {key: value for key, value in keys.items() if key.startswith(("clip_cov", "kl_cov", "ppo_kl", "dro"))}
     config = configs.ActorConfig(
         strategy="fsdp",
         rollout_n=GROUP,

@@ -21,7 +21,7 @@ from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config.keys.rl import DistillationKeys
 
 
-def draw(seed: int, vocab: int = 7, tokens: int = 5) -> tuple[Tensor, Tensor]:
+def sample(seed: int, vocab: int = 7, tokens: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(tokens, vocab, generator=generator).double(), torch.randn(tokens, vocab, generator=generator).double()
 
@@ -39,7 +39,7 @@ def expected(kind: str, student: Tensor, teacher: Tensor, beta: float = 0.5) -> 
 @pytest.mark.parametrize("rest", ["drop", "lump"])
 @pytest.mark.parametrize("kind,beta", [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)])
 def test_over_the_full_vocabulary_both_forms_are_the_divergence_with_its_gradient(kind: str, beta: float, rest: str) -> None:
-    logits, teacher = draw(1)
+    logits, teacher = sample(1)
     mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     got = compute_divergence(mine.log_softmax(-1), teacher.log_softmax(-1), kind=kind, beta=beta, rest=rest)
     want = expected(kind, true, teacher, beta)
@@ -51,14 +51,14 @@ def test_over_the_full_vocabulary_both_forms_are_the_divergence_with_its_gradien
 
 @pytest.mark.parametrize("beta,kind", [(0.0, "forward_kl"), (1.0, "reverse_kl")])
 def test_the_ends_of_the_jensen_shannon_divergence_are_the_two_kl_divergences(beta: float, kind: str) -> None:
-    student, teacher = (values.log_softmax(-1) for values in draw(2))
+    student, teacher = (values.log_softmax(-1) for values in sample(2))
     ends = compute_divergence(student, teacher, kind="jsd", beta=beta)
     torch.testing.assert_close(ends, compute_divergence(student, teacher, kind=kind))
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 def test_the_lumped_rest_is_one_more_token_and_a_lower_bound(kind: str) -> None:
-    student, teacher = (values.log_softmax(-1) for values in draw(3))
+    student, teacher = (values.log_softmax(-1) for values in sample(3))
     top, ids = teacher.topk(3, -1)
     at_ids = student.gather(-1, ids)
     lumped = [torch.cat([values.exp(), 1 - values.exp().sum(-1, keepdim=True)], -1).log() for values in (at_ids, top)]
@@ -78,7 +78,7 @@ def test_the_dropped_rest_leaves_a_sum_over_the_tokens_that_counts_as_zero_below
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize("rest", ["drop", "lump"])
 def test_tokens_that_neither_has_change_neither_value_nor_gradient(kind: str, rest: str) -> None:
-    logits, teacher = (values.float() for values in draw(4))
+    logits, teacher = (values.float() for values in sample(4))
     alone, padded = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     nothing = torch.full((len(logits), 2), float("-inf"))
     want = compute_divergence(alone.log_softmax(-1), teacher.log_softmax(-1), kind=kind, rest=rest)
@@ -108,8 +108,8 @@ def test_a_floor_bounds_what_a_single_token_can_add() -> None:
 
 def test_several_teachers_are_weighted_each_over_tokens_of_its_own() -> None:
     settings = replace(TERM, weights=(0.25, 0.75))
-    logits, first = draw(5)
-    second = draw(6)[1]
+    logits, first = sample(5)
+    second = sample(6)[1]
     student, tops, ats = logits.log_softmax(-1), [], []
     for teacher in (first.log_softmax(-1), second.log_softmax(-1)):
         top, ids = teacher.topk(3, -1)
@@ -123,7 +123,7 @@ def test_several_teachers_are_weighted_each_over_tokens_of_its_own() -> None:
 
 
 def test_estimates_over_all_tokens_average_to_the_reverse_kl() -> None:
-    student, teacher = (values.log_softmax(-1) for values in draw(7))
+    student, teacher = (values.log_softmax(-1) for values in sample(7))
     for name in ("k1", "k3"):
         settings = replace(TERM, loss_mode=name, estimator=KL_ESTIMATORS[name])
         each = estimate_divergence(student, teacher[..., None], settings)
@@ -131,7 +131,7 @@ def test_estimates_over_all_tokens_average_to_the_reverse_kl() -> None:
 
 
 def test_the_gradient_of_k2_averages_to_that_of_the_reverse_kl() -> None:
-    logits, teacher = draw(8)
+    logits, teacher = sample(8)
     mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     student = mine.log_softmax(-1)
     settings = replace(TERM, loss_mode="k2", estimator=KL_ESTIMATORS["k2"])

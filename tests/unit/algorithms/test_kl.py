@@ -140,10 +140,10 @@ def test_the_kl_of_close_policies_keeps_its_digits_in_float32(distance):
     mask = torch.ones(1, 4, dtype=torch.bool)
     batch = PolicyBatch(row.clone().requires_grad_(), torch.zeros(1, 4), mask, ref_log_probs=reference)
     output = policy_loss(batch, objective("dapo", kl_coef=1.0))
-    exact = [sum((-one) ** k / math.factorial(k) for k in range(2, 30)) for one in x]
+    exact = [sum((-value) ** k / math.factorial(k) for k in range(2, 30)) for value in x]
     assert output.loss_sum.item() == pytest.approx(sum(exact), rel=1e-5, abs=0.0)
     output.loss_sum.backward()
-    np.testing.assert_allclose(batch.log_probs.grad[0].numpy(), [-math.expm1(-one) for one in x], rtol=1e-6)
+    np.testing.assert_allclose(batch.log_probs.grad[0].numpy(), [-math.expm1(-value) for value in x], rtol=1e-6)
 
 
 def test_as_a_loss_k2_follows_the_gradient_of_the_true_kl_and_k3_that_of_its_reverse():

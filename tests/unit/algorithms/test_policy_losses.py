@@ -217,7 +217,7 @@ def test_float32_agrees_with_float64(loss_type):
     np.testing.assert_allclose(gradient32, gradient, rtol=1e-4, atol=1e-6)
 
 
-def one_row(ratios, advantages, **options):
+def single_row(ratios, advantages, **options):
     """Loss of one response with these ratios, log pi = -1 everywhere."""
     log_probs = torch.full((1, len(ratios)), -1.0, dtype=torch.float64, requires_grad=True)
     old = log_probs.detach() - torch.tensor([ratios], dtype=torch.float64).log()
@@ -233,7 +233,7 @@ def one_row(ratios, advantages, **options):
 
 
 def test_clip_by_hand():
-    output, gradient = one_row([1.5, 1.5, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0], loss_type="dapo")
+    output, gradient = single_row([1.5, 1.5, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0], loss_type="dapo")
     # -min(1.5, 1.2), -min(-1.5, -1.2), -min(0.5, 0.8), -min(-0.5, -0.8)
     assert output.loss_sum.item() == pytest.approx(-1.2 + 1.5 - 0.5 + 0.8)
     assert output.count.item() == 4
@@ -258,20 +258,20 @@ def test_a_policy_that_has_run_away_gives_finite_losses_and_gradients_in_float32
 
 
 def test_clip_higher_moves_only_the_upper_bound():
-    output, _ = one_row([1.5, 0.5], [1.0, -1.0], loss_type="dapo", clip_ratio_low=0.2, clip_ratio_high=0.28)
+    output, _ = single_row([1.5, 0.5], [1.0, -1.0], loss_type="dapo", clip_ratio_low=0.2, clip_ratio_high=0.28)
     assert output.loss_sum.item() == pytest.approx(-1.28 + 0.8)
 
 
 def test_dual_clip_by_hand():
-    output, gradient = one_row([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], loss_type="dapo", clip_ratio_c=3.0)
+    output, gradient = single_row([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], loss_type="dapo", clip_ratio_c=3.0)
     assert output.loss_sum.item() == pytest.approx(3.0 + 2.0 - 1.2)
     assert gradient == pytest.approx([0.0, 2.0, 0.0])
 
 
 def test_delta_above_the_clip_is_dual_clip_with_the_same_bound():
     ratios, advantages = [0.1, 0.9, 1.1, 1.25, 2.0, 9.0] * 2, [1.0] * 6 + [-1.0] * 6
-    two_sided, gradient = one_row(ratios, advantages, loss_type="dapo", delta=1.5)
-    dual, dual_gradient = one_row(ratios, advantages, loss_type="dapo", clip_ratio_c=1.5)
+    two_sided, gradient = single_row(ratios, advantages, loss_type="dapo", delta=1.5)
+    dual, dual_gradient = single_row(ratios, advantages, loss_type="dapo", clip_ratio_c=1.5)
     assert two_sided.loss_sum.item() == pytest.approx(dual.loss_sum.item())
     assert gradient == pytest.approx(dual_gradient)
 
@@ -287,9 +287,9 @@ def test_the_three_normalizers_by_hand():
 
 
 def test_gspo_by_hand_is_the_clipped_geometric_mean_ratio():
-    output, _ = one_row([2.0, 0.5, 2.0], [1.0, 1.0, 1.0], loss_type="gspo", clip_ratio_high=4e-4, clip_ratio_low=3e-4)
+    output, _ = single_row([2.0, 0.5, 2.0], [1.0, 1.0, 1.0], loss_type="gspo", clip_ratio_high=4e-4, clip_ratio_low=3e-4)
     assert output.loss_sum.item() == pytest.approx(-1.0004)
-    output, gradient = one_row([2.0, 0.5, 2.0], [1.0, 1.0, 1.0], loss_type="gspo", clip_ratio_high=1.0)
+    output, gradient = single_row([2.0, 0.5, 2.0], [1.0, 1.0, 1.0], loss_type="gspo", clip_ratio_high=1.0)
     s = 2.0 ** (1.0 / 3.0)
     assert output.loss_sum.item() == pytest.approx(-s)
     assert output.count.item() == 1
@@ -298,27 +298,27 @@ def test_gspo_by_hand_is_the_clipped_geometric_mean_ratio():
 
 def test_gspo_token_has_the_value_of_gspo_and_each_token_its_own_advantage():
     options = dict(loss_type="gspo", clip_ratio_high=1.0)
-    gspo, _ = one_row([2.0, 0.5], [1.0, 1.0], **options)
-    token, _ = one_row([2.0, 0.5], [1.0, 1.0], importance_sampling_level="sequence_token", **options)
+    gspo, _ = single_row([2.0, 0.5], [1.0, 1.0], **options)
+    token, _ = single_row([2.0, 0.5], [1.0, 1.0], importance_sampling_level="sequence_token", **options)
     assert token.loss_sum.item() == pytest.approx(gspo.loss_sum.item())
-    _, gradient = one_row([2.0, 0.5], [1.0, 3.0], importance_sampling_level="sequence_token", **options)
+    _, gradient = single_row([2.0, 0.5], [1.0, 3.0], importance_sampling_level="sequence_token", **options)
     assert gradient == pytest.approx([-0.5, -1.5])
 
 
 def test_cispo_by_hand_keeps_the_gradient_of_clipped_tokens():
-    output, gradient = one_row([1.5, 0.5], [1.0, 1.0], loss_type="cispo")
+    output, gradient = single_row([1.5, 0.5], [1.0, 1.0], loss_type="cispo")
     assert output.loss_sum.item() == pytest.approx(1.2 + 0.8)  # log pi is -1
     assert gradient == pytest.approx([-1.2, -0.8])
 
 
 def test_cispo_cap_by_hand_has_an_absolute_cap_and_no_lower_bound():
-    output, gradient = one_row([6.0, 0.01], [1.0, 1.0], loss_type="cispo_cap", clip_ratio_high=5.0)
+    output, gradient = single_row([6.0, 0.01], [1.0, 1.0], loss_type="cispo_cap", clip_ratio_high=5.0)
     assert output.loss_sum.item() == pytest.approx(5.01)
     assert gradient == pytest.approx([-5.0, -0.01])
 
 
 def test_sapo_by_hand_has_slope_one_on_policy():
-    output, gradient = one_row([1.0, 1.0], [1.0, -1.0], loss_type="sapo", tau_pos=1.0, tau_neg=2.0)
+    output, gradient = single_row([1.0, 1.0], [1.0, -1.0], loss_type="sapo", tau_pos=1.0, tau_neg=2.0)
     # f(1) = (4 / tau) / 2, f'(1) = 1; grpo-style mean over the two tokens
     assert output.loss_sum.item() == pytest.approx((-2.0 + 1.0) / 2)
     assert gradient == pytest.approx([-0.5, 0.5])
@@ -339,7 +339,7 @@ def test_real_by_hand_is_a_classifier_of_each_group():
     # the mean over prompts: one of two has a loss
     assert (output.loss_sum / output.count).item() == pytest.approx(loss / 2)
     (output.loss_sum / output.count).backward()
-    slopes = [-right[0] / (1 + right[0]), *(one / (1 + sum(wrong)) for one in wrong), 0.0, 0.0, 0.0]
+    slopes = [-right[0] / (1 + right[0]), *(weight / (1 + sum(wrong)) for weight in wrong), 0.0, 0.0, 0.0]
     expected = torch.tensor(slopes, dtype=torch.float64)[:, None].expand(6, 2) / 0.5 / 2 / 2
     torch.testing.assert_close(log_probs.grad, expected)
 
@@ -380,7 +380,7 @@ def random_marks(loss_type, **options):
     tensors = [torch.tensor(values) for values in (a, log_probs, mask)]
     marks = made.loss.load_marks()
     marked = [marks(*tensors, made, torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
-    return covariances, [{tuple(place) for place in one.nonzero().tolist()} for one in marked]
+    return covariances, [{tuple(place) for place in mask.nonzero().tolist()} for mask in marked]
 
 
 def test_clip_cov_marks_a_fraction_of_the_tokens_between_its_bounds_by_the_seed():

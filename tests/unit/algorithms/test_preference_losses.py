@@ -86,30 +86,30 @@ def assert_gradient(loss, batch):
     assert torch.autograd.gradcheck(lambda chosen, rejected: loss(chosen, rejected).loss_sum, points)
 
 
-def one_pair(chosen, rejected, ref_chosen=0.0, ref_rejected=0.0, lengths=(1, 1)):
+def single_pair(chosen, rejected, ref_chosen=0.0, ref_rejected=0.0, lengths=(1, 1)):
     numbers = [torch.tensor([x], dtype=torch.float64) for x in (chosen, rejected, ref_chosen, ref_rejected)]
     return PreferenceBatch(numbers[0], numbers[1], torch.tensor(lengths[:1]), torch.tensor(lengths[1:]), numbers[2], numbers[3])
 
 
 def test_dpo_by_hand():
-    batch = one_pair(-1.0, -2.0, -2.0, -1.0)  # z = 2
+    batch = single_pair(-1.0, -2.0, -2.0, -1.0)  # z = 2
     beta = math.log(3.0) / 2
     assert dpo_loss(batch, DPOSettings(beta=beta)).loss_sum.item() == pytest.approx(math.log(4.0 / 3.0))
     assert dpo_loss(batch, DPOSettings("hinge", 0.25)).loss_sum.item() == pytest.approx(0.5)
     assert dpo_loss(batch, DPOSettings("ipo", 0.5)).loss_sum.item() == pytest.approx(1.0)
-    long = one_pair(-4.0, -4.0, -2.0, -1.0, lengths=(2, 4))  # -1 and -0.75 a token
+    long = single_pair(-4.0, -4.0, -2.0, -1.0, lengths=(2, 4))  # -1 and -0.75 a token
     assert dpo_loss(long, DPOSettings("ipo", 0.5)).loss_sum.item() == pytest.approx(1.25**2)
     assert dpo_loss(batch, DPOSettings("hinge", 1.0, pref_ftx=2.0)).loss_sum.item() == pytest.approx(2.0)
 
 
 def test_dpo_at_the_reference_is_log_two_whatever_the_smoothing():
-    batch = one_pair(-1.0, -2.0, -1.0, -2.0)
+    batch = single_pair(-1.0, -2.0, -1.0, -2.0)
     for smoothing in (0.0, 0.2):
         assert dpo_loss(batch, DPOSettings(label_smoothing=smoothing)).loss_sum.item() == pytest.approx(math.log(2.0))
 
 
 def test_simpo_by_hand():
-    batch = one_pair(-2.0, -6.0, lengths=(2, 2))  # -1 and -3 a token
+    batch = single_pair(-2.0, -6.0, lengths=(2, 2))  # -1 and -3 a token
     output = simpo_loss(batch, SimPOSettings(beta=math.log(3.0), gamma_beta_ratio=1.0))
     assert output.loss_sum.item() == pytest.approx(math.log(4.0 / 3.0))
     assert output.metrics["rewards/margins"].result() == pytest.approx(2 * math.log(3.0))
@@ -122,7 +122,7 @@ def test_extreme_margins_stay_finite_in_float32():
 
 
 def test_dpo_logs_rewards_and_accuracy():
-    batch = one_pair(-1.0, -2.0, -2.0, -1.0)
+    batch = single_pair(-1.0, -2.0, -2.0, -1.0)
     results = {name: metric.result() for name, metric in dpo_loss(batch, DPOSettings(beta=0.1)).metrics.items()}
     assert results == pytest.approx(
         {"rewards/chosen": 0.1, "rewards/rejected": -0.1, "rewards/margins": 0.2, "rewards/accuracies": 1.0}
@@ -175,7 +175,7 @@ def test_dpo_without_a_reference_and_an_empty_response_are_errors():
     with pytest.raises(ValueError, match="reference"):
         dpo_loss(batch, DPOSettings())
     with pytest.raises(ValueError, match=r"pairs \[0\] have a response without tokens"):
-        simpo_loss(one_pair(-1.0, -1.0, lengths=(0, 1)), SimPOSettings())
+        simpo_loss(single_pair(-1.0, -1.0, lengths=(0, 1)), SimPOSettings())
 
 
 def test_settings_follow_the_run_file():

@@ -93,7 +93,7 @@ def compute_policy_update(objective: Objective) -> tuple[float, list[float]]:
     entropies = uniform()
     columns = {"advantages": advantages, "scored_mask": mask, "loss_mask": mask, "entropies": entropies}
     columns |= {"old_log_probs": old, "rollout_log_probs": rollout}
-    if objective.loss_reads_reference:
+    if objective.loss_reads_ref:
         columns["ref_log_probs"] = ref
     if (marks := objective.loss.load_marks()) is not None:
         columns["marked_tokens"] = marks(advantages, old, mask, objective, torch.Generator().manual_seed(0))

@@ -74,15 +74,15 @@ def test_only_the_catalogue_spells_the_names() -> None:
         # and the choices of distillation, which a type has to spell
         "config/keys/rl.py": {"group_norm", "low_var_kl", *catalogue.KL_ESTIMATORS},
     }
-    found = set()
+    results = set()
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name in ("catalogue", "compat", "importers"):  # importers: what other projects' names are called here
             continue
         where = str(path.relative_to(PACKAGE))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and node.value in names - known.get(where, set()):
-                found.add(f"{where}:{node.lineno} {node.value}")
-    assert found == set()
+                results.add(f"{where}:{node.lineno} {node.value}")
+    assert results == set()
 
 
 def test_the_catalogue_loads_neither_torch_nor_the_configuration() -> None:

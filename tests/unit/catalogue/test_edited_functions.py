@@ -45,18 +45,18 @@ SUPERVISED: dict[str, Callable[..., Any]] = {
 
 def find_functions(objective: Objective) -> dict[str, Callable[..., Any]]:
     """Return the functions that the objective selects and its update depends on, as the catalogue names them."""
-    term, found = objective.distillation, {}
+    term, results = objective.distillation, {}
     if term is None or term.use_task_rewards:
-        found[f"advantage {objective.advantage.target}"] = objective.advantage.load()
+        results[f"advantage {objective.advantage.target}"] = objective.advantage.load()
     if term is None or term.use_task_rewards or term.use_policy_gradient:
-        found[f"loss {objective.loss.target}"] = objective.loss.load()
+        results[f"loss {objective.loss.target}"] = objective.loss.load()
         if objective.correction is not None:
-            found[f"correction {objective.correction.target}"] = objective.correction.load()
+            results[f"correction {objective.correction.target}"] = objective.correction.load()
     if objective.kl_place is not None:
-        found[f"kl {objective.kl.target}"] = objective.kl.load()
+        results[f"kl {objective.kl.target}"] = objective.kl.load()
     if term is not None:
-        found["divergence"] = distillation.compute_divergence if term.estimator is None else term.estimator.load()
-    return found
+        results["divergence"] = distillation.compute_divergence if term.estimator is None else term.estimator.load()
+    return results
 
 
 def list_ineffective(objective: Objective) -> list[str]:

@@ -46,12 +46,12 @@ def list_choices(key):
     if key in FAMILIES:
         return set(FAMILIES[key])
     (hint,) = (hints[key] for hints in _WORDS if key in hints)
-    found, left = set(), [hint]
+    results, left = set(), [hint]
     while left:
         item = left.pop()
         left += get_args(item)
-        found |= {item} if isinstance(item, str) else set()
-    return found or set({"kl_penalty": KL_ESTIMATORS, "rollout_importance_sampling_mode": CORRECTIONS}[key])
+        results |= {item} if isinstance(item, str) else set()
+    return results or set({"kl_penalty": KL_ESTIMATORS, "rollout_importance_sampling_mode": CORRECTIONS}[key])
 
 
 @pytest.mark.parametrize(("key", "name"), NAMES)

@@ -48,10 +48,10 @@ def merged_by_peft(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
     return peft.PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_close(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_a_peft_adapter_is_merged_on_the_way_to_mcore_and_to_hf(base: Path, adapter: Path, tmp_path: Path) -> None:

@@ -50,6 +50,6 @@ def test_an_architecture_of_one_file_and_one_line_round_trips_bit_equal(
     assert main(["--load-dir", str(tmp_path / "hf"), "--save-dir", str(tmp_path / "mg"), *layout.split()]) == 0
     back = ["--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", str(tmp_path / "mg")]
     assert main([*back, "--save-dir", str(tmp_path / "back"), "--verify"]) == 0
-    found = load_file(tmp_path / "back/model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    result = load_file(tmp_path / "back/model.safetensors")
+    assert result.keys() == expected.keys()
+    assert all(torch.equal(result[name], tensor) for name, tensor in expected.items())

@@ -107,10 +107,10 @@ def test_weights_as_they_are_published_are_converted_as_bfloat16(tmp_path: Path,
     convert("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "mg", "--mtp-num-layers", 1, "--verify", *cut)
     assert "written as bfloat16" in capsys.readouterr().err
     convert(*back, "--load-dir", tmp_path / "mg", "--save-dir", tmp_path / "back", "--verify")
-    found = load_folder(tmp_path / "back")
-    assert found.keys() == meant.keys()
+    result = load_folder(tmp_path / "back")
+    assert result.keys() == meant.keys()
     for name, tensor in meant.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name
     assert "quantization_config" not in json.loads((tmp_path / "back/config.json").read_text())
     capsys.readouterr()
     convert("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "dropped", "--verify")

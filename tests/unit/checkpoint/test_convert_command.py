@@ -337,9 +337,9 @@ def test_a_run_whose_adapter_has_changed_starts_afresh(qwen: Path, tmp_path: Pat
 
 
 def test_worker_processes_give_the_same_files(qwen: Path, tmp_path: Path) -> None:
-    one = run_plan(plan_for(qwen, tmp_path / "one"), task_bytes=200_000)
+    result = run_plan(plan_for(qwen, tmp_path / "one"), task_bytes=200_000)
     two = run_plan(plan_for(qwen, tmp_path / "two"), task_bytes=200_000, workers=2, verify=True)
-    assert read_all(one) == read_all(two)
+    assert read_all(result) == read_all(two)
 
 
 def test_a_full_disk_is_one_clear_error_and_leaves_nothing(

@@ -128,7 +128,7 @@ def test_a_disk_of_any_size_holds_the_whole_result_or_nothing_of_it(
     disk = tmp_path / "disk"
     disk.mkdir()
     size = sum(file.stat().st_size for file in sources["hf"].iterdir()) // 1024
-    found = []
+    results = []
     for kilobytes in (4, 64, *range(size - 12, size + 160, 8)):
         with small_disk(disk, kilobytes):
             capsys.readouterr()
@@ -137,9 +137,9 @@ def test_a_disk_of_any_size_holds_the_whole_result_or_nothing_of_it(
                 break
             (line,) = (line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
             assert status == 2 and str(disk / "above/out") in line and "needs 28" in line
-            found.append("full" if "is full" in line else "left" if "left" in line else line)
+            results.append("full" if "is full" in line else "left" if "left" in line else line)
             assert not list(disk.iterdir())
-    assert status == 0 and set(found) == {"left", "full"}
+    assert status == 0 and set(results) == {"left", "full"}
 
 
 LIMITED = """

@@ -103,8 +103,8 @@ def test_no_module_unpickles_a_file() -> None:
     folders = ["mindspeed_rl", "tools", "compat", "examples", "benchmarks", "configs", "envs"]
     files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
     assert len(files) > 400
-    found = {str(path.relative_to(ROOT)): set(unsafe_names(path.read_text(encoding="utf-8"))) for path in files}
-    assert {name: calls for name, calls in found.items() if calls} == ALLOWED
+    results = {str(path.relative_to(ROOT)): set(unsafe_names(path.read_text(encoding="utf-8"))) for path in files}
+    assert {name: calls for name, calls in results.items() if calls} == ALLOWED
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def test_an_environment_variable_makes_torch_run_what_a_common_state_says(
 def test_tensors_and_plain_data_come_back_as_they_were_saved(tmp_path: Path) -> None:
     content = {"a": torch.arange(6.0).reshape(2, 3).T, "b": [torch.ones(3, dtype=torch.bfloat16)], "c": {"d": (1, "x", None)}}
     torch.save(content | {"e": io.BytesIO(b"scales")}, tmp_path / "common.pt")
-    found = load_with_records(tmp_path / "common.pt", as_tensors=True)
-    assert torch.equal(found["a"], content["a"]) and torch.equal(found["b"][0], content["b"][0])
-    assert found["c"] == content["c"] and found["e"].getvalue() == b"scales"
-    assert json.dumps(found["c"])
+    result = load_with_records(tmp_path / "common.pt", as_tensors=True)
+    assert torch.equal(result["a"], content["a"]) and torch.equal(result["b"][0], content["b"][0])
+    assert result["c"] == content["c"] and result["e"].getvalue() == b"scales"
+    assert json.dumps(result["c"])

@@ -93,9 +93,9 @@ def write(folder: Path, name: str, content: dict, protocol: int = 4) -> None:
 def assert_converts_to(folder: Path, hf: Path, result: Path, *words: str) -> None:
     command = ["--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", folder, "--save-dir", result]
     assert main([str(word) for word in (*command, "--hf-cfg-dir", hf, *words)]) == 0
-    expected, found = load_file(hf / "model.safetensors"), load_file(result / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, actual = load_file(hf / "model.safetensors"), load_file(result / "model.safetensors")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_a_training_checkpoint_of_upstream_with_optimizer_and_enums_is_read(hf: Path, tmp_path: Path) -> None:
@@ -186,15 +186,15 @@ def test_our_legacy_files_have_the_documented_keys(hf: Path, tmp_path: Path) -> 
     tensors = load_file(hf / "model.safetensors")
     for tp in range(2):
         file = tmp_path / f"legacy/iter_0000001/mp_rank_{tp:02d}/model_optim_rng.pt"
-        found = torch.load(file, weights_only=False)["model"]["language_model"]
+        result = torch.load(file, weights_only=False)["model"]["language_model"]
         expected = legacy_state(rank_tensors(tensors, 2, tp, [0, 1, 2, 3], True, True), "norm")["language_model"]
-        assert found["encoder"].keys() == expected["encoder"].keys()
-        assert all(torch.equal(found["encoder"][name], tensor) for name, tensor in expected["encoder"].items())
+        assert result["encoder"].keys() == expected["encoder"].keys()
+        assert all(torch.equal(result["encoder"][name], tensor) for name, tensor in expected["encoder"].items())
         for part in ("embedding", "output_layer"):
             inner = (
                 (lambda entry: entry["word_embeddings"]["weight"]) if part == "embedding" else (lambda entry: entry["weight"])
             )
-            assert torch.equal(inner(found[part]), inner(expected[part]))
+            assert torch.equal(inner(result[part]), inner(expected[part]))
 
 
 def test_our_rank_files_hold_what_the_naive_loops_give(hf: Path, tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_poisoned_torch_dist_index_is_refused(hf: Path, tmp_path: Path, capsys
     assert "refusing to load json.loads" in capsys.readouterr().err
 
 
-def test_a_torch_dist_checkpoint_is_read_in_pieces_of_many_layers_and_a_poisoned_one_is_refused(
+def test_a_torch_dist_checkpoint_is_read_in_chunks_of_many_layers_and_a_poisoned_checkpoint_is_refused(
     hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--load-dir", hf, "--save-dir", tmp_path / "dist", "--ckpt-format", "torch_dist"]
@@ -336,14 +336,14 @@ def test_a_torch_dist_checkpoint_is_read_in_pieces_of_many_layers_and_a_poisoned
     load({name: whole}, checkpoint_id=folder, no_dist=True)
     # as Megatron cuts it: two layers and half of the rows a piece
     rows = stored.size[1] // 2
-    pieces = {(layer, row, 0): whole[layer : layer + 2, row : row + rows].clone() for layer in (0, 2) for row in (0, rows)}
-    stored.chunks[:] = [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in pieces.items()]
+    chunks = {(layer, row, 0): whole[layer : layer + 2, row : row + rows].clone() for layer in (0, 2) for row in (0, rows)}
+    stored.chunks[:] = [ChunkStorageMetadata(torch.Size(at), chunk.shape) for at, chunk in chunks.items()]
     for index in [index for index in metadata.storage_data if index.fqn == name]:
         del metadata.storage_data[index]
     with (folder / "pieces.distcp").open("wb") as file:
-        for number, (at, piece) in enumerate(pieces.items()):
+        for number, (at, chunk) in enumerate(chunks.items()):
             start = file.tell()
-            torch.save(piece, file)
+            torch.save(chunk, file)
             place = _StorageInfo("pieces.distcp", start, file.tell() - start)
             metadata.storage_data[MetadataIndex(name, torch.Size(at), number)] = place
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))

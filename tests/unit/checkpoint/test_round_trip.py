@@ -78,11 +78,11 @@ def load_folder(folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def assert_same_tensors(one: Path, other: Path) -> None:
-    expected, found = load_folder(one), load_folder(other)
-    assert found.keys() == expected.keys()
+def assert_same_tensors(first: Path, other: Path) -> None:
+    expected, result = load_folder(first), load_folder(other)
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+        assert result[name].dtype == tensor.dtype and torch.equal(result[name], tensor), name
 
 
 def convert(*words: object) -> None:
@@ -136,8 +136,8 @@ def test_megatron_checkpoints_are_cut_anew_without_a_detour(hf_folders: Path, tm
     files = sorted(path.relative_to(direct) for path in direct.rglob("*.pt"))
     assert len(files) == 4
     for path in files:
-        one, other = (torch.load(root / path, weights_only=False)["model"] for root in (direct, detour))
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+        result, other = (torch.load(root / path, weights_only=False)["model"] for root in (direct, detour))
+        assert result.keys() == other.keys() and all(torch.equal(result[key], other[key]) for key in result)
 
 
 @pytest.mark.parametrize("name", ["deepseek3", "qwen3.5", "qwen3-next", "glm4-moe", "mimo"])
@@ -151,9 +151,9 @@ def test_prediction_layers_are_kept_on_request_and_dropped_otherwise(name: str, 
         convert("--load-dir", tmp_path / "hf", "--save-dir", kept, "--mtp-num-layers", 1, "--verify", *DENSE[layout].split())
         back = ("--load-model-type", "mg", "--save-model-type", "hf", "--load-dir", kept)
         convert(*back, "--save-dir", tmp_path / f"{layout}-kept", "--verify")
-        found = load_folder(tmp_path / f"{layout}-kept")
-        assert found.keys() == with_predictions.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in with_predictions.items())
+        result = load_folder(tmp_path / f"{layout}-kept")
+        assert result.keys() == with_predictions.keys()
+        assert all(torch.equal(result[name], tensor) for name, tensor in with_predictions.items())
         convert(*back, "--save-dir", tmp_path / f"{layout}-dropped", "--mtp-num-layers", 0)
         assert_same_tensors(tmp_path / "plain", tmp_path / f"{layout}-dropped")
     convert("--load-dir", tmp_path / "hf", "--save-dir", tmp_path / "dropped")

@@ -88,8 +88,8 @@ def test_mxfp4_is_read_as_transformers_reads_it_and_written_in_full(folder: Path
     assert convert("--load-dir", tmp_path / "mxfp4", "--save-dir", tmp_path / "mg", *split) == 0
     back = ("--load-model-type", "mg", "--save-model-type", "hf", "--load-dir")
     assert convert(*back, tmp_path / "mg", "--save-dir", tmp_path / "hf", "--verify") == 0
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found.keys() == full.keys() and all(torch.equal(found[name], full[name]) for name in full)
+    result = load_file(tmp_path / "hf" / "model.safetensors")
+    assert result.keys() == full.keys() and all(torch.equal(result[name], full[name]) for name in full)
     assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
 
 

@@ -66,11 +66,11 @@ def test_a_run_that_is_gone_is_explained_by_what_it_left(run: Path, capsys: pyte
 
 def test_programs_get_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--hang", str(run), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["stalled"] == [
+    content = json.loads(capsys.readouterr().out)
+    assert content["stalled"] == [
         {"group": "DATA_PARALLEL_GROUP", "number": 12, "kind": "all_reduce", "waiting": [0], "late": [1]}
     ]
-    assert [item["state"] for item in found["processes"]] == ["dead", "dead", "dead"] and not found["ok"]
+    assert [item["state"] for item in content["processes"]] == ["dead", "dead", "dead"] and not content["ok"]
 
 
 def test_a_folder_without_signs_of_life_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,9 +29,9 @@ def order(name, layers=2):
 
 
 def test_a_large_model_is_counted_with_few_layers_in_its_own_layout():
-    found = order("grpo_qwen25_7b_A3")
-    assert (found.plan.model_config.num_layers, found.plan.model_config.hidden_size) == (2, 3584)
-    assert found.world_size == 4  # TP2 x PP2
+    result = order("grpo_qwen25_7b_A3")
+    assert (result.plan.model_config.num_layers, result.plan.model_config.hidden_size) == (2, 3584)
+    assert result.world_size == 4  # TP2 x PP2
 
 
 def test_one_of_few_layers_has_experts_where_the_model_has():

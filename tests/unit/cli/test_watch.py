@@ -57,16 +57,16 @@ def rewards(event: dict[str, Any]) -> list[list[float]]:
 
 
 def test_the_page_is_the_report_and_its_events_are_the_new_iterations(tmp_path: Path) -> None:
-    one, two = tmp_path / "first", tmp_path / "second"
-    write(one, 1, 0.25)
+    result, two = tmp_path / "first", tmp_path / "second"
+    write(result, 1, 0.25)
     write(two, 1, 0.5)
-    with serving(one, two) as server:
+    with serving(result, two) as server:
         page = get(server, "/")
         assert page.status == 200 and b"first \xc2\xb7 second" in page.read()
         events = get(server, "/events")
         assert events.headers["Content-Type"] == "text/event-stream"
         assert rewards(next_event(events)) == [[0.25], [0.5]]
-        write(one, 2, 0.75)
+        write(result, 2, 0.75)
         start_s = time.monotonic()
         assert rewards(next_event(events)) == [[0.25, 0.75], [0.5]] and time.monotonic() - start_s < 15
 

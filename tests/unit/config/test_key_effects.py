@@ -37,14 +37,14 @@ OTHERS = {"args", "arguments", "options", "model_config", "scaling", "destinatio
 
 def names_read(paths: list[Path]) -> set[str]:
     """Attributes that these modules read, and their strings, which name keys in tables."""
-    found: set[str] = set()
+    results: set[str] = set()
     for path in paths:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and holder(node) not in OTHERS:
-                found.add(node.attr)
+                results.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.add(node.value)
-    return found
+                results.add(node.value)
+    return results
 
 
 def holder(node: ast.Attribute) -> str:

@@ -120,7 +120,7 @@ def test_a_value_is_answered_with_its_name_here(key: str, value: object, here: s
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ("fp8", "processors with AMX alone, and vllm-ascend on devices after A2 and A3; set int8"),
+        ("fp8", "only on processors with AMX, and vllm-ascend on devices after A2 and A3; set int8"),
         ("FP8_E4M3", "processors with AMX"),
         ("ascend", "what vllm-ascend names int8 with; set int8"),
     ],

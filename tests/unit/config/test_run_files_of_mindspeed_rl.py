@@ -40,8 +40,8 @@ def test_a_run_file_is_accepted_or_asks_for_what_the_readme_says_is_missing(path
 
 
 def test_each_refusal_of_this_list_has_a_run_file_of_ours() -> None:
-    found = {sentence.split(":")[0] for path in RUN_FILES.glob("*.yaml") for sentence in refusals(path)}
-    assert found == set(NOT_THERE)
+    results = {sentence.split(":")[0] for path in RUN_FILES.glob("*.yaml") for sentence in refusals(path)}
+    assert results == set(NOT_THERE)
 
 
 def load(name: str) -> Run:

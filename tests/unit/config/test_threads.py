@@ -63,5 +63,5 @@ def test_a_run_divides_the_cores_among_the_workers_of_a_machine(monkeypatch, pla
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("mindspeed_rl.config.threads.count_cores", lambda: 24)
     run = prompt_level(16, megatron_training={"train_iters": 3})
-    found = resolve(run.config, nodes, platform=platform).threads
-    assert (found and found.count) == threads
+    result = resolve(run.config, nodes, platform=platform).threads
+    assert (result and result.count) == threads

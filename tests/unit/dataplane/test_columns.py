@@ -43,7 +43,7 @@ def test_token_ids_travel_as_32_bits_only_where_they_fit():
     assert [row.tolist() for row in joined] == [[5], [2**40]]
 
 
-def test_scalars_objects_and_blocks_are_told_apart():
+def test_scalars_objects_and_blocks_are_distinguished():
     assert pack([0.5, 1]).tensor().tolist() == [0.5, 1.0]
     assert pack([3, 4])[1].item() == 4 and pack([3, 4]).dtype == torch.int64
     assert pack([True, False]).dtype == torch.bool

@@ -27,11 +27,11 @@ def calls(*methods: str) -> Iterator[ast.Call]:
 
 def text_outside_declarations() -> set[str]:
     """All text but the keys of dicts, among which the users are declared."""
-    found: set[str] = set()
+    results: set[str] = set()
     for tree in SOURCES:
         keys = {id(key) for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys}
-        found |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in keys}
-    return found
+        results |= {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in keys}
+    return results
 
 
 def consumers_of_named_phases() -> set[str]:

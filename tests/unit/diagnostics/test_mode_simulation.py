@@ -59,9 +59,9 @@ def test_a_long_tail_is_hidden_by_what_comes_after_it() -> None:
 def test_a_partial_rollout_of_one_slice_is_a_synchronous_one() -> None:
     tail = PhaseTimes("tail", 10.0, 3.0, 1.0, 16, 4)
     expected = simulate(tail, Mode(Admission("pace", 0, 16), False, 1.0))
-    found = simulate_partial(tail, 1, 0.0)
-    assert found.iteration_s == pytest.approx(expected.iteration_s) and found.staleness == expected.staleness == 0.0
-    assert found.trainer_idle == pytest.approx(expected.trainer_idle)
+    result = simulate_partial(tail, 1, 0.0)
+    assert result.iteration_s == pytest.approx(expected.iteration_s) and result.staleness == expected.staleness == 0.0
+    assert result.trainer_idle == pytest.approx(expected.trainer_idle)
 
 
 def test_slices_pay_with_more_prompts_under_way() -> None:

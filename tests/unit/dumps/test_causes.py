@@ -23,8 +23,8 @@ def weight(parameter: str, fault: str, *tensors: str) -> WeightFinding:
     return WeightFinding(parameter, tensors or (parameter,), fault, 0.5)
 
 
-def name(found: Evidence) -> str | None:
-    cause = found.name_cause()
+def name(result: Evidence) -> str | None:
+    cause = result.name_cause()
     return None if cause is None else cause.name
 
 
@@ -36,8 +36,8 @@ def test_no_cause_is_named_where_the_log_probs_agree() -> None:
 
 
 def test_other_tokens_explain_everything_behind_them() -> None:
-    found = replace(PARTED, first_other_token=(4, 22, 23), weights=(weight("model.norm.weight", "other"),))
-    assert str(found.name_cause()).startswith(
+    result = replace(PARTED, first_other_token=(4, 22, 23), weights=(weight("model.norm.weight", "other"),))
+    assert str(result.name_cause()).startswith(
         "template: the engine read other tokens than the trainer, first at position 4: 23"
     )
 
@@ -59,7 +59,7 @@ def test_other_tokens_explain_everything_behind_them() -> None:
 def test_weights_that_differ_are_named_by_how_they_do(weights: list[WeightFinding], expected: str) -> None:
     cause = replace(PARTED, weights=tuple(weights)).name_cause()
     assert cause is not None and cause.name == expected
-    assert any(found.parameter in cause.sentence for found in weights)
+    assert any(result.parameter in cause.sentence for result in weights)
 
 
 def test_weights_that_differ_are_named_even_where_these_tokens_do_not_show_them() -> None:

@@ -21,10 +21,10 @@ def record(folder: Path, rank: int = 0, *, tp: int = 1, dp: int = 1, tensors: bo
 
 
 def dump(folder: Path, named: dict[str, Tensor], **more: bool) -> Path:
-    found = record(folder, **more)
+    result = record(folder, **more)
     for order, (name, tensor) in enumerate(named.items()):
-        found.add(name, order, tensor)
-    found.write()
+        result.add(name, order, tensor)
+    result.write()
     return folder
 
 
@@ -65,7 +65,7 @@ def test_whole_numbers_must_be_equal_and_nan_equals_nan(tmp_path: Path) -> None:
     first = {"ids": torch.tensor([5, 6]), "x": torch.tensor([float("nan"), 1.0]), "y": torch.tensor([1.0])}
     second = {"ids": torch.tensor([5, 7]), "x": torch.tensor([float("nan"), 1.0]), "y": torch.tensor([float("inf")])}
     findings = compare(Dump.open(dump(tmp_path / "a", first)), Dump.open(dump(tmp_path / "b", second)))
-    assert [found.name for found in findings.differences] == ["ids", "y"]
+    assert [difference.name for difference in findings.differences] == ["ids", "y"]
 
 
 def test_statistics_alone_are_compared_too(tmp_path: Path) -> None:
@@ -77,10 +77,10 @@ def test_statistics_alone_are_compared_too(tmp_path: Path) -> None:
 
 
 def test_tensors_are_kept_up_to_the_limit(tmp_path: Path) -> None:
-    found = record(tmp_path, limit=16)
+    result = record(tmp_path, limit=16)
     for order, size in enumerate((3, 4, 1)):
-        found.add(f"t{order}", order, torch.ones(size))
-    folder = found.write()
+        result.add(f"t{order}", order, torch.ones(size))
+    folder = result.write()
     stored = [item["stored"] for item in json.loads((folder / "index.json").read_text())["tensors"]]
     assert stored == [True, False, True]
 
@@ -189,17 +189,17 @@ DUMP_JSON = members(
 @pytest.mark.parametrize("task", ["tensor", "statistics"])
 def test_the_form_of_msprobe_has_its_folders_names_and_statistics(tmp_path: Path, task: str) -> None:
     """Names and files as msprobe's comparison pairs them; numbers against torch."""
-    found = RECORDS["msprobe"](tmp_path, 3, "actor", "update", {"rank": 1}, {"rank": 2}, task == "tensor", 1 << 20)
+    result = RECORDS["msprobe"](tmp_path, 3, "actor", "update", {"rank": 1}, {"rank": 2}, task == "tensor", 1 << 20)
     attention, layer = torch.tensor([[1.0, -4.0]], requires_grad=True), torch.tensor([[2.0, 0.5]], dtype=torch.bfloat16)
     for micro in range(2):
-        found.add(f"update_0.micro_{micro}.layers.7.attention", 1, attention + micro, kind="SelfAttention")
-        found.add(f"update_0.micro_{micro}.layers.7.output", 2, layer, kind="TransformerLayer")
-        found.add(f"update_0.micro_{micro}.loss_inputs.mask", 3, torch.tensor([True, False]))
+        result.add(f"update_0.micro_{micro}.layers.7.attention", 1, attention + micro, kind="SelfAttention")
+        result.add(f"update_0.micro_{micro}.layers.7.output", 2, layer, kind="TransformerLayer")
+        result.add(f"update_0.micro_{micro}.loss_inputs.mask", 3, torch.tensor([True, False]))
     # the backward pass of the first micro-batch ends last
-    found.add("update_0.micro_1.layers.7.attention", 1, torch.full((1, 2), 2.0), kind="SelfAttention", is_gradient=True)
-    found.add("update_0.micro_0.layers.7.attention", 1, torch.full((1, 2), 3.0), kind="SelfAttention", is_gradient=True)
-    found.add("update_0.gradients.model.layers.7.self_attn.q_proj.weight", 4, torch.eye(2))
-    folder = found.write()
+    result.add("update_0.micro_1.layers.7.attention", 1, torch.full((1, 2), 2.0), kind="SelfAttention", is_gradient=True)
+    result.add("update_0.micro_0.layers.7.attention", 1, torch.full((1, 2), 3.0), kind="SelfAttention", is_gradient=True)
+    result.add("update_0.gradients.model.layers.7.self_attn.q_proj.weight", 4, torch.eye(2))
+    folder = result.write()
     assert folder == tmp_path / "actor_update" / "step3" / "rank1"
     written = {name: json.loads((folder / f"{name}.json").read_text()) for name in ("dump", "stack", "construct")}
     jsonschema.validate(written["dump"], DUMP_JSON)

@@ -21,7 +21,7 @@ from mindspeed_rl.models.weights import MemorySource
 
 
 @pytest.fixture(scope="module")
-def training_world(one_process_world: None) -> None:
+def training_world(single_process_world: None) -> None:
     """Process groups of this process alone."""
     parallel.init_process_group(parallel.RankInfo(0, 1, 0), 60)
     parallel._init_model_parallel(MegatronConfig(), 1, 60)

@@ -17,9 +17,9 @@ def sums(parts: list[list[int]], lengths: list[int] = LENGTHS) -> list[int]:
     return [sum(lengths[i] for i in part) for part in parts]
 
 
-def random_lengths(seed: int, most: int = 50) -> list[int]:
+def random_lengths(seed: int, max_length: int = 50) -> list[int]:
     source = random.Random(seed)
-    return [source.randint(1, most) for _ in range(source.randint(1, 30))]
+    return [source.randint(1, max_length) for _ in range(source.randint(1, 30))]
 
 
 def assert_partition(parts: list[list[int]], count: int) -> None:
@@ -136,7 +136,7 @@ def test_bins_of_families_stay_within_the_budget_and_are_as_few_as_cuts_of_the_o
     families = [source.randrange(4) for _ in range(source.randint(1, 9))]
     lengths = [prompts[family] + source.randint(0, 9) for family in families]
     shared = [prompts[family] - 1 for family in families]
-    budget, most = source.randint(max(lengths), 60), source.choice([None, 1, 2, 3])
+    budget, max_rows = source.randint(max(lengths), 60), source.choice([None, 1, 2, 3])
 
     def tokens(part: list[int]) -> int:
         seen: set[int] = set()
@@ -148,17 +148,17 @@ def test_bins_of_families_stay_within_the_budget_and_are_as_few_as_cuts_of_the_o
 
     def best(order: list[int], bins: int) -> int:
         """The smallest possible largest bin, by trying every place to cut."""
-        found = [10**9]
+        results = [10**9]
         for cuts in itertools.combinations(range(1, len(order)), bins - 1):
             parts = [order[first:end] for first, end in zip((0, *cuts), (*cuts, len(order)))]
-            if most is None or max(map(len, parts)) <= most:
-                found.append(max(map(tokens, parts)))
-        return min(found)
+            if max_rows is None or max(map(len, parts)) <= max_rows:
+                results.append(max(map(tokens, parts)))
+        return min(results)
 
-    parts = pack_families(lengths, families, shared, budget, max_rows=most)
+    parts = pack_families(lengths, families, shared, budget, max_rows=max_rows)
     assert_partition(parts, len(lengths))
     assert max(map(tokens, parts)) <= budget
-    assert most is None or max(map(len, parts)) <= most
+    assert max_rows is None or max(map(len, parts)) <= max_rows
     order = sorted(range(len(lengths)), key=lambda i: families[i])
     assert max(map(tokens, parts)) == best(order, len(parts))
     assert len(parts) == 1 or best(order, len(parts) - 1) > budget

@@ -69,14 +69,14 @@ def test_every_response_token_is_predicted_once_from_the_token_before_it(packed:
         for t in range(len(ids) - prompt):
             expected.append((row * width + t, int(ids[prompt + t - 1]), prompt + t - 1, int(ids[prompt + t])))
     for ranks in shapes(packed):
-        found: list[tuple[int, int, int, int]] = []
+        results: list[tuple[int, int, int, int]] = []
         for shape in ranks:
             micro_batch = build_micro_batch(rows, indexes, shape, CPU)
             assert (micro_batch.rows, micro_batch.width) == (4, width)
             assert micro_batch.indexes == (4, 0, 5, 2)
             assert micro_batch.num_tokens == sum(chosen.lengths)
-            found += predictions(micro_batch)
-        assert sorted(found) == sorted(expected)
+            results += predictions(micro_batch)
+        assert sorted(results) == sorted(expected)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -121,16 +121,16 @@ def test_each_sequence_of_a_row_is_separate_and_predicts_into_the_rows_columns(p
                 place += 1
             start += prompt + response
     for ranks in shapes(packed):
-        found: list[tuple[int, int, int, int]] = []
+        results: list[tuple[int, int, int, int]] = []
         for shape in ranks:
             micro_batch = build_micro_batch(rows, indexes, shape, CPU)
             assert (micro_batch.rows, micro_batch.width) == (4, width)
             assert micro_batch.num_tokens == sum(rows.lengths[index] for index in indexes)
-            found += predictions(micro_batch)
+            results += predictions(micro_batch)
             for row, index in enumerate(indexes):
                 length = rows.response_lengths[index]
                 assert micro_batch.columns["weights"][row, :length].tolist() == rows.columns["weights"][index].tolist()
-        assert sorted(found) == sorted(expected)
+        assert sorted(results) == sorted(expected)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -213,13 +213,13 @@ def rows_of_prompts(seed: int) -> Rows:
     """Nine rows of three prompts, mixed, the first two of which begin alike."""
     source = random.Random(seed)
 
-    def draw(count: int) -> list[int]:
+    def sample(count: int) -> list[int]:
         return [source.randint(1, 999) for _ in range(count)]
 
-    first = draw(4)
-    prompts = [first, [*first, *draw(2)], draw(1)]
+    first = sample(4)
+    prompts = [first, [*first, *sample(2)], sample(1)]
     chosen = [prompts[number % 3] for number in range(9)]
-    return Rows([torch.tensor(prompt + draw(source.randint(0, 6))) for prompt in chosen], [len(prompt) for prompt in chosen])
+    return Rows([torch.tensor(prompt + sample(source.randint(0, 6))) for prompt in chosen], [len(prompt) for prompt in chosen])
 
 
 def test_a_prompt_in_common_is_computed_once_but_for_its_last_token() -> None:
@@ -262,7 +262,7 @@ def test_rows_of_one_prompt_are_in_one_micro_batch_within_the_budget(seed: int) 
 def test_sequences_of_one_row_share_prefixes_too() -> None:
     rows = rows_of_sequences(3)
     shape = BatchShape(True, shares_prefixes=True)
-    plain, shared = (build_micro_batch(rows, range(6), one, CPU) for one in (BatchShape(True), shape))
+    plain, shared = (build_micro_batch(rows, range(6), batch_shape, CPU) for batch_shape in (BatchShape(True), shape))
     assert sorted(predictions(shared)) == sorted(predictions(plain))
     twice = Rows([torch.tensor([5, 6, 7, 8, 5, 6, 9])], [2], sequences=[[(2, 2), (2, 1)]])
     assert build_micro_batch(twice, [0], shape, CPU).input_ids.tolist() == [[5, 6, 7, 8, 6, 9]]
@@ -302,7 +302,7 @@ def test_an_image_that_differs_ends_what_sequences_share() -> None:
     ids = [3] * 20 + [9]
     rows = Rows([torch.tensor(ids), torch.tensor(ids)], [20, 20])
     pictures = [([2, 17], [Picture("a"), Picture(key)]) for key in ("b", "c")]
-    arrays = [one.numpy() for one in rows.input_ids]
+    arrays = [token_id.numpy() for token_id in rows.input_ids]
     assert _count_common(*arrays, *pictures) == 17
     assert _count_common(*arrays, pictures[0], pictures[0]) == 21
 

@@ -116,9 +116,9 @@ class Copies(TorchDispatchMode):
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    found = Recorded()
-    monkeypatch.setattr(type(platform.current()), "side_stream", lambda self: found)
-    return found
+    recorded = Recorded()
+    monkeypatch.setattr(type(platform.current()), "side_stream", lambda self: recorded)
+    return recorded
 
 
 def test_copies_run_in_the_background_and_are_waited_for_where_they_are_needed(

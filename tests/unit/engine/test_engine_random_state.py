@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from mindspeed_rl.engine import parallel
 
 
-def draws() -> list[object]:
+def sample() -> list[object]:
     """Some numbers of every generator, among them the second of a normal pair, which is kept back between calls."""
     with tensor_parallel.get_cuda_rng_tracker().fork():
         inside = torch.rand(3).tolist()
@@ -29,16 +29,16 @@ def test_all_generators_continue_where_they_were_saved(training_world: None, tmp
     random.gauss(0, 1)
     np.random.normal()
     save_file(parallel.capture_rng_state(), tmp_path / "random.safetensors")
-    first, second = draws(), draws()
+    first, second = sample(), sample()
     assert first != second
     parallel._seed_all(99)
     parallel.restore_rng_state(load_file(tmp_path / "random.safetensors"))
-    assert [draws(), draws()] == [first, second]
+    assert [sample(), sample()] == [first, second]
 
 
 def test_capturing_samples_nothing(training_world: None) -> None:
     parallel._seed_all(5)
-    expected = draws()
+    expected = sample()
     parallel._seed_all(5)
     parallel.capture_rng_state()
-    assert draws() == expected
+    assert sample() == expected

@@ -212,7 +212,7 @@ def test_a_divergence_of_no_tokens_is_empty() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 32, 40])
-def test_the_most_probable_tokens_are_those_of_a_sorted_log_softmax(k: int) -> None:
+def test_the_top_tokens_equal_a_sorted_log_softmax(k: int) -> None:
     hidden, weight, _ = inputs(padding=5)
     log_probs, ids = compute_top_log_probs(hidden, weight, k, VocabHead(0.7, 4, 5))
     values, order = (hidden @ weight[:32].t() / 0.7).log_softmax(-1).sort(-1, descending=True)

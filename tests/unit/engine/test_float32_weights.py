@@ -58,7 +58,7 @@ def test_a_checkpoint_resumes_between_two_representable_weights(
     assert all(torch.equal(w.tensor, old) for w, old in zip(list_local_weights(resumed.model), start))
     _mix(resumed, targets, 3)
     pairs = list(zip(list_local_weights(through.model), list_local_weights(resumed.model), targets))
-    assert all(torch.equal(one.tensor, two.tensor) and torch.equal(one.tensor, target) for one, two, target in pairs)
+    assert all(torch.equal(first.tensor, two.tensor) and torch.equal(first.tensor, target) for first, two, target in pairs)
 
 
 def test_scores_of_a_bfloat16_model_are_not_rounded(make_engine: Callable[..., TrainEngine]) -> None:

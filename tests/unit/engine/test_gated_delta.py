@@ -25,18 +25,18 @@ def random_inputs(tokens: int, dtype: torch.dtype, *, decay: float = 0.3) -> lis
     """q, k, v, g and beta of 2 key heads with 2 value heads each."""
     generator = torch.Generator().manual_seed(tokens)
 
-    def draw(*shape: int) -> Tensor:
+    def sample(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    q, k = functional.normalize(draw(tokens, 2, 8), dim=-1) * 8**-0.5, functional.normalize(draw(tokens, 2, 8), dim=-1)
-    g = -decay * functional.softplus(draw(tokens, 4))
-    inputs = [q, k, draw(tokens, 4, 12), g, draw(tokens, 4).sigmoid()]
-    return [one.to(dtype).requires_grad_() for one in inputs]
+    q, k = functional.normalize(sample(tokens, 2, 8), dim=-1) * 8**-0.5, functional.normalize(sample(tokens, 2, 8), dim=-1)
+    g = -decay * functional.softplus(sample(tokens, 4))
+    inputs = [q, k, sample(tokens, 4, 12), g, sample(tokens, 4).sigmoid()]
+    return [value.to(dtype).requires_grad_() for value in inputs]
 
 
 def recurrence(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, lengths: list[int]) -> Tensor:
     """S <- exp(g) S; S <- S + k (beta (v - S^T k))^T; o = S^T q, from 0 in each sequence."""
-    q, k = (one.repeat_interleave(v.size(1) // k.size(1), 1) for one in (q, k))
+    q, k = (tensor.repeat_interleave(v.size(1) // k.size(1), 1) for tensor in (q, k))
     outputs = []
     start = 0
     for length in lengths:
@@ -58,7 +58,7 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_outputs_and_gradients_are_those_of_the_recurrence(lengths: list[int], dtype: torch.dtype, bound: float) -> None:
     ours = random_inputs(sum(lengths), dtype)
-    theirs = [one.detach().double().requires_grad_() for one in ours]
+    theirs = [tensor.detach().double().requires_grad_() for tensor in ours]
     output = gated_delta.gated_delta_rule(*ours, ChunkPlan.build(lengths, KERNEL, CPU))
     expected = recurrence(*theirs, lengths)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -93,18 +93,18 @@ def test_equal_keys_that_never_decay_stay_exact() -> None:
     q, k, v, g, beta = random_inputs(200, torch.float32, decay=0.0)
     inputs = [q, k[:1].expand_as(k), v, g, torch.full_like(beta, 0.999)]
     output = gated_delta.gated_delta_rule(*inputs, ChunkPlan.build([200], KERNEL, CPU))
-    assert relative(output, recurrence(*(one.double() for one in inputs), [200])) < 1e-5
+    assert relative(output, recurrence(*(value.double() for value in inputs), [200])) < 1e-5
 
 
 def test_outputs_and_gradients_are_those_of_transformers() -> None:
     from transformers.models.qwen3_5 import modeling_qwen3_5
 
     ours = random_inputs(150, torch.float32)
-    theirs = [one.detach().clone().requires_grad_() for one in ours]
+    theirs = [tensor.detach().clone().requires_grad_() for tensor in ours]
     output = gated_delta.gated_delta_rule(*ours, ChunkPlan.build([150], KERNEL, CPU))
     q, k, *others = theirs
     repeated = [(q * 8**0.5).repeat_interleave(2, 1), k.repeat_interleave(2, 1), *others]
-    expected, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(*(one[None] for one in repeated))
+    expected, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(*(tensor[None] for tensor in repeated))
     assert relative(output, expected[0]) < 1e-5
     output.square().sum().backward()
     expected.square().sum().backward()
@@ -127,14 +127,14 @@ def test_a_prefix_that_is_computed_once_gives_states_and_gradients_to_all_that_f
 ) -> None:
     shared = SharedPrefixes.build(lengths, families, CPU)
     plan = ChunkPlan.build(lengths, KERNEL, CPU, shared)
-    ours = [one.detach()[shared.computed].requires_grad_() for one in random_inputs(sum(lengths), torch.float64)]
-    full = [one.index_select(0, shared.representatives) for one in ours]
+    ours = [value.detach()[shared.computed].requires_grad_() for value in random_inputs(sum(lengths), torch.float64)]
+    full = [tensor.index_select(0, shared.representatives) for tensor in ours]
     expected = recurrence(*full, lengths)[shared.computed]
     output = gated_delta.gated_delta_rule(*ours, plan)
     torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = torch.autograd.grad((output * weights).sum(), ours)
-    for mine, other in zip(found, torch.autograd.grad((expected * weights).sum(), ours)):
+    result = torch.autograd.grad((output * weights).sum(), ours)
+    for mine, other in zip(result, torch.autograd.grad((expected * weights).sum(), ours)):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)
 
 
@@ -147,16 +147,16 @@ def test_a_convolution_sees_the_tokens_of_its_own_sequence_alone(
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(len(computed), 6, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(6, KERNEL, generator=generator, dtype=torch.float64, requires_grad=True)
-    found = gated_delta.causal_convolution(x, weight, ChunkPlan.build(lengths, KERNEL, CPU, shared))
+    result = gated_delta.causal_convolution(x, weight, ChunkPlan.build(lengths, KERNEL, CPU, shared))
     full = x if shared is None else x.index_select(0, shared.representatives)
     parts = [
         functional.conv1d(part.t()[None], weight[:, None], padding=KERNEL - 1, groups=6)[0, :, : len(part)].t()
         for part in full.split(lengths)
     ]
     expected = functional.silu(torch.cat(parts))[computed]
-    torch.testing.assert_close(found, expected)
-    weights = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    ours = torch.autograd.grad((found * weights).sum(), [x, weight])
+    torch.testing.assert_close(result, expected)
+    weights = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+    ours = torch.autograd.grad((result * weights).sum(), [x, weight])
     for mine, other in zip(ours, torch.autograd.grad((expected * weights).sum(), [x, weight])):
         torch.testing.assert_close(mine, other)
 
@@ -165,12 +165,12 @@ def test_what_backward_needs_grows_with_the_tokens_and_not_with_their_square() -
     def saved_bytes(tokens: int) -> int:
         total = 0
 
-        def pack(one: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
             nonlocal total
-            total += one.nbytes
-            return one
+            total += tensor.nbytes
+            return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item):
             gated_delta.gated_delta_rule(*random_inputs(tokens, torch.float32), ChunkPlan.build([tokens], KERNEL, CPU))
         return total
 

@@ -32,15 +32,17 @@ def test_layer_k_predicts_a_token_from_the_one_k_and_two_before_it_in_its_own_se
                 values = (row * width + token - prompt, int(ids[start]), start, int(ids[token - 1]), int(ids[token]))
                 expected[layer].append(values)
     for ranks in shapes(packed):
-        found: list[list[tuple[int, ...]]] = [[], []]
+        results: list[list[tuple[int, ...]]] = [[], []]
         for shape in ranks:
             micro_batch = build_micro_batch(rows, indexes, shape.__class__(**vars(shape) | {"num_predictions": 2}), CPU)
             for layer, targets in enumerate(micro_batch.predictions):
-                at = [one.t().flatten()[targets.hidden_index] for one in (micro_batch.input_ids, micro_batch.position_ids)]
+                at = [
+                    values.t().flatten()[targets.hidden_index] for values in (micro_batch.input_ids, micro_batch.position_ids)
+                ]
                 added = targets.input_ids.t().flatten()[targets.hidden_index]
                 values = (targets.slots, *at, added, targets.labels)
-                found[layer] += zip(*(one.tolist() for one in values))
-        assert [sorted(one) for one in found] == [sorted(one) for one in expected]
+                results[layer] += zip(*(value.tolist() for value in values))
+        assert [sorted(values) for values in results] == [sorted(values) for values in expected]
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def make(weights: list[Tensor], matrices: dict[int, _Matrix], **keys: Any) -> tu
     parameters = [torch.nn.Parameter(weight.clone()) for weight in weights]
     config = MegatronConfig(**{"lr": LR, "weight_decay": DECAY, "optimizer": "muon", **keys})
     groups = [{"params": parameters, "lr": LR, "weight_decay": DECAY}]
-    return MuonAdamW(groups, {parameters[index]: one for index, one in matrices.items()}, config), parameters
+    return MuonAdamW(groups, {parameters[index]: matrix for index, matrix in matrices.items()}, config), parameters
 
 
 def random_weights(*shapes: tuple[int, ...]) -> list[Tensor]:
@@ -130,7 +130,7 @@ def test_a_tiny_model_learns_a_text_and_its_state_is_of_the_right_kinds(make_eng
     generator = torch.Generator().manual_seed(1)
     rows = Rows([torch.randint(2, 60, (12,), generator=generator) for _ in range(4)], [2] * 4)
     losses = [
-        float(sum(one.loss_sum for one in result.losses) / sum(one.count for one in result.losses))
+        float(sum(loss.loss_sum for loss in result.losses) / sum(loss.count for loss in result.losses))
         for result in (engine.train_step(rows, MicroBatching(4), step_loss) for _ in range(40))
     ]
     assert losses[0] > 3.5 and losses[-1] < 0.5

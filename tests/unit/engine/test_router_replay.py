@@ -29,16 +29,16 @@ def take_counts(router: _Router) -> tuple[int, int]:
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_recomputed_pass_gets_its_experts_again_and_is_counted_once(recomputes: bool) -> None:
-    router, found = _Router(), []
+    router, results = _Router(), []
     for experts in (FIRST, SECOND):
         router.arm(experts)
         with torch.set_grad_enabled(not recomputes):
-            found.append(run(router))
+            results.append(run(router))
     # the router's own for a token without experts; it would have chosen [0, 1] and [3, 2]
-    assert found == [[[0, 3], [3, 2]], [[2, 1], [3, 0]]]
+    assert results == [[[0, 3], [3, 2]], [[2, 1], [3, 0]]]
     assert take_counts(router) == (1 + 2, 2 + 4)
     if recomputes:
-        assert [run(router), run(router)] == found
+        assert [run(router), run(router)] == results
     assert take_counts(router) == (1 + 2, 2 + 4)
     assert run(router) == [[0, 1], [3, 2]]  # nothing is left: the router chooses
 

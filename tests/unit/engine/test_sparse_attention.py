@@ -18,7 +18,7 @@ from mindspeed_rl.engine.sparse_attention import IndexFeatures, select_keys, spa
 TOPK, SCALE = 4, 0.3
 
 
-def _draw(rows: int, queries: int, keys: int, seed: int = 0) -> list[Tensor]:
+def _make_inputs(rows: int, queries: int, keys: int, seed: int = 0) -> list[Tensor]:
     """Query, key, value; queries, keys and weights of the indexer; float64 with gradients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(rows, queries, 3, 6), (rows, keys, 3, 6), (rows, keys, 3, 5)]
@@ -55,22 +55,22 @@ def test_attention_its_divergence_and_all_gradients_equal_a_loop(
     monkeypatch: pytest.MonkeyPatch, scores: int, queries: int, keys: int
 ) -> None:
     monkeypatch.setattr(module, "_SCORES", scores)
-    mine, theirs = (_draw(2, queries, keys) for _ in range(2))
+    mine, theirs = (_make_inputs(2, queries, keys) for _ in range(2))
     out, divergence = sparse_attention(*mine[:3], IndexFeatures(*mine[3:]), TOPK, SCALE, groups=())
     expected, expected_divergence = _loop(theirs, TOPK)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(divergence, expected_divergence)
     factor = torch.arange(out.numel(), dtype=out.dtype).view_as(out).sin()
-    for one, other in ((out, divergence), (expected, expected_divergence)):
-        ((one * factor).sum() + (other * other.detach()).sum()).backward()
-    for one, other in zip(mine, theirs):
-        torch.testing.assert_close(one.grad, other.grad)
+    for actual, other in ((out, divergence), (expected, expected_divergence)):
+        ((actual * factor).sum() + (other * other.detach()).sum()).backward()
+    for actual, other in zip(mine, theirs):
+        torch.testing.assert_close(actual.grad, other.grad)
 
 
 def test_without_a_divergence_the_indexer_gets_no_gradient() -> None:
-    tensors = _draw(1, 9, 9)
+    tensors = _make_inputs(1, 9, 9)
     sparse_attention(*tensors[:3], IndexFeatures(*tensors[3:]), TOPK, SCALE)[0].sum().backward()
-    assert [one.grad is None or not one.grad.any() for one in tensors] == [False] * 3 + [True] * 3
+    assert [tensor.grad is None or not tensor.grad.any() for tensor in tensors] == [False] * 3 + [True] * 3
 
 
 def test_the_first_of_equal_scores_are_chosen_in_any_number_of_columns() -> None:
@@ -93,7 +93,7 @@ def test_what_backward_keeps_is_linear_in_the_tokens(monkeypatch: pytest.MonkeyP
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        tensors = _draw(1, tokens, tokens)
+        tensors = _make_inputs(1, tokens, tokens)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             out = sparse_attention(*tensors[:3], IndexFeatures(*tensors[3:]), TOPK, SCALE)
         del out

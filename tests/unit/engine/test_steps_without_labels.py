@@ -29,12 +29,12 @@ def negative_log_prob(inputs: LossInputs) -> LossOutput:
 
 def state(engine: TrainEngine) -> dict[str, Tensor]:
     """All weights, and the moments and steps of the optimizer."""
-    found = {name: tensor.clone() for name, tensor in engine.model.models[0].state_dict().items() if tensor is not None}
+    results = {name: tensor.clone() for name, tensor in engine.model.models[0].state_dict().items() if tensor is not None}
     assert engine.optimizer is not None
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
         for index, values in enumerate(optimizer.optimizer.state.values()):
-            found |= {f"{index}.{key}": torch.as_tensor(value).clone() for key, value in values.items()}
-    return found
+            results |= {f"{index}.{key}": torch.as_tensor(value).clone() for key, value in values.items()}
+    return results
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_the_norm_that_is_read_with_the_metrics_is_megatrons_to_the_bit(
         norms.append(engine.optimizer.get_grad_norm())
 
     engine.on_gradients.append(compute_norm)
-    found = [engine.train_step(rows(True, True), MicroBatching(1), negative_log_prob).grad_norm for _ in range(3)]
-    assert found == norms and norms[0] > 0.5
+    results = [engine.train_step(rows(True, True), MicroBatching(1), negative_log_prob).grad_norm for _ in range(3)]
+    assert results == norms and norms[0] > 0.5
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_though_the_loss_is(make_engine: Callable[..., TrainEngine]) -> None:

@@ -37,8 +37,8 @@ def test_positions_are_those_of_transformers(name: str, images: tuple[NoiseImage
     expected, _ = tiny_vision.build(name).model.get_rope_index(
         ids[None], (ids == IMAGE).int()[None], image_grid_thw=torch.tensor([image.grid for image in images] or [[1, 2, 2]])
     )
-    found = compute_axis_positions(len(ids), find_images(ids, images, vision), images, vision)
-    assert torch.equal(found, expected[:, 0])
+    result = compute_axis_positions(len(ids), find_images(ids, images, vision), images, vision)
+    assert torch.equal(result, expected[:, 0])
 
 
 def test_a_sampled_image_token_is_text_and_images_of_another_size_are_refused() -> None:

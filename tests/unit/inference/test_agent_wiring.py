@@ -67,9 +67,9 @@ def test_prompts_tell_of_the_tools_and_the_answer_is_the_last_turn(agents: Agent
 def test_many_answers_go_on_in_batches_each_with_its_own_reply(agents: AgentEngine, prompt_format: PromptFormat) -> None:
     engine = scripted(agents, CALL, "At once.", CALL.replace("6*7", "2*3"), "first", "third")
     prompts = [asking(prompt_format, text) for text in ("a", "b", "c")]
-    found = generate(agents, prompt_format, prompts, GenerationSettings("greedy", sampling(prompt_format), 2000))
-    assert [each.text.rsplit("\n", 1)[-1] for each in found] == ["first", "At once.", "third"]
-    assert "\n42\n" in found[0].text and "\n6\n" in found[2].text and len(engine.asked) == 5
+    result = generate(agents, prompt_format, prompts, GenerationSettings("greedy", sampling(prompt_format), 2000))
+    assert [each.text.rsplit("\n", 1)[-1] for each in result] == ["first", "At once.", "third"]
+    assert "\n42\n" in result[0].text and "\n6\n" in result[2].text and len(engine.asked) == 5
 
 
 def test_a_chat_shows_what_tools_said_and_remembers_the_answer(agents: AgentEngine, prompt_format: PromptFormat) -> None:
@@ -96,23 +96,23 @@ def test_a_chat_shows_what_tools_said_and_remembers_the_answer(agents: AgentEngi
     )
 
 
-def test_tokens_come_as_they_are_drawn(agents: AgentEngine, prompt_format: PromptFormat) -> None:
+def test_tokens_come_as_they_are_sampled(agents: AgentEngine, prompt_format: PromptFormat) -> None:
     engine = scripted(agents, CALL, "It says 42.")
-    pieces = agents.stream([Request(asking(prompt_format, "6 times 7?"), 5)], sampling(prompt_format))
-    begun = next(piece for piece in pieces if piece.token_ids)
+    deltas = agents.stream([Request(asking(prompt_format, "6 times 7?"), 5)], sampling(prompt_format))
+    begun = next(delta for delta in deltas if delta.token_ids)
     assert len(begun.token_ids) == 1 and begun.finish is None and len(engine.asked) == 1  # and the turn goes on
-    left = [piece for piece in pieces if piece.token_ids]
-    (told,) = [piece for piece in left if piece.from_tools]
+    left = [delta for delta in deltas if delta.token_ids]
+    (told,) = [delta for delta in left if delta.from_tools]
     place = left.index(told)
-    call = prompt_format.decode([token for piece in [begun, *left[:place]] for token in piece.token_ids])
+    call = prompt_format.decode([token for delta in [begun, *left[:place]] for token in delta.token_ids])
     assert call == CALL and "42" in prompt_format.decode(told.token_ids)
-    assert prompt_format.decode([token for piece in left[place + 1 :] for token in piece.token_ids]) == "It says 42."
-    assert [piece.finish for piece in left].count("stop") == 1 and left[-1].finish == "stop"
+    assert prompt_format.decode([token for delta in left[place + 1 :] for token in delta.token_ids]) == "It says 42."
+    assert [delta.finish for delta in left].count("stop") == 1 and left[-1].finish == "stop"
     # what was read and drawn adds up to what the engine was asked with
     together = [
         *engine.requests[0].prompt_ids,
         *begun.token_ids,
-        *(token for one in left[: place + 1] for token in one.token_ids),
+        *(token for delta in left[: place + 1] for token in delta.token_ids),
     ]
     assert together == engine.requests[1].prompt_ids
 

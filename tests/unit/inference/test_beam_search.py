@@ -33,20 +33,20 @@ def log_prob(tokens: Sequence[int]) -> float:
 
 def every_sequence(length: int) -> list[tuple[int, ...]]:
     """All sequences that end, or have the full length."""
-    found = []
+    results = []
     for size in range(1, length + 1):
         for tokens in itertools.product((END, 1, 2), repeat=size):
             if END not in tokens[:-1] and (tokens[-1] == END or size == length):
-                found.append(tokens)
-    return found
+                results.append(tokens)
+    return results
 
 
 def test_beams_find_what_greedy_search_misses() -> None:
-    found = beam_search([9], next_tokens, BeamSettings(2, 4, frozenset([END]), length_penalty=0.0))
+    result = beam_search([9], next_tokens, BeamSettings(2, 4, frozenset([END]), length_penalty=0.0))
     # greedy takes 1 (0.5), then ends (0.4): 0.2; beams find 2, end: 0.4 x 0.9
-    assert found[0].token_ids == (2, END)
-    assert found[0].log_prob == pytest.approx(math.log(0.36))
-    assert found[0].finished
+    assert result[0].token_ids == (2, END)
+    assert result[0].log_prob == pytest.approx(math.log(0.36))
+    assert result[0].finished
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.0, 2.0])
@@ -54,19 +54,19 @@ def test_with_as_many_beams_as_sequences_the_search_is_exhaustive(penalty: float
     length = 3
     sequences = every_sequence(length)
     ranked = sorted(sequences, key=lambda tokens: -log_prob(tokens) / len(tokens) ** penalty)
-    found = beam_search([9], next_tokens, BeamSettings(len(sequences), length, frozenset([END]), penalty))
-    assert [beam.token_ids for beam in found[:4]] == ranked[:4]
-    for beam in found:
+    result = beam_search([9], next_tokens, BeamSettings(len(sequences), length, frozenset([END]), penalty))
+    assert [beam.token_ids for beam in result[:4]] == ranked[:4]
+    for beam in result:
         assert beam.score == pytest.approx(log_prob(beam.token_ids) / len(beam.token_ids) ** penalty)
 
 
 def test_sequences_that_never_end_are_cut_at_the_limit() -> None:
-    found = beam_search([9], next_tokens, BeamSettings(2, 5, frozenset()))
-    assert [len(beam.token_ids) for beam in found] == [5, 5]
-    assert not any(beam.finished for beam in found)
+    result = beam_search([9], next_tokens, BeamSettings(2, 5, frozenset()))
+    assert [len(beam.token_ids) for beam in result] == [5, 5]
+    assert not any(beam.finished for beam in result)
 
 
-def test_sampled_beams_draw_first_tokens_by_their_tempered_and_cut_probability() -> None:
+def test_sampled_beams_choose_first_tokens_by_their_tempered_and_cut_probability() -> None:
     # top-k 2 keeps 1 and 2; temperature 2 makes 0.5 : 0.4 into sqrt(0.5) : sqrt(0.4); one beam, one step: 2 of 2 are drawn
     roots = {token: math.sqrt(CHAIN[9][token]) for token in (1, 2)}
     settings = [BeamSettings(1, 1, frozenset(), sampling=(2.0, 2, 1.0), seed=seed) for seed in range(20)]
@@ -76,12 +76,12 @@ def test_sampled_beams_draw_first_tokens_by_their_tempered_and_cut_probability()
 
 
 def test_sampled_beams_with_top_p_keep_the_smallest_set_that_holds_the_mass() -> None:
-    drawn = Counter(
+    counts = Counter(
         beam.token_ids[0]
         for seed in range(40)
         for beam in beam_search([9], next_tokens, BeamSettings(2, 1, frozenset(), sampling=(1.0, 3, 0.6), seed=seed))
     )
-    assert set(drawn) == {1, 2}  # 0.5 alone is below 0.6, 0.5 + 0.4 is above
+    assert set(counts) == {1, 2}  # 0.5 alone is below 0.6, 0.5 + 0.4 is above
 
 
 def test_sampled_beams_vary_with_the_seed_and_with_nothing_else() -> None:

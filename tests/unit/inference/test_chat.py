@@ -18,7 +18,7 @@ def make_history(tokenizer: PreTrainedTokenizerFast, max_turns: int, max_prompt_
     return History(PromptFormat(tokenizer, "qwen"), "S", max_turns, max_prompt_tokens)
 
 
-def talk(engine: ScriptedEngine, history: History, lines: list[str], *, show_thinking: bool = False) -> str:
+def chat(engine: ScriptedEngine, history: History, lines: list[str], *, show_thinking: bool = False) -> str:
     """What appears on the console while these lines are typed; the input ends after them."""
     shown: list[str] = []
     waiting = iter(lines)
@@ -69,7 +69,7 @@ def test_oldest_turns_go_first_when_the_prompt_is_too_long(tokenizer: PreTrained
 
 def test_answers_are_remembered_until_a_clear_word(tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine) -> None:
     engine.script = ["four", "six", "eight"]
-    shown = talk(engine, make_history(tokenizer, 3), ["2+2?", "3+3?", "NEW", "4+4?"])
+    shown = chat(engine, make_history(tokenizer, 3), ["2+2?", "3+3?", "NEW", "4+4?"])
     assert "MindSpeed-RL: four\n" in shown and "MindSpeed-RL: eight\n" in shown
     assert "2+2?" in engine.asked[1] and "four" in engine.asked[1]
     assert "2+2?" not in engine.asked[2] and "six" not in engine.asked[2]
@@ -79,7 +79,7 @@ def test_slash_commands_start_anew_show_the_history_and_are_told_when_unknown(
     tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine
 ) -> None:
     engine.script = ["four", "home", "eight"]
-    shown = talk(engine, make_history(tokenizer, 3), ["/history", "2+2?", "/history", "/help", "/etc/hosts?", "/new", "4+4?"])
+    shown = chat(engine, make_history(tokenizer, 3), ["/history", "2+2?", "/history", "/help", "/etc/hosts?", "/new", "4+4?"])
     assert shown.startswith("Nothing was said yet.\n")
     assert "You >> 2+2?\nMindSpeed-RL: four\n" in shown
     assert "/help is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
@@ -88,16 +88,16 @@ def test_slash_commands_start_anew_show_the_history_and_are_told_when_unknown(
 
 @pytest.mark.parametrize("word", ["q", "quit", "EXIT", " exit ", "/exit", "/quit"])
 def test_quit_words_end_the_chat(tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine, word: str) -> None:
-    talk(engine, make_history(tokenizer, 3), [word, "never asked"])
+    chat(engine, make_history(tokenizer, 3), [word, "never asked"])
     assert engine.asked == []
 
 
 def test_thoughts_are_hidden_or_shown_and_never_remembered(tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine) -> None:
     engine.script = ["<think>\nhm hm\n</think>\n\nfour", "<think>\nhm hm\n</think>\n\nfour", "ok"]
-    hidden = talk(engine, make_history(tokenizer, 3), ["2+2?"])
+    hidden = chat(engine, make_history(tokenizer, 3), ["2+2?"])
     assert "hm" not in hidden and "MindSpeed-RL: four" in hidden
     history = make_history(tokenizer, 3)
-    shown = talk(engine, history, ["2+2?", "sure?"], show_thinking=True)
+    shown = chat(engine, history, ["2+2?", "sure?"], show_thinking=True)
     assert "[thinking] hm hm\n\n[answer] four" in shown
     assert history.turns == [("2+2?", "four"), ("sure?", "ok")]
     assert "hm" not in engine.asked[-1]
@@ -107,7 +107,7 @@ def test_a_question_that_is_too_long_is_refused_and_the_chat_goes_on(
     tokenizer: PreTrainedTokenizerFast, engine: ScriptedEngine
 ) -> None:
     engine.script = ["yes"]
-    shown = talk(engine, make_history(tokenizer, 3, max_prompt_tokens=120), ["long" * 100, "ok?"])
+    shown = chat(engine, make_history(tokenizer, 3, max_prompt_tokens=120), ["long" * 100, "ok?"])
     assert "the question has" in shown and "MindSpeed-RL: yes" in shown
     assert len(engine.asked) == 1
 
@@ -117,7 +117,7 @@ def test_an_answer_that_is_cut_says_so_and_is_remembered_without_the_note(
 ) -> None:
     engine.script, engine.ends = ["half an"], False
     history = make_history(tokenizer, max_turns=3)
-    assert "half an [cut by --max-new-tokens]\n" in talk(engine, history, ["go"])
+    assert "half an [cut by --max-new-tokens]\n" in chat(engine, history, ["go"])
     assert history.turns == [("go", "half an")]
 
 

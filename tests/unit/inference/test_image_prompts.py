@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from scripted_engine import ScriptedEngine
-from test_chat import talk
+from test_chat import chat
 
 sys.path.append(str(Path(__file__).parents[1] / "data"))
 from vision_folder import encode, make_folder
@@ -42,11 +42,11 @@ def pictures(tmp_path: Path) -> Path:
 
 def ids_of(prompt_format: PromptFormat, *parts: str | int) -> list[int]:
     """Ids of texts, and of images with so many tokens."""
-    found: list[int] = []
+    results: list[int] = []
     for part in parts:
         text = prompt_format.tokenizer.encode(part, add_special_tokens=False) if isinstance(part, str) else []
-        found += text if isinstance(part, str) else [START, *[PAD] * part, END]
-    return found
+        results += text if isinstance(part, str) else [START, *[PAD] * part, END]
+    return results
 
 
 def test_rows_of_every_form_are_prompts_with_all_tokens_of_their_images(prompt_format: PromptFormat, pictures: Path) -> None:
@@ -61,10 +61,10 @@ def test_rows_of_every_form_are_prompts_with_all_tokens_of_their_images(prompt_f
     read = read_jsonl([json.dumps(row) for row in rows], "f", None, str(pictures))
     assert [row for _, row in read] == rows
     conversations = [conversation for conversation, _ in read]
-    assert [one.images for one in conversations] == [(wide,), (small, wide), (small,), ()]
+    assert [conversation.images for conversation in conversations] == [(wide,), (small, wide), (small,), ()]
     expected = [(6, "what?"), (1, "and", 6, "?"), (1, "what?"), ("a tag <image> of text",)]
     assert prompt_format.encode(conversations) == [ids_of(prompt_format, *row) for row in expected]
-    with pytest.raises(ValueError, match=r"the prompts have images, and the model reads text alone"):
+    with pytest.raises(ValueError, match=r"the prompts have images, and the model reads only text"):
         PromptFormat(prompt_format.tokenizer, "hf").encode(conversations)
 
 
@@ -87,7 +87,7 @@ def test_an_image_of_the_chat_belongs_to_its_question_until_that_is_forgotten(
     engine, history = ScriptedEngine(prompt_format.tokenizer), History(prompt_format, None, 1, 200)
     engine.script = ["a", "b", "c", "d"]
     wide, small = str(pictures / "wide.png"), str(pictures / "small.png")
-    shown = talk(engine, history, [f"/image {wide}", "what?", f"/image {small}", "and?", "/history", "then?", "/new", "so?"])
+    shown = chat(engine, history, [f"/image {wide}", "what?", f"/image {small}", "and?", "/history", "then?", "/new", "so?"])
     assert f"{wide} belongs to the next question.\n" in shown and "You >> <image>and?" in shown
     end = prompt_format.tokenizer.eos_token
     expected = [
@@ -103,15 +103,15 @@ def test_an_image_of_the_chat_belongs_to_its_question_until_that_is_forgotten(
 def test_an_image_that_the_chat_cannot_show_is_refused_in_a_sentence(prompt_format: PromptFormat, pictures: Path) -> None:
     engine, small = ScriptedEngine(prompt_format.tokenizer), str(pictures / "small.png")
     history = History(prompt_format, None, 3, 200)
-    shown = talk(engine, history, [f"/image {pictures}/gone.png", *[f"/image {small}"] * (MAX_IMAGES + 1), "/image"])
+    shown = chat(engine, history, [f"/image {pictures}/gone.png", *[f"/image {small}"] * (MAX_IMAGES + 1), "/image"])
     assert "gone.png cannot be read" in shown and f"a question may have at most {MAX_IMAGES} images\n" in shown
     assert "/image is not a command; there are /new, /history, /image FILE, /exit.\n" in shown
     text = History(PromptFormat(prompt_format.tokenizer, "hf"), None, 3, 200)
-    assert "this model reads text alone" in talk(engine, text, [f"/image {small}"])
+    assert "this model reads only text" in chat(engine, text, [f"/image {small}"])
     assert not engine.requests
 
 
 def test_beams_read_no_images(prompt_format: PromptFormat) -> None:
     settings = GenerationSettings("beam_search", Sampling(0.0, 4, ()), 64)
-    with pytest.raises(ValueError, match="--task beam_search reads text alone, and a prompt has images; use greedy"):
+    with pytest.raises(ValueError, match="--task beam_search reads only text, and a prompt has images; use greedy"):
         generate(ScriptedEngine(prompt_format.tokenizer), prompt_format, [[1]], settings, [("a.png",)])

@@ -40,13 +40,13 @@ class Unigram:
         raise NotImplementedError
 
     def score(self, sequences: Sequence[list[int]], starts: Sequence[int]) -> list[list[tuple[float, bool]]]:
-        found = []
+        results = []
         for ids, start in zip(sequences, starts):
             texts = [self.tokenizer.decode([token]) for token in ids]
             self.scored.append(("".join(texts[:start]), "".join(texts[start:])))
             values = [LOG_PROBS.get(ord(text[0]), -9.0) if text else -9.0 for text in texts[start:]]
-            found.append([(value, value == -1.0) for value in values])
-        return found
+            results.append([(value, value == -1.0) for value in values])
+        return results
 
     def close(self) -> None:
         pass
@@ -67,8 +67,8 @@ def asked(kind: str, *arguments: object) -> Instance:
 
 def test_continuations_are_scored_from_where_they_begin(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
     model = _HarnessModel(unigram, tokenizer, settings())
-    found = model.loglikelihood([asked("loglikelihood", "abc", "bb"), asked("loglikelihood", "ab ", "ca")])
-    assert found == [(-2.0, True), (-14.0, False)]  # the blank between belongs to the continuation
+    result = model.loglikelihood([asked("loglikelihood", "abc", "bb"), asked("loglikelihood", "ab ", "ca")])
+    assert result == [(-2.0, True), (-14.0, False)]  # the blank between belongs to the continuation
     assert unigram.scored == [("abc", "bb"), ("ab", " ca")]
     assert model.loglikelihood([asked("loglikelihood", "", "ba")]) == [(-3.0, False)]
     assert unigram.scored[-1][1] == "ba"
@@ -82,18 +82,20 @@ def test_a_context_that_is_too_long_loses_its_beginning(unigram: Unigram, tokeni
 
 def test_a_long_text_is_scored_once_in_windows(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
     model = _HarnessModel(unigram, tokenizer, settings(length=6))
-    (found,) = model.loglikelihood_rolling([asked("loglikelihood_rolling", "abcabcabca")])
-    assert found == pytest.approx(4 * -2.0 + 3 * -1.0 + 3 * -3.0)
+    (result,) = model.loglikelihood_rolling([asked("loglikelihood_rolling", "abcabcabca")])
+    assert result == pytest.approx(4 * -2.0 + 3 * -1.0 + 3 * -3.0)
     assert "".join(scored for _, scored in unigram.scored) == "abcabcabca"[: 4 * 2] + "ca"
     assert all(len(context) + len(scored) <= 5 or "<" in context for context, scored in unigram.scored)
 
 
-def test_answers_end_at_the_stop_text_and_are_drawn_as_asked(unigram: Unigram, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_end_at_the_stop_text_and_are_sampled_as_requested(
+    unigram: Unigram, tokenizer: PreTrainedTokenizerFast
+) -> None:
     model = _HarnessModel(unigram, tokenizer, settings())
     keys = {"until": ["\n"], "max_gen_toks": 9}
-    drawn = keys | {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
-    found = model.generate_until([asked("generate_until", "x", keys), asked("generate_until", "y", drawn)])
-    assert found == ["x= 4", "x= 4"]
+    sampling = keys | {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+    result = model.generate_until([asked("generate_until", "x", keys), asked("generate_until", "y", sampling)])
+    assert result == ["x= 4", "x= 4"]
     (_, greedy, stops), (_, sampled, _) = unigram.asked
     assert greedy == Sampling(0.0, 9, (1,)) and stops == ("\n",)
     assert sampled == Sampling(0.5, 9, (1,), top_p=0.9)
@@ -117,8 +119,8 @@ target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """
     )
-    found = run_harness(unigram, tokenizer, "tiny_choice", **vars(settings(tmp_path)))
-    assert found["tiny_choice"]["acc"] == 0.5  # it prefers b: right once
-    assert not any(math.isnan(value) for value in found["tiny_choice"].values())
+    result = run_harness(unigram, tokenizer, "tiny_choice", **vars(settings(tmp_path)))
+    assert result["tiny_choice"]["acc"] == 0.5  # it prefers b: right once
+    assert not any(math.isnan(value) for value in result["tiny_choice"].values())
     with pytest.raises(ValueError, match="lm-eval has no task tiny_chice"):
         run_harness(unigram, tokenizer, "tiny_chice", **vars(settings(tmp_path)))

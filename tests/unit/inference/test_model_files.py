@@ -37,10 +37,10 @@ def tensors(settings: ModelSettings) -> dict[str, Tensor]:
     return dict(open_model(settings).named_tensors())
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(result[name], tensor, rtol=1e-6, atol=1e-6)
 
 
 def test_a_hugging_face_folder_gives_its_tensors(base: Path) -> None:
@@ -140,7 +140,7 @@ def test_what_contradicts_the_trained_adapters_is_an_error(
 ) -> None:
     with pytest.raises(ValueError, match=error):
         open_model(ModelSettings(base, lora_load=tmp_path / "run", **changes))
-    with pytest.raises(ValueError, match="holds adapters alone .* pass it as --lora-load, and the base as --load"):
+    with pytest.raises(ValueError, match="holds only adapters .* pass it as --lora-load, and the base as --load"):
         open_model(ModelSettings(tmp_path / "run"))
 
 

@@ -60,8 +60,8 @@ def test_answers_end_at_every_end_token_that_anybody_names(tokenizer: PreTrained
 
     assert PromptFormat(tokenizer, None).stop_token_ids == ids("<|im_end|>")
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": list(ids("</s>", "<|im_end|>"))}))
-    found = PromptFormat(tokenizer, None, hf_folder=tmp_path, end_tokens=["<|eot_id|>"])
-    assert found.stop_token_ids == ids("<|im_end|>", "</s>", "<|eot_id|>")
+    prompt_format = PromptFormat(tokenizer, None, hf_folder=tmp_path, end_tokens=["<|eot_id|>"])
+    assert prompt_format.stop_token_ids == ids("<|im_end|>", "</s>", "<|eot_id|>")
     with pytest.raises(ValueError, match="<nowhere>"):
         PromptFormat(tokenizer, None, end_tokens=["<nowhere>"])
 

@@ -134,8 +134,8 @@ def test_scored_is_what_follows_the_thought(engine: ScriptedEngine, sums: Task) 
 
 
 def test_several_answers_to_a_question_are_averaged(engine: ScriptedEngine, sums: Task) -> None:
-    drawn = Sampling(1.0, 1, ())
-    score, _ = evaluate(sums, engine, ["4", "1", "4", "5"], sampling=drawn, num_return=2, max_samples=2)
+    sampling = Sampling(1.0, 1, ())
+    score, _ = evaluate(sums, engine, ["4", "1", "4", "5"], sampling=sampling, num_return=2, max_samples=2)
     assert (score.right, score.total, score.solved, score.num_questions) == (1, 4, 1, 2)
     lines = summary_table([score], {"mmlu": "no data"}).splitlines()
     assert lines[0].split()[:2] == ["task", "accuracy"]
@@ -207,11 +207,11 @@ def test_other_forms_of_choice_questions_are_read_alike(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(table, tmp_path / "mmlu" / "test-00000-of-00001.parquet")
     arc = {"question": PLANETS[0], "choices": {"text": PLANETS[1:5], "label": list("ABCD")}, "answerKey": "A"}
     write_jsonl(tmp_path / "arc" / "astronomy_test.jsonl", [arc])
-    found = [
+    results = [
         open_task(name, tmp_path / folder, num_shots=0).questions()
         for name, folder in (("cmmlu", "cmmlu"), ("ceval", "ceval"), ("mmlu", "mmlu"), ("multiple_choice", "arc"))
     ]
-    assert {(q.text, q.label, q.group, q.choices) for (q,) in found} == {
+    assert {(q.text, q.label, q.group, q.choices) for (q,) in results} == {
         (
             "Which planet is nearest to the sun?\nA. Mercury\nB. Venus\nC. Earth\nD. Mars",
             "A",
@@ -243,7 +243,7 @@ def test_boolq_answers_with_a_word_that_is_told_by_its_first_token(engine: Scrip
     assert engine.asked[1].endswith("Answer: yes\n\nPassage: Ice floats.\nQuestion: does lead float?\nAnswer:")
 
 
-def test_choices_that_begin_with_the_same_token_cannot_be_told_apart(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_choices_that_start_with_the_same_token_cannot_be_distinguished(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt_format = PromptFormat(tokenizer, None)
     assert set(_find_choice_tokens(prompt_format, ("yes", "no")).values()) == {"yes", "no"}
     with pytest.raises(ValueError, match="with the same token"):

@@ -11,14 +11,14 @@ MARKS = ("<think>", "</think>")
 
 
 @pytest.mark.parametrize("text", ["plain words", "naïve café", "你好，世界", "a🙂b🙂", " leading blank", "<s>hidden</s>shown"])
-def test_pieces_of_a_stream_add_up_to_the_decoded_whole_and_hold_whole_characters(
+def test_chunks_of_a_stream_add_up_to_the_decoded_text_and_have_whole_characters(
     tokenizer: PreTrainedTokenizerFast, text: str
 ) -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     stream = IncrementalText(TextDecoder(tokenizer))
-    pieces = [stream.add([token]) for token in ids] + [stream.finish()]
-    assert "".join(pieces) == tokenizer.decode(ids, skip_special_tokens=True)
-    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+    chunks = [stream.add([token]) for token in ids] + [stream.finish()]
+    assert "".join(chunks) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert all("\N{REPLACEMENT CHARACTER}" not in chunk for chunk in chunks)
 
 
 def test_a_character_whose_bytes_never_come_is_not_shown(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -36,19 +36,19 @@ def test_special_tokens_are_left_out_but_for_those_that_are_kept(tokenizer: PreT
     assert "".join(stream.add([token]) for token in ids) == "<think>a</think>b"
 
 
-def test_thoughts_are_told_apart_wherever_the_stream_is_cut() -> None:
+def test_thoughts_are_separated_wherever_the_stream_is_cut() -> None:
     text = "<think>\n2 < 3, so <b>\n</think>\n\nYes <thin ice>"
     expected = [("thought", "2 < 3, so <b>\n"), ("answer", "Yes <thin ice>")]
     for first in range(len(text) + 1):
         for second in range(first, len(text) + 1):
             splitter = ThoughtSplitter(MARKS)
-            parts = [part for piece in (text[:first], text[first:second], text[second:]) for part in splitter.add(piece)]
+            parts = [part for chunk in (text[:first], text[first:second], text[second:]) for part in splitter.add(chunk)]
             joined: list[tuple[str, str]] = []
-            for kind, piece in parts + splitter.finish():
+            for kind, chunk in parts + splitter.finish():
                 if joined and joined[-1][0] == kind:
-                    joined[-1] = (kind, joined[-1][1] + piece)
+                    joined[-1] = (kind, joined[-1][1] + chunk)
                 else:
-                    joined.append((kind, piece))
+                    joined.append((kind, chunk))
             assert joined == expected
 
 

@@ -115,6 +115,20 @@ def test_a_process_is_killed_at_its_limit_with_its_cancelled_caller_and_when_it_
     _run(use)
 
 
+def test_a_fork_that_is_cancelled_when_its_process_arrives_is_cancelled() -> None:
+    async def use(pool: WorkerPool) -> None:
+        forking = asyncio.create_task(pool.fork())
+        await asyncio.sleep(0)
+        (created,) = pool._forks.values()
+        created.add_done_callback(lambda _: forking.cancel())
+        await asyncio.wait([forking], timeout=patient(10))
+        assert forking.cancelled()
+        worker = await asyncio.wait_for(created, patient(10))
+        await asyncio.wait_for(worker.ended, patient(10))
+
+    _run(use)
+
+
 def test_messages_that_a_process_sent_before_its_end_are_received_and_then_the_end() -> None:
     async def use(pool: WorkerPool) -> None:
         worker = await pool.fork()

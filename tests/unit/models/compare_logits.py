@@ -148,8 +148,8 @@ def saved_by_megatron(model: GPTModel, folder: Path, hf: Path) -> float:
     (folder / "latest_checkpointed_iteration.txt").write_text("1")
     words = ["--load-model-type", "mg", "--save-model-type", "hf", "--hf-cfg-dir", str(hf)]
     assert convert([*words, "--load-dir", str(folder), "--save-dir", f"{folder}-hf"]) == 0
-    expected, found = load_file(hf / "model.safetensors"), load_file(f"{folder}-hf/model.safetensors")
-    same = expected.keys() == found.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    expected, result = load_file(hf / "model.safetensors"), load_file(f"{folder}-hf/model.safetensors")
+    same = expected.keys() == result.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
     return 0.0 if same else 1.0
 
 
@@ -159,12 +159,12 @@ def forward(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor | None:
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
     if parallel_state.get_pipeline_model_parallel_world_size() == 1:
         return model(tokens, positions, None)
-    talk = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), model.config)
+    communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), model.config)
     shape = (tokens.size(1), tokens.size(0), model.config.hidden_size)
     if parallel_state.is_pipeline_first_stage():
-        talk.send_forward(model(tokens, positions, None), False)
+        communicator.send_forward(model(tokens, positions, None), False)
         return None
-    model.set_input_tensor(talk.recv_forward(shape, False))
+    model.set_input_tensor(communicator.recv_forward(shape, False))
     return model(tokens, positions, None)
 
 
@@ -238,8 +238,8 @@ if __name__ == "__main__":
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    found = run(folder, sys.argv[4:])
+    compared = run(folder, sys.argv[4:])
     if rank == 0:
-        (folder / "differences.json").write_text(json.dumps(found, indent=1))
+        (folder / "differences.json").write_text(json.dumps(compared, indent=1))
     dist.barrier()
     os._exit(0)

@@ -111,19 +111,19 @@ def test_layers_that_share_a_spec_share_the_new_one() -> None:
 
 @pytest.mark.parametrize("num_experts", [None, 4])
 def test_the_parts_of_the_installed_megatron_are_all_found(num_experts: int | None) -> None:
-    found: dict[str, set[type | None]] = {}
+    results: dict[str, set[type | None]] = {}
 
     def note(name: str, part: Any) -> Any:
-        found.setdefault(name, set()).add(specs.get_class(part))
+        results.setdefault(name, set()).add(specs.get_class(part))
         return part
 
     specs._substitute_parts(get_gpt_layer_local_spec(num_experts=num_experts, moe_grouped_gemm=False), note)
-    assert found["linear_qkv"] == found["linear_fc1"] == {ColumnParallelLinear}
-    assert found["linear_proj"] == found["linear_fc2"] == {RowParallelLinear}
+    assert results["linear_qkv"] == results["linear_fc1"] == {ColumnParallelLinear}
+    assert results["linear_proj"] == results["linear_fc2"] == {RowParallelLinear}
     if num_experts is None:
-        assert found["mlp"] == {MLP} and "experts" not in found
+        assert results["mlp"] == {MLP} and "experts" not in results
     else:
-        assert found["experts"] == {experts.SequentialMLP} and "shared_experts" in found
+        assert results["experts"] == {experts.SequentialMLP} and "shared_experts" in results
 
 
 def test_grouped_experts_are_megatrons_class_or_none() -> None:

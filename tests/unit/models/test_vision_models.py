@@ -126,7 +126,9 @@ def test_adapters_of_all_parts_are_counted_as_they_are_built(folders: dict[str, 
     expected = sum(rank * (module.in_features + module.out_features) for module in linear)
     text = model.language_model.layers
     # query, key and value are one layer here, with one A
-    expected += sum(rank * (64 + sum(getattr(one.self_attn, f"{name}_proj").out_features for name in "qkv")) for one in text)
+    expected += sum(
+        rank * (64 + sum(getattr(layer.self_attn, f"{name}_proj").out_features for name in "qkv")) for layer in text
+    )
     config = MegatronConfig(lora_target_modules=["linear_qkv"], lora_r=rank, freeze_vit=False, freeze_aligner=False)
     assert count_trained_adapters(plan_model(config, folders["qwen3"]), config) == expected
 
@@ -153,9 +155,9 @@ def test_both_parts_come_back_bit_by_bit(name: str, layout: str, folders: dict[s
     back = ["--load-model-type", "mg", "--save-model-type", "hf"]
     assert convert([*back, "--load-dir", str(tmp_path / "mg"), "--save-dir", str(tmp_path / "hf")]) == 0
     expected = load_file(folders[name] / "model.safetensors")
-    found = load_file(tmp_path / "hf" / "model.safetensors")
-    assert found.keys() == expected.keys()
-    assert [key for key, tensor in expected.items() if not torch.equal(found[key], tensor)] == []
+    result = load_file(tmp_path / "hf" / "model.safetensors")
+    assert result.keys() == expected.keys()
+    assert [key for key, tensor in expected.items() if not torch.equal(result[key], tensor)] == []
 
 
 def test_fused_experts_are_read_in_the_published_form_too(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -165,11 +167,11 @@ def test_fused_experts_are_read_in_the_published_form_too(folders: dict[str, Pat
     }
     (tmp_path / "config.json").write_text((folders["qwen3_moe"] / "config.json").read_text())
     save_file(published, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    one, other = HfFolder(folders["qwen3_moe"]), HfFolder(tmp_path)
-    assert one.records.keys() == other.records.keys()
-    for name in one.records.keys() - one.renamed:
-        assert torch.equal(one.read(name), other.read(name)), name
-        assert torch.equal(one.read(name, 0, 1, 3), other.read(name, 0, 1, 3)), name
+    hf_folder, other = HfFolder(folders["qwen3_moe"]), HfFolder(tmp_path)
+    assert hf_folder.records.keys() == other.records.keys()
+    for name in hf_folder.records.keys() - hf_folder.renamed:
+        assert torch.equal(hf_folder.read(name), other.read(name)), name
+        assert torch.equal(hf_folder.read(name, 0, 1, 3), other.read(name, 0, 1, 3)), name
 
 
 def test_experts_are_written_in_the_published_form_which_transformers_reads(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -177,12 +179,12 @@ def test_experts_are_written_in_the_published_form_which_transformers_reads(fold
     assert convert(["--load-dir", str(folders["qwen3_moe"]), "--save-dir", str(tmp_path / "mg"), *layout.split()]) == 0
     back = ["--load-model-type", "mg", "--save-model-type", "hf"]
     assert convert([*back, "--load-dir", str(tmp_path / "mg"), "--save-dir", str(tmp_path / "hf")]) == 0
-    original, found = (load_file(folder / "model.safetensors") for folder in (folders["qwen3_moe"], tmp_path / "hf"))
-    assert found.keys() == original.keys()
+    original, result = (load_file(folder / "model.safetensors") for folder in (folders["qwen3_moe"], tmp_path / "hf"))
+    assert result.keys() == original.keys()
     for name, tensor in original.items():
         # transformers saves [experts, outputs, inputs] and reads both; the published form is the other one
         expected = tensor.transpose(1, 2) if ".mlp.experts." in name else tensor
-        assert torch.equal(found[name], expected), name
+        assert torch.equal(result[name], expected), name
     read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     expected = dict(tiny_vision.build("qwen3_moe").named_parameters())
     assert [name for name, tensor in read.named_parameters() if not torch.equal(tensor, expected[name])] == []
@@ -196,9 +198,9 @@ def test_saving_a_trained_model_writes_the_same_stacks() -> None:
         for expert in range(2)
         for part, tensors in (("gate", gate), ("up", up), ("down", down))
     ]
-    found = dict(join_experts(named, 2, alternate=False))
-    assert torch.equal(found[f"{prefix}.gate_up_proj"], torch.cat([gate, up], dim=1).transpose(1, 2))
-    assert torch.equal(found[f"{prefix}.down_proj"], down.transpose(1, 2))
+    results = dict(join_experts(named, 2, alternate=False))
+    assert torch.equal(results[f"{prefix}.gate_up_proj"], torch.cat([gate, up], dim=1).transpose(1, 2))
+    assert torch.equal(results[f"{prefix}.down_proj"], down.transpose(1, 2))
 
 
 def test_the_plan_counts_a_tower_on_the_first_stage_and_its_gradients_where_it_trains(folders: dict[str, Path]) -> None:
@@ -238,7 +240,7 @@ def test_a_model_block_of_images_has_the_tower_of_its_family() -> None:
     block = {"num_layers": 28, "hidden_size": 3584, "ffn_hidden_size": 18944, "num_attention_heads": 28, "num_query_groups": 4}
     block |= {"group_query_attention": True, "padded_vocab_size": 152064, "add_qkv_bias": True, "norm_epsilon": 1e-6}
     block |= {"untie_embeddings_and_output_weights": True, "rotary_base": 1000000}
-    _, found = infer_model_config(MegatronConfig(model_type="qwen2_5_vl", **block))
-    assert found.vision == read(MODELS["Qwen2.5-VL-7B-Instruct"]).vision
+    _, result = infer_model_config(MegatronConfig(model_type="qwen2_5_vl", **block))
+    assert result.vision == read(MODELS["Qwen2.5-VL-7B-Instruct"]).vision
     with pytest.raises(ValueError, match="model_type qwen3: the other model keys describe a model of family qwen2"):
         infer_model_config(MegatronConfig(model_type="qwen3", **block))

@@ -136,13 +136,13 @@ def test_the_chunks_of_hf_tensors_are_their_bytes_and_mostly_views() -> None:
     tensors = {"q": torch.randn(16, 6), "k": torch.randn(8, 6), "v": torch.randn(8, 6)}
     shards = [op.read_shard(MemorySource(tensors), 2, rank) for rank in range(2)]
     places = [range(shard.data_ptr(), shard.data_ptr() + shard.nbytes) for shard in shards]
-    for name, pieces in op.shards_to_hf_chunks(shards).items():
-        assert torch.equal(torch.cat(pieces), tensors[name])
-        assert all(any(piece.data_ptr() in place for place in places) and piece.is_contiguous() for piece in pieces)
+    for name, chunks in op.shards_to_hf_chunks(shards).items():
+        assert torch.equal(torch.cat(chunks), tensors[name])
+        assert all(any(chunk.data_ptr() in place for place in places) and chunk.is_contiguous() for chunk in chunks)
 
 
 def test_padding_that_spans_several_shards_is_removed_from_their_chunks() -> None:
     embedding = torch.arange(5.0)[:, None]
     op = WeightOp("embedding", ("embed",), ((5, 1),), splits=(Split(0, size=5, padded=8),), section="pre")
     shards = [op.read_shard(MemorySource({"embed": embedding}), 4, rank) for rank in range(4)]
-    assert [piece.flatten().tolist() for piece in op.shards_to_hf_chunks(shards)["embed"]] == [[0, 1], [2, 3], [4]]
+    assert [chunk.flatten().tolist() for chunk in op.shards_to_hf_chunks(shards)["embed"]] == [[0, 1], [2, 3], [4]]

@@ -29,12 +29,12 @@ def test_shared_prompts_change_no_output_and_no_gradient(window: int | None, sof
     generator = torch.Generator().manual_seed(1)
     shapes = [(len(shared.computed), heads, 8) for heads in (4, 2, 2)]
     computed = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-    apart = [x.detach().clone().requires_grad_() for x in computed]
+    separate = [x.detach().clone().requires_grad_() for x in computed]
     out = attention(*computed, packed_seq_params=PackedLayout.build(LENGTHS, CPU, shared=shared))
-    whole = attention(*(x[shared.representatives] for x in apart), packed_seq_params=PackedLayout.build(LENGTHS, CPU))
+    whole = attention(*(x[shared.representatives] for x in separate), packed_seq_params=PackedLayout.build(LENGTHS, CPU))
     torch.testing.assert_close(out, whole[shared.computed])
     direction = torch.randn(out.shape, generator=generator)
     out.backward(direction)
     whole[shared.computed].backward(direction)
-    for mine, theirs in zip(computed, apart):
+    for mine, theirs in zip(computed, separate):
         torch.testing.assert_close(mine.grad, theirs.grad)

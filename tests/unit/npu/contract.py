@@ -54,10 +54,10 @@ class Use:
 
 def uses(package: Path) -> list[Use]:
     """Every use of a foreign name in a package of ours."""
-    found: list[Use] = []
+    results: list[Use] = []
     for path in sorted(package.rglob("*.py")):
-        found += _uses_of_file(path, package.parent)
-    return found
+        results += _uses_of_file(path, package.parent)
+    return results
 
 
 def _uses_of_file(path: Path, root: Path) -> Iterator[Use]:
@@ -174,8 +174,8 @@ class SourceTree:
         if isinstance(node, ast.ImportFrom):
             alias = next(alias for alias in node.names if (alias.asname or alias.name) == parts[0])
             source = _absolute(node, module, is_package=path.name == "__init__.py")
-            found = self.signature(".".join([source, alias.name, *parts[1:]]))
-            return "" if found is None and self.module(source) is None else found  # compiled, or another package
+            result = self.signature(".".join([source, alias.name, *parts[1:]]))
+            return "" if result is None and self.module(source) is None else result  # compiled, or another package
         if len(parts) > 1:
             return self._member(node, parts[1:])
         return _arguments(node)
@@ -183,9 +183,9 @@ class SourceTree:
     def _from_star(self, path: Path, module: str, parts: list[str]) -> str | None:
         for node in ast.walk(ast.parse(path.read_text(errors="replace"))):
             if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
-                found = self.signature(".".join([_absolute(node, module, is_package=path.name == "__init__.py"), *parts]))
-                if found is not None:
-                    return found
+                result = self.signature(".".join([_absolute(node, module, is_package=path.name == "__init__.py"), *parts]))
+                if result is not None:
+                    return result
         return None
 
     def _member(self, node: ast.AST, parts: list[str]) -> str | None:
@@ -305,8 +305,8 @@ def operator_schemas(library: Path) -> dict[str, str]:
     """Argument lists of the `npu_*` operators whose schemas are stored as text in the compiled library."""
     text = library.read_bytes()
     schemas: dict[str, str] = {}
-    for found in re.finditer(rb"(?<![\w.])(npu_\w+)\(([^\x00]{0,4000}?)\) -> ", text):
-        schemas.setdefault(found[1].decode(), f"({found[2].decode()})")
+    for result in re.finditer(rb"(?<![\w.])(npu_\w+)\(([^\x00]{0,4000}?)\) -> ", text):
+        schemas.setdefault(result[1].decode(), f"({result[2].decode()})")
     return schemas
 
 
@@ -402,19 +402,19 @@ def record_mindspeed(folder: Path, names: set[str]) -> dict[str, object]:
         )
         read |= {feature.replace("-", "_") for feature in re.findall(r"super\(\S*\)\.__init__\(\s*[\"']([\w-]+)", text)}
     tree = SourceTree(folder)
-    found = {name: tree.signature(name) for name in sorted(names)}
+    results = {name: tree.signature(name) for name in sorted(names)}
     return {
         "arguments": sorted(registered),
         "read_arguments": sorted(read - registered),
-        "names": {name: signature for name, signature in found.items() if signature is not None},
+        "names": {name: signature for name, signature in results.items() if signature is not None},
     }
 
 
 def record_megatron(folder: Path, names: set[str]) -> dict[str, str]:
     """Signatures of the used names."""
     tree = SourceTree(folder)
-    found = {name: tree.signature(name) for name in sorted(names)}
-    return {name: signature for name, signature in found.items() if signature is not None}
+    results = {name: tree.signature(name) for name in sorted(names)}
+    return {name: signature for name, signature in results.items() if signature is not None}
 
 
 def names_of(package: str) -> set[str]:

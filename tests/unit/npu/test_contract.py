@@ -54,7 +54,7 @@ def offered(package: str) -> dict[str, dict[str, str]]:
 
 
 def problems(uses: list[contract.Use], package: str) -> list[str]:
-    found = []
+    results = []
     for use in uses:
         if use.name.split(".")[0] != package:
             continue
@@ -66,18 +66,18 @@ def problems(uses: list[contract.Use], package: str) -> list[str]:
                 assert use.name not in names, f"{use.name} is no longer missing in {version}"
                 continue
             if use.name not in names:
-                found.append(f"{use.where}: {use.name} is not in the record of {package} {version}")
+                results.append(f"{use.where}: {use.name} is not in the record of {package} {version}")
             elif names[use.name] and use.keywords is not None:
                 wrong = contract.accepts(names[use.name], use.keywords, use.positional or 0)
                 if wrong:
-                    found.append(f"{use.where}: {use.name} {wrong} in {package} {version}")
-    return found
+                    results.append(f"{use.where}: {use.name} {wrong} in {package} {version}")
+    return results
 
 
 @pytest.mark.parametrize("package", ["torch_npu", "mindspeed", "megatron"])
 def test_every_name_and_call_of_our_code_exists_in_every_pinned_release(package: str) -> None:
-    found = problems(USES, package)
-    assert found == [], (
+    result = problems(USES, package)
+    assert result == [], (
         "new names must be looked up in the pinned releases: see tests/unit/npu/contract.py (--megatron needs no download)"
     )
 
@@ -204,8 +204,8 @@ def test_a_use_that_no_release_has_is_found(tmp_path: Path, code: str, complaint
     package.mkdir()
     (package / "wrong.py").write_text(code)
     name = "mindspeed" if "mindspeed" in code else "megatron" if "megatron" in code else "torch_npu"
-    found = problems(contract.uses(package), name)
-    assert len(found) >= 1 and complaint in found[0]
+    result = problems(contract.uses(package), name)
+    assert len(result) >= 1 and complaint in result[0]
 
 
 def test_calls_are_compared_with_schemas_and_python_signatures() -> None:

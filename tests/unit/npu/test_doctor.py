@@ -23,8 +23,8 @@ def recorded(key: str) -> Path:
 
 @pytest.mark.parametrize("key", [message.key for message in logs._MESSAGES])
 def test_every_known_failure_is_recognised_in_a_recorded_log(key: str) -> None:
-    found = {finding.key for finding in logs._read_log(recorded(key))}
-    assert found == {key}
+    results = {finding.key for finding in logs._read_log(recorded(key))}
+    assert results == {key}
 
 
 def test_a_healthy_log_has_no_findings() -> None:
@@ -71,7 +71,7 @@ def test_versions_are_compared_number_by_number() -> None:
     assert not stack.at_least("8.5.1", "9.0.0") and not stack.at_least("25.3", "25.5")
 
 
-def test_the_line_is_the_one_most_packages_belong_to() -> None:
+def test_the_line_is_chosen_by_the_majority_of_packages() -> None:
     fallback = {"torch": "2.9.0+cpu", "torch-npu": "2.9.0.post2", "vllm": "0.18.0", "vllm-ascend": "0.18.0"}
     assert stack.find_line(fallback).name == "fallback"
     assert stack.find_line({}).name == "main"
@@ -115,11 +115,11 @@ def test_a_package_that_an_entry_module_needs_is_named(tmp_path: Path, monkeypat
         (folder / f"{file}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = {finding.name: finding for finding in checks.check_imports()}
-    broken = found["vllm_ascend.worker.worker"]
+    results = {finding.name: finding for finding in checks.check_imports()}
+    broken = results["vllm_ascend.worker.worker"]
     assert (broken.area, broken.status) == ("imports", "fail")
     assert "package_that_is_missing" in broken.text and "package_that_is_missing" in broken.fix and "install.sh" in broken.fix
-    assert found["mindspeed_rl.workers.actor_worker"].status == "ok"
+    assert results["mindspeed_rl.workers.actor_worker"].status == "ok"
 
 
 def test_a_glibc_older_than_the_wheels_is_a_warning_with_the_ways_out() -> None:
@@ -153,8 +153,8 @@ def environment_problems(**environment: str) -> dict[str, str]:
 def test_half_a_cann_environment_is_reported(tmp_path: Path) -> None:
     for folder in ("runtime", "compiler"):
         (tmp_path / folder).mkdir()
-    found = environment_problems(ASCEND_HOME_PATH=str(tmp_path))
-    assert set(found) == {"ASCEND_OPP_PATH", "ATB_HOME_PATH"}
+    result = environment_problems(ASCEND_HOME_PATH=str(tmp_path))
+    assert set(result) == {"ASCEND_OPP_PATH", "ATB_HOME_PATH"}
     whole = {"ASCEND_HOME_PATH": str(tmp_path), "ASCEND_OPP_PATH": str(tmp_path), "ATB_HOME_PATH": str(tmp_path)}
     assert environment_problems(**whole) == {}
 
@@ -180,8 +180,8 @@ def test_a_harmful_variable_is_named(environment: dict[str, str], named: str) ->
 
 
 def test_a_misspelt_hccl_variable_is_named_with_the_nearest() -> None:
-    found = environment_problems(HCCL_CONECT_TIMEOUT="1800", HCCL_RDMA_TC="132", HCCL_IF_IP="10.0.0.1")
-    assert set(found) == {"HCCL_CONECT_TIMEOUT"} and "HCCL_CONNECT_TIMEOUT" in found["HCCL_CONECT_TIMEOUT"]
+    result = environment_problems(HCCL_CONECT_TIMEOUT="1800", HCCL_RDMA_TC="132", HCCL_IF_IP="10.0.0.1")
+    assert set(result) == {"HCCL_CONECT_TIMEOUT"} and "HCCL_CONNECT_TIMEOUT" in result["HCCL_CONECT_TIMEOUT"]
 
 
 def test_a_cpu_machine_is_fine_and_hears_what_an_npu_machine_needs() -> None:
@@ -225,10 +225,10 @@ mindspeed_rl.runtime.futures.WorkerError: reward worker 0 raised ValueError
 def test_the_exception_a_run_ended_with_is_found_and_of_a_chain_the_first(tmp_path: Path) -> None:
     log = tmp_path / "run.log"
     log.write_text(CHAIN)
-    (found,) = logs._read_log(log)
-    assert (found.key, found.line, found.line_number) == ("exception", "ValueError: the examiner went home", 5)
-    assert found.time == "2026-11-01 10:00:00.000"
-    assert "/work/plugin.py:7, in touchy" in found.fix and found.cause.endswith("ValueError: the examiner went home")
+    (result,) = logs._read_log(log)
+    assert (result.key, result.line, result.line_number) == ("exception", "ValueError: the examiner went home", 5)
+    assert result.time == "2026-11-01 10:00:00.000"
+    assert "/work/plugin.py:7, in touchy" in result.fix and result.cause.endswith("ValueError: the examiner went home")
 
 
 def test_an_interrupted_run_has_no_failure(tmp_path: Path) -> None:

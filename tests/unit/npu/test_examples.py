@@ -41,7 +41,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[list[s
         tool = tools / name
         tool.write_text(f'#!/usr/bin/env bash\nprintf "%s\\0" {name} "$@" >> "$RECORD"; printf "\\n\\0" >> "$RECORD"\n')
         tool.chmod(0o755)
-    found: dict[Path, list[list[str]]] = {}
+    results: dict[Path, list[list[str]]] = {}
     for script in SCRIPTS:
         record = folder / "record"
         record.write_bytes(b"")
@@ -55,8 +55,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, list[list[s
                 commands.append([])
             elif word:
                 commands[-1].append(word)
-        found[script] = [command for command in commands if command]
-    return found
+        results[script] = [command for command in commands if command]
+    return results
 
 
 @pytest.mark.parametrize("family", SIZES)

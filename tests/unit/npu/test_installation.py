@@ -36,12 +36,12 @@ HOSTS = [(line, host) for line in ("main", "fallback", "cann85") for host in pac
 def recorded(line: str, host: tuple[str, str]) -> dict[str, str]:
     """Versions that a host gets, as pip reads the constraints."""
     markers = {"platform_machine": host[0], "python_version": host[1], "python_full_version": f"{host[1]}.9"}
-    found = {}
+    results = {}
     for entry in packages.constraints(line):
         version, _, marker = entry.partition(";")
         if "==" in version and (not marker.strip() or Marker(marker.strip()).evaluate(markers)):
-            found[packages.name_of(version)] = version.partition("==")[2].strip()
-    return found
+            results[packages.name_of(version)] = version.partition("==")[2].strip()
+    return results
 
 
 @pytest.mark.parametrize("line", stack.LINES, ids=lambda line: line.name)

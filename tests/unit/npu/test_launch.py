@@ -184,12 +184,12 @@ def start(rank: int, port: int, tmp_path: Path, *extra: str, sources: Path | Non
 
 def processes_with(text: str) -> list[int]:
     """Living processes that have a text in their command line."""
-    found = []
+    results = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if text.encode() in (folder / "cmdline").read_bytes():
-                found.append(int(folder.name))
-    return found
+                results.append(int(folder.name))
+    return results
 
 
 @pytest.mark.slow

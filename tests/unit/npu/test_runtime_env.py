@@ -49,19 +49,19 @@ def test_the_doctor_knows_what_the_libraries_read(name: str) -> None:
 
 
 def test_every_variable_has_a_comment_in_both_languages() -> None:
-    comment, last_was_comment, found = "", False, 0
+    comment, last_was_comment, result = "", False, 0
     for line in FILE.read_text().splitlines():
         stripped = line.strip()
         if re.match(r"(# )?[A-Z][A-Z0-9_]+: '", stripped):
             assert re.search("[a-z]{3}", comment) and re.search("[\u4e00-\u9fff]", comment), stripped
-            found += 1
+            result += 1
             last_was_comment = False
         elif stripped.startswith("#"):
             comment = f"{comment} {stripped}" if last_was_comment else stripped
             last_was_comment = True
         else:
             comment, last_was_comment = "", False
-    assert found > 50
+    assert result > 50
 
 
 def test_the_shipped_file_has_no_problem_once_it_is_fitted() -> None:

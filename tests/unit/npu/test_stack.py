@@ -26,22 +26,22 @@ def state(name: str, version: str) -> str:
 
 @pytest.mark.parametrize("line", stack.LINES, ids=lambda line: line.name)
 def test_a_complete_line_is_found(line: stack.VersionLine) -> None:
-    found = stack.examine_stack({"torch": "2.9.0", **line.packages})
-    assert found.line == line.name and found.ok
-    assert f"Version line: {line.name}, 7 of 7 packages" in found.as_text()
+    result = stack.examine_stack({"torch": "2.9.0", **line.packages})
+    assert result.line == line.name and result.ok
+    assert f"Version line: {line.name}, 7 of 7 packages" in result.as_text()
 
 
 def test_a_machine_without_any_of_it_has_no_line() -> None:
-    found = stack.examine_stack({})
-    assert found.line is None and {member.state for member in found.members} == {"missing"}
+    result = stack.examine_stack({})
+    assert result.line is None and {member.state for member in result.members} == {"missing"}
 
 
 @pytest.mark.parametrize(
     ("name", "version"), [("megatron-core", "0.15.3"), ("megatron-core", "0.20.0rc1"), ("vllm-ascend", "0.11.0rc1")]
 )
 def test_what_is_refused_is_refused_by_the_adaptors_too(name: str, version: str) -> None:
-    found = stack.examine_stack({name: version})
-    assert state(name, version) == "refused" and not found.ok
+    result = stack.examine_stack({name: version})
+    assert state(name, version) == "refused" and not result.ok
     if name == "megatron-core":
         assert not version.startswith(megatron_cpu._SUPPORTED_VERSIONS)
     else:
@@ -60,17 +60,17 @@ def test_the_adaptors_serve_the_releases_of_both_lines_and_no_others() -> None:
     [("0.16.1", "first"), ("0.17.1", "second"), ("0.18.0", "second"), ("0.19.2", "second"), ("0.1.6", None)],
 )
 def test_the_line_of_megatron_is_told_and_where_it_was_verified(version: str, line: str | None) -> None:
-    found = stack.examine_stack({"megatron-core": version})
-    assert (found.megatron.name if found.megatron else None) == line
-    assert ("Megatron: second line (megatron-core 0.17, 0.18 and 0.19), verified on the CPU alone." in found.as_text()) == (
+    result = stack.examine_stack({"megatron-core": version})
+    assert (result.megatron.name if result.megatron else None) == line
+    assert ("Megatron: second line (megatron-core 0.17, 0.18 and 0.19), verified only on the CPU." in result.as_text()) == (
         line == "second"
     )
 
 
 def test_on_an_npu_the_second_line_is_not_verified() -> None:
-    found = stack.examine_stack({"megatron-core": "0.17.1", "torch-npu": "2.10.0.post4"})
-    megatron = next(member for member in found.members if member.name == "megatron-core")
-    assert (megatron.state, megatron.text) == ("not verified", "verified on the CPU alone; for the NPU take 0.16")
+    result = stack.examine_stack({"megatron-core": "0.17.1", "torch-npu": "2.10.0.post4"})
+    megatron = next(member for member in result.members if member.name == "megatron-core")
+    assert (megatron.state, megatron.text) == ("not verified", "verified only on the CPU; for the NPU take 0.16")
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_on_an_npu_the_second_line_is_not_verified() -> None:
 def test_mindspeed_is_refused_where_it_is_made_for_another_megatron(
     megatron: str | None, mindspeed: str, expected: str
 ) -> None:
-    found = stack.examine_stack({"megatron-core": megatron, "mindspeed": mindspeed})
-    member = next(member for member in found.members if member.name == "mindspeed")
+    result = stack.examine_stack({"megatron-core": megatron, "mindspeed": mindspeed})
+    member = next(member for member in result.members if member.name == "mindspeed")
     assert member.state == expected
     if expected == "refused":
         assert member.text.startswith("made for megatron-core 0.1") and f"{megatron} is installed" in member.text

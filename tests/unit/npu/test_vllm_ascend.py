@@ -124,7 +124,7 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
         # the proof of a weight push reads the matrices as they were loaded
         for name, expected in zip(("w13_weight", "w2_weight"), loaded):
             unpack = hooks.unpack(layer)[f".{name}"]
-            assert all(torch.equal(unpack(plane), one) for plane, one in zip(getattr(layer, name), expected))
+            assert all(torch.equal(unpack(plane), values) for plane, values in zip(getattr(layer, name), expected))
         hooks.restore_cache(engine)
     assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
     assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
@@ -180,7 +180,7 @@ def test_additional_config_has_only_keys_of_the_release() -> None:
 
 def expert_map(path: Path, *layers: list[list[int]]) -> Path:
     """The file of an expert load balancer: the experts of each device of each layer."""
-    found = [
+    results = [
         {
             "layer_id": number,
             "device_count": len(devices),
@@ -188,7 +188,7 @@ def expert_map(path: Path, *layers: list[list[int]]) -> Path:
         }
         for number, devices in enumerate(layers)
     ]
-    path.write_text(json.dumps({"moe_layer_count": len(layers), "layer_list": found}))
+    path.write_text(json.dumps({"moe_layer_count": len(layers), "layer_list": results}))
     return path
 
 

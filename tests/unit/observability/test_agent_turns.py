@@ -80,9 +80,9 @@ def test_spans_are_what_opentelemetry_reads(tmp_path: Path) -> None:
         250_000_000,
         750_000_000,
     ]
-    found = {value.key: value.value for value in first[1].attributes}
-    assert found["gen_ai.usage.output_tokens"].int_value == 2 and found["reward"].double_value == 0.25
-    assert found["tokens.trained"].int_value == 2 and found["text"].string_value == "read"
+    results = {value.key: value.value for value in first[1].attributes}
+    assert results["gen_ai.usage.output_tokens"].int_value == 2 and results["reward"].double_value == 0.25
+    assert results["tokens.trained"].int_value == 2 and results["text"].string_value == "read"
     assert [span.status.code for span in first] == [1, 1, 2, 1, 1]
 
 

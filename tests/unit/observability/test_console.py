@@ -87,7 +87,7 @@ with IterationProgress(40, "grpo", every=40) as progress:
 """
 
 
-def test_on_a_terminal_one_bar_is_drawn_over_itself():
+def test_on_a_terminal_a_single_bar_is_overwritten():
     ours, theirs = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=theirs, stderr=subprocess.STDOUT, env=environment)

@@ -7,11 +7,11 @@ from mindspeed_rl.observability.page import _CHARTS, _build_curves, _Chart, _sel
 
 
 def test_few_points_stay_as_they_are():
-    found = _build_curves(
+    result = _build_curves(
         History([{"iteration": 1, "a": 0.5}, {"iteration": 2, "a": None, "b": 7.0}, {"iteration": 3, "a": 1.5}])
     )
-    assert found["a"].x == [1, 3] and found["a"].y == [0.5, 1.5] and found["a"].low == []
-    assert found["b"].x == [2]
+    assert result["a"].x == [1, 3] and result["a"].y == [0.5, 1.5] and result["a"].low == []
+    assert result["b"].x == [2]
 
 
 def test_a_spike_among_many_points_is_still_seen():

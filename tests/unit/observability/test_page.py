@@ -110,9 +110,9 @@ def test_a_run_that_was_killed_while_writing_still_has_a_page(tmp_path):
 
 
 def test_the_command_compares_runs_and_names_what_is_no_run(tmp_path, capsys):
-    one, two = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 4, seed=1)
+    result, two = write_run(tmp_path / "first", 3), write_run(tmp_path / "second", 4, seed=1)
     output = tmp_path / "both.html"
-    assert report.main([str(one), str(two), "-o", str(output)]) == 0
+    assert report.main([str(result), str(two), "-o", str(output)]) == 0
     assert "first · second" in output.read_text() and not list(tmp_path.glob(".*partial"))
     (tmp_path / "empty").mkdir()
     assert report.main([str(tmp_path / "empty")]) == 2
@@ -226,7 +226,7 @@ def browse(page, *options):
 
 
 @needs_browser
-def test_a_browser_draws_every_chart_and_every_token(tmp_path):
+def test_a_browser_renders_every_chart_and_every_token(tmp_path):
     page = write_page(tmp_path / "report.html", [read_run(write_run(tmp_path / "run", 40))])
     dom = browse(page, "--window-size=1300,900", "--dump-dom")
     body = dom[dom.index("<body") :]
@@ -259,17 +259,17 @@ addEventListener("load", () => setTimeout(() => {
 
 @needs_browser
 @pytest.mark.parametrize(("width", "theme"), [(1300, "light"), (1300, "dark"), (500, "light")])
-def test_nothing_overlaps_and_a_constant_is_drawn_at_its_value(tmp_path, width, theme):
+def test_nothing_overlaps_and_a_constant_is_shown_at_its_value(tmp_path, width, theme):
     page = write_page(tmp_path / "report.html", [read_run(write_evaluated_run(tmp_path / "run"))])
     page.write_text(page.read_text().replace("</body>", PROBE + "</body>"))
     options = ["--blink-settings=preferredColorScheme=0"] if theme == "dark" else []
     dom = browse(page, f"--window-size={width},900", "--dump-dom", *options)
-    found = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
-    assert found == {"faults": [], "range": [0, 0.002], "theme": theme}
+    content = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", dom, re.S).group(1)))
+    assert content == {"faults": [], "range": [0, 0.002], "theme": theme}
 
 
 @needs_browser
-def test_a_page_that_follows_a_run_draws_what_is_new(tmp_path):
+def test_a_page_that_follows_a_run_adds_new_points(tmp_path):
     folder = write_run(tmp_path / "run", 40, samples=False)
     page = write_page(tmp_path / "report.html", [read_run(folder)])
     with (folder / "metrics.jsonl").open("a") as file:

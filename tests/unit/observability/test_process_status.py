@@ -43,22 +43,22 @@ def child(folder: Path, name: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_one_that_works_one_that_is_stopped_and_one_that_is_gone_are_told_apart(tmp_path: Path) -> None:
+def test_working_stopped_and_ended_processes_are_distinguished(tmp_path: Path) -> None:
     processes = [child(tmp_path, f"worker {rank}") for rank in range(3)]
     try:
         processes[1].send_signal(signal.SIGSTOP)
         processes[2].kill()
         processes[2].wait()
-        found = collect_statuses(tmp_path)
-        assert [(item.name, item.state, item.doing) for item in found] == [
+        result = collect_statuses(tmp_path)
+        assert [(item.name, item.state, item.doing) for item in result] == [
             ("worker 0", "works", "update_actor"),
             ("worker 1", "stopped", "update_actor"),
             ("worker 2", "dead", "update_actor"),
         ]
-        assert [item.pid for item in found] == [process.pid for process in processes]
+        assert [item.pid for item in result] == [process.pid for process in processes]
         assert "time.sleep" not in (tmp_path / "alive/worker_1.stacks").read_text()
         assert '  File "<string>", line 8 in <module>' in (tmp_path / "alive/worker_0.stacks").read_text()
-        late = find_straggler(found, ["worker 0", "worker 1"])
+        late = find_straggler(result, ["worker 0", "worker 1"])
         assert late is not None and str(late).startswith(
             f"worker 1 (process {processes[1].pid}) is stopped (SIGSTOP, or a debugger), in update_actor for "
         )
@@ -76,8 +76,8 @@ def test_a_process_number_that_another_process_has_now_is_left_alone(tmp_path: P
     path = tmp_path / "alive/worker_0.json"
     path.write_text(json.dumps({**record, "doing": "update_actor", "since": 0.0}))
     os.utime(path, (1.0, 1.0))  # written before this process was there
-    (found,) = read_statuses(tmp_path)
-    assert found.state == "dead"
+    (status,) = read_statuses(tmp_path)
+    assert status.state == "dead"
     assert terminate_processes(tmp_path, ["worker 0"]) == []
 
 
@@ -91,10 +91,10 @@ def test_what_is_said_in_letters_beyond_ascii_stays_readable(tmp_path: Path) -> 
     beat = heartbeat.start(tmp_path, "driver", interval_s=60.0)
     try:
         with heartbeat.doing("正在训练" * 200):
-            (found,) = read_statuses(tmp_path)
+            (status,) = read_statuses(tmp_path)
     finally:
         beat.end()
-    assert found.name == "driver" and found.doing.startswith("正在训练")
+    assert status.name == "driver" and status.doing.startswith("正在训练")
 
 
 STACKS = """Thread 0x00007f1 (most recent call first):
@@ -138,20 +138,20 @@ def test_the_rank_that_has_not_begun_what_others_wait_in_is_late() -> None:
         1: record(1, ("0", 1, True), ("1", 1, True), ("0", 2, False)),
         2: record(2, ("0", 1, True)),
     }
-    (found,) = _match_collectives(records)
-    assert str(found) == "ranks 0, 1 wait in all_reduce number 2 of group world, which rank 2 has not begun"
+    (collective,) = _match_collectives(records)
+    assert str(collective) == "ranks 0, 1 wait in all_reduce number 2 of group world, which rank 2 has not begun"
     assert _describe_last_collective(records[0]) == "last collective: all_reduce number 2 of group world (not ended)"
     assert _describe_last_collective(records[2]) == "last collective: all_reduce number 1 of group world (ended)"
 
 
 def test_a_rank_that_did_not_answer_is_late_by_what_the_others_know_of_the_group() -> None:
-    (found,) = _match_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
-    assert (found.group, found.number, found.waiting, found.late) == ("TENSOR", 2, (0,), (1,))
+    (collective,) = _match_collectives({0: record(0, ("1", 1, True), ("1", 2, False))})
+    assert (collective.group, collective.number, collective.waiting, collective.late) == ("TENSOR", 2, (0,), (1,))
 
 
 def test_who_waits_for_somebody_who_waits_elsewhere_is_named_after_the_first_collective() -> None:
     records = {0: record(0, ("1", 1, False)), 1: record(1, ("0", 1, False)), 2: record(2)}
-    assert [(found.group, found.waiting, found.late) for found in _match_collectives(records)] == [
+    assert [(collective.group, collective.waiting, collective.late) for collective in _match_collectives(records)] == [
         ("TENSOR", (0,), (1,)),
         ("world", (1,), (0, 2)),
     ]
@@ -162,7 +162,7 @@ def test_nobody_is_late_where_everything_has_ended() -> None:
     assert find_stalled_collectives([]) == [] and _describe_last_collective({}) == ""
 
 
-def test_the_torch_of_this_machine_records_what_is_read(one_process_world: None) -> None:
+def test_the_torch_of_this_machine_records_what_is_read(single_process_world: None) -> None:
     import torch
     import torch.distributed as dist
 

@@ -42,17 +42,17 @@ def test_a_run_that_failed_before_its_first_iteration_still_gets_a_report(tmp_pa
 def test_a_repeated_iteration_counts_once_and_its_records_join(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"iteration": 2, "a": 1}\n{"iteration": 1, "a": 5}\n{"iteration": 2, "a": 3, "eval/accuracy": 0.5}\n')
-    found = History(read_lines(path))
-    assert list(found.iterations) == [1, 2]
-    points = {name: (list(series.x), list(series.y)) for name, series in found.series.items()}
+    history = History(read_lines(path))
+    assert list(history.iterations) == [1, 2]
+    points = {name: (list(series.x), list(series.y)) for name, series in history.series.items()}
     assert points == {"a": ([1, 2], [5.0, 3.0]), "eval/accuracy": ([2], [0.5])}
 
 
 def test_completions_are_written_every_n_iterations(tmp_path):
     writer = _CompletionWriter(tmp_path / "completions.jsonl", interval=2, limit=1)
-    one = Completion("3+4=", "7", 1.0, {"acc": 1.0}, 0.5, {"label": "7"})
+    completion = Completion("3+4=", "7", 1.0, {"acc": 1.0}, 0.5, {"label": "7"})
     for iteration in (1, 2, 3, 4):
-        writer.write(iteration, [one, one])
+        writer.write(iteration, [completion, completion])
     records = [json.loads(line) for line in (tmp_path / "completions.jsonl").read_text().splitlines()]
     assert [record["iteration"] for record in records] == [1, 2, 4]
     assert records[0] == {

@@ -82,8 +82,8 @@ def test_wandb_writes_an_offline_run_with_figures_and_a_table(tmp_path):
     run_tracker(tmp_path, use_wandb=True, wandb_mode="offline", wandb_project="mine")
     (folder,) = (tmp_path / "wandb").glob("offline-run-*")
     (record,) = folder.glob("run-*.wandb")
-    found = record.read_bytes()
-    assert b"train/actor/pg_loss" in found and b"eval/accuracy" in found and b"mine" in found
+    result = record.read_bytes()
+    assert b"train/actor/pg_loss" in result and b"eval/accuracy" in result and b"mine" in result
     (table,) = (folder / "files" / "media" / "table").glob("completions_*.table.json")
     rows = json.loads(table.read_text())
     assert rows["columns"][:5] == ["iteration", "group", "sample", "prompt", "response"]
@@ -95,8 +95,8 @@ def test_wandb_writes_an_offline_run_with_figures_and_a_table(tmp_path):
 def test_swanlab_writes_a_local_run_with_figures_and_texts(tmp_path):
     run_tracker(tmp_path, use_swanlab=True, swanlab_mode="offline", swanlab_project="mine")
     files = [path for path in (tmp_path / "swanlab").rglob("*") if path.is_file()]
-    found = b"".join(path.read_bytes() for path in files)
-    assert b"train/actor/pg_loss" in found and b"completions" in found and b"mine" in found
+    result = b"".join(path.read_bytes() for path in files)
+    assert b"train/actor/pg_loss" in result and b"completions" in result and b"mine" in result
 
 
 @needs("mlflow")

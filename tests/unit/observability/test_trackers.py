@@ -45,8 +45,8 @@ def test_tensorboard_reads_the_scalars_back(tmp_path):
 
 @pytest.mark.parametrize("package, wheel", [("wandb", "wandb"), ("swanlab", "swanlab"), ("mlflow", "mlflow-skinny")])
 def test_a_tracker_without_its_package_is_an_error_that_names_it(tmp_path, monkeypatch, package, wheel):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else found(name, *rest))
+    result = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else result(name, *rest))
     with pytest.raises(ValueError, match=f"use_{package} is true, but '{package}' is not installed: pip install {wheel}"):
         make_trackers(RLConfig(**{f"use_{package}": True}), tmp_path, {})
     assert not list(tmp_path.iterdir())

@@ -27,7 +27,7 @@ def best_possible(counts: list[int], num_devices: int) -> int:
             return 0
         first = min(left)
         return min(
-            max(sum(counts[one] for one in (first, *others)), split(left - {first, *others}, devices - 1))
+            max(sum(counts[index] for index in (first, *others)), split(left - {first, *others}, devices - 1))
             for others in itertools.combinations(sorted(left - {first}), room - 1)
         )
 

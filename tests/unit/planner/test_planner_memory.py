@@ -212,8 +212,8 @@ def test_the_verdict_says_where_the_capacity_lies_in_the_range_of_the_peak() -> 
     # 40 bytes that are counted and 20 that are modelled: 60, and 55 to 65 within a quarter of the latter
     phase = Phase("update", {"weights": 40, "activations": 20})
     plan = MemoryPlan("A3", 0, (DeviceGroup("all devices", "0", 1, (phase,)),))
-    found = {capacity: replace(plan, capacity=capacity).verdict for capacity in (54, 55, 59, 60, 64, 65)}
-    assert found == {54: "does not fit", 55: "over", 59: "over", 60: "tight", 64: "tight", 65: "fits"}
+    results = {capacity: replace(plan, capacity=capacity).verdict for capacity in (54, 55, 59, 60, 64, 65)}
+    assert results == {54: "does not fit", 55: "over", 59: "over", 60: "tight", 64: "tight", 65: "fits"}
     assert replace(plan, capacity=65, problems=("no room",)).verdict == "does not fit"
 
 
@@ -275,9 +275,9 @@ def test_advice_makes_a_run_fit_and_is_a_sound_run_file() -> None:
     tree = apply_values(compose(*locate("dapo_qwen3_32b_A3", None), []), changed)
     run = draft(build_run_config(tree))
     device = DEVICES["A3"]
-    found = find_changes_to_fit(tree, run, plan_memory(run, device), device)
-    assert found and all(change.plan.verdict == "fits" for change in found)
-    assert plan_memory(draft(build_run_config(apply_values(tree, found[0].values))), device).verdict == "fits"
+    changes = find_changes_to_fit(tree, run, plan_memory(run, device), device)
+    assert changes and all(change.plan.verdict == "fits" for change in changes)
+    assert plan_memory(draft(build_run_config(apply_values(tree, changes[0].values))), device).verdict == "fits"
     roomy = replace(device, memory=400 * GIB)
     assert find_changes_to_fit(tree, run, plan_memory(run, roomy), roomy) == []
 
@@ -322,24 +322,26 @@ def test_a_plan_imports_no_heavy_library() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_engines_on_dies_of_their_own_leave_the_trainers_theirs() -> None:
-    apart = {
+def test_engines_on_dedicated_devices_leave_the_trainers_theirs() -> None:
+    dedicated = {
         "rl_config__use_integrated_worker": False,
         "rl_config__rollout_resource": {"num_npus": 16},
         "rl_config__trainer_mode": "one_step_off",
     }
-    plan = planned("dapo_qwen3_32b_A3", **apart)
+    plan = planned("dapo_qwen3_32b_A3", **dedicated)
     trainers, engines = plan.groups[:-1], plan.groups[-1]
     assert (engines.name, engines.count) == ("rollout", 16)
-    assert not any("KV cache" in phase.owners or "rollout weights" in phase.owners for one in trainers for phase in one.phases)
+    assert not any(
+        "KV cache" in phase.owners or "rollout weights" in phase.owners for group in trainers for phase in group.phases
+    )
     assert not any("optimizer" in phase.owners for phase in engines.phases)
     assert {"KV cache", "rollout weights"} <= set(engines.phases[0].owners)
 
 
-def test_a_critic_on_dies_of_its_own_is_told_by_owner() -> None:
-    apart = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
-    plan = planned("ppo_qwen25_32b_A3", **apart)
-    (critic, *_) = [one for one in plan.groups if one.name.startswith("critic")]
+def test_a_critic_on_dedicated_devices_is_reported_by_owner() -> None:
+    dedicated = {"rl_config__use_integrated_worker": False, "rl_config__critic_resource": {"num_npus": 8}}
+    plan = planned("ppo_qwen25_32b_A3", **dedicated)
+    (critic, *_) = [group for group in plan.groups if group.name.startswith("critic")]
     assert [phase.name for phase in critic.phases] == ["critic pass", "update critic"]
     forward, update = (phase.owners for phase in critic.phases)
     state = ("weights", "gradients", "optimizer")
@@ -373,12 +375,12 @@ def test_a_run_that_is_over_as_computed_returns_1_and_says_what_that_means(capsy
 @pytest.mark.parametrize("device", ["A2", "A3", "cpu"])
 def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(device: str) -> None:
     run = draft(build_run_config(compose(*locate("dapo_qwen3_30b_a3b_A3", None), [])))
-    found = {one.name: one for one in list_memory_assumptions(run.config, DEVICES[device])}
-    assert all(one.value and one.source for one in found.values())
-    assert any(one.is_unverified for one in found.values()) == (device != "cpu")
+    results = {assumption.name: assumption for assumption in list_memory_assumptions(run.config, DEVICES[device])}
+    assert all(assumption.value and assumption.source for assumption in results.values())
+    assert any(assumption.is_unverified for assumption in results.values()) == (device != "cpu")
     if device != "cpu":
-        assert str(found["HCCL buffers"]).startswith("HCCL buffers 2 x 640 MiB a communicator: ")
-        assert str(found["runtime"]).endswith("; not verified on NPU")
+        assert str(results["HCCL buffers"]).startswith("HCCL buffers 2 x 640 MiB a communicator: ")
+        assert str(results["runtime"]).endswith("; not verified on NPU")
         # the driver's part is what torch does not count of a device: 64 GiB less what users' messages have
         assert DEVICES[device].visible / GIB == pytest.approx({"A2": 60.97, "A3": 61.27}[device], abs=0.005)
 
@@ -476,11 +478,11 @@ def test_teachers_are_counted_as_their_folders_say_on_either_devices(tmp_path: P
     alone = {"rl_config__actor_resource__num_npus": 1, "actor_config__tensor_model_parallel_size": 1}
     plan = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys)
     assert [owners(plan, name) for name in ("teacher", "teacher_1")] == sizes
-    apart = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys, rl_config__teacher_resource__num_npus=1)
-    group = next(group for group in apart.groups if group.name == "teacher")
+    dedicated = planned("grpo_tiny_cpu", **alone, rl_config__distillation=keys, rl_config__teacher_resource__num_npus=1)
+    group = next(group for group in dedicated.groups if group.name == "teacher")
     assert group.count == 1 and "1 of its own" in group.ranks
     assert group.phases[0].owners["teacher_1"] == sizes[1]
-    assert not any("teacher" in phase.owners for phase in apart.groups[0].phases)
+    assert not any("teacher" in phase.owners for phase in dedicated.groups[0].phases)
 
 
 def test_a_draft_model_is_counted_from_its_files(tmp_path: Path) -> None:

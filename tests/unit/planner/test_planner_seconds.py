@@ -38,11 +38,11 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
     generator = random.Random(1)
     median = lengths.mean  # found by the draw itself: the mean of what is cut must come out as asked
     for _ in range(60):
-        drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(20000)]
-        median *= 1000.0 / (sum(drawn) / len(drawn))
-    drawn = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(50000)]
-    assert lengths.above(2000.0) == pytest.approx(sum(one > 2000 for one in drawn) / len(drawn), abs=0.01)
-    assert lengths.mean_square == pytest.approx(sum(one * one for one in drawn) / len(drawn), rel=0.03)
+        sampled = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(20000)]
+        median *= 1000.0 / (sum(sampled) / len(sampled))
+    sampled = [min(4000.0, generator.lognormvariate(math.log(median), Lengths.SIGMA)) for _ in range(50000)]
+    assert lengths.above(2000.0) == pytest.approx(sum(length > 2000 for length in sampled) / len(sampled), abs=0.01)
+    assert lengths.mean_square == pytest.approx(sum(length * length for length in sampled) / len(sampled), rel=0.03)
     assert lengths.above(4000.0) == 0.0 and lengths.above(0.0) == 1.0
     assert lengths.max_of(10_000) == 4000.0 and lengths.max_of(4) < 4000.0
 
@@ -86,17 +86,17 @@ def test_a_calibrated_plan_takes_as_long_as_was_measured() -> None:
 
 
 def test_the_shipped_efficiencies_are_the_fit_to_the_published_figures() -> None:
-    found = published.fit_efficiency(range(len(published._FIGURES)))
+    result = published.fit_efficiency(range(len(published._FIGURES)))
     for name in ("train", "prefill", "layer_s", "graph_layer_s"):
-        assert getattr(NPU, name) == pytest.approx(getattr(found, name), rel=0.1), name
+        assert getattr(NPU, name) == pytest.approx(getattr(result, name), rel=0.1), name
     assert EFFICIENCIES["A2"] is NPU
 
 
 def test_two_of_three_published_figures_lie_within_the_range_of_the_fit_to_the_others() -> None:
     errors = [
-        abs(math.log(one.predicted[name] / seconds))
-        for one in published._leave_one_out()
-        for name, seconds in one.published.items()
+        abs(math.log(figure.predicted[name] / seconds))
+        for figure in published._leave_one_out()
+        for name, seconds in figure.published.items()
     ]
     within = sum(error <= math.log(NPU.spread) for error in errors)
     assert 0.6 <= within / len(errors) <= 0.8
@@ -111,8 +111,8 @@ def test_the_fit_recovers_efficiencies_that_made_the_figures(monkeypatch: pytest
         return {"rollout": made.phases["rollout"], "update": made.phases["update"]}
 
     monkeypatch.setattr(published, "_find_published", _find_published)
-    found = published.fit_efficiency(numbers)
-    assert found.train == pytest.approx(0.3, rel=0.05) and found.layer_s == pytest.approx(2e-3, rel=0.05)
+    result = published.fit_efficiency(numbers)
+    assert result.train == pytest.approx(0.3, rel=0.05) and result.layer_s == pytest.approx(2e-3, rel=0.05)
 
 
 def test_time_prints_ranges_and_modes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_fit_finds_layouts_that_fit_and_explain_accepts(
     assert command.main(asked) == 0
     layouts = json.loads(capsys.readouterr().out)["layouts"]
     assert layouts and layouts[0]["verdict"] == "fits"
-    seconds = [one["seconds"]["middle"] for one in layouts]
+    seconds = [layout["seconds"]["middle"] for layout in layouts]
     assert all(later > earlier * 0.94 for earlier, later in zip(seconds, seconds[1:]))
     assert explain.main(["--config-name", str(path)]) == 0
     assert command.main(["memory", "--config-name", str(path), "--chip", "A3", "--json"]) == 0
@@ -200,13 +200,13 @@ def test_a_push_of_adapters_takes_as_long_as_they_are_large() -> None:
     assert plan.phases["resharding_to_infer"] == pytest.approx(adapters / (DEVICES["A3"].link * NPU.push))
 
 
-def test_models_with_dies_of_their_own_pass_there(tmp_path: Path) -> None:
-    apart = {
+def test_models_with_dedicated_devices_run_there(tmp_path: Path) -> None:
+    dedicated = {
         "rl_config__use_integrated_worker": False,
         "rl_config__actor_resource": {"num_npus": 16},
         "rl_config__reference_resource": {"num_npus": 32},
     }
-    shared, own = planned("grpo_qwen3_8b_A3"), planned("grpo_qwen3_8b_A3", **apart)
+    shared, own = planned("grpo_qwen3_8b_A3"), planned("grpo_qwen3_8b_A3", **dedicated)
     assert own.devices == 48
     assert own.parts["reference_model"]["computing"] == pytest.approx(shared.parts["reference_model"]["computing"] / 2)
     assert own.parts["update"] == shared.parts["update"]
@@ -253,7 +253,7 @@ def test_turns_and_tools_are_waited_for(capsys: pytest.CaptureFixture[str]) -> N
     assert any("--tool-seconds" in note for note in plain["notes"])
     assert command.main([*asked, "--mean-turns", "3", "--tool-seconds", "2.5"]) == 0
     waiting = json.loads(capsys.readouterr().out)
-    rollout = [found["phases"]["rollout"]["parts"] for found in (plain, waiting)]
+    rollout = [result["phases"]["rollout"]["parts"] for result in (plain, waiting)]
     assert rollout[0]["tools"] == 0.0 and rollout[1]["tools"] == 2.5
     assert rollout[1]["decoding"] == rollout[0]["decoding"] and rollout[1]["prefill"] >= rollout[0]["prefill"]
     assert not any("--tool-seconds" in note for note in waiting["notes"])
@@ -312,7 +312,7 @@ def test_a_served_judge_reads_prompt_and_response_and_writes_its_reply(tmp_path:
     assert plan()["prefill"] == pytest.approx(256 * 10 * 2 * 250_000 / (cpu.flops * efficiency.prefill))
     # with one engine of two devices all replies are on it, and each device computes half of them
     assert plan(judge_tensor_parallel_size=2)["prefill"] == pytest.approx(plan()["prefill"])
-    one, two = (sum(plan(judge_resource={"num_npus": count}).values()) for count in (1, 2))
-    assert one > two
+    result, two = (sum(plan(judge_resource={"num_npus": count}).values()) for count in (1, 2))
+    assert result > two
     short, long = plan(judge_max_tokens=64), plan(judge_max_tokens=512)
     assert short["prefill"] == long["prefill"] and long["decoding"] > 4 * short["decoding"]

@@ -41,10 +41,10 @@ RECORD = {
 
 
 def test_an_outer_phase_has_what_is_counted_inside_it():
-    found = _group_by_phase(RECORD)
-    assert list(found) == ["log-probs", "update", "update / forward"]
-    assert found["update"] == {"kernels": 5, "waits": 4, "copies": 1, "collective_mib": 3.0, "peak_mib": 2.0}
-    assert found["update / forward"]["kernels"] == 3 and found["update / forward"]["peak_mib"] == 1.0
+    result = _group_by_phase(RECORD)
+    assert list(result) == ["log-probs", "update", "update / forward"]
+    assert result["update"] == {"kernels": 5, "waits": 4, "copies": 1, "collective_mib": 3.0, "peak_mib": 2.0}
+    assert result["update / forward"]["kernels"] == 3 and result["update / forward"]["peak_mib"] == 1.0
 
 
 def test_the_text_names_the_line_that_a_wait_comes_from(actor):

@@ -40,9 +40,9 @@ def test_a_value_that_the_host_reads_is_a_wait_with_its_line():
         x.nonzero()
         x[x > 0]
         x[torch.tensor([0, 1])]
-    found = {what: line for (phase, what, line), count in ledger.waits.items() if phase == "step" and count == 1}
-    assert set(found) == {"_local_scalar_dense", "nonzero", "index"}
-    assert all(line.startswith("tests/unit/platform/test_cost_ledger.py:") for line in found.values())
+    results = {what: line for (phase, what, line), count in ledger.waits.items() if phase == "step" and count == 1}
+    assert set(results) == {"_local_scalar_dense", "nonzero", "index"}
+    assert all(line.startswith("tests/unit/platform/test_cost_ledger.py:") for line in results.values())
 
 
 def test_backward_is_counted_where_it_runs():

@@ -35,7 +35,7 @@ def test_choosing_a_platform_imports_no_other_kinds_packages() -> None:
     assert result.stdout.strip() == "[]", result.stderr
 
 
-def test_the_cpu_platform_knows_its_memory_and_draws_from_torchs_generator() -> None:
+def test_the_cpu_platform_knows_its_memory_and_samples_with_torchs_generator() -> None:
     cpu = platform.select("cpu")
     stats = cpu.memory_stats()
     assert 0 < stats.allocated_gib <= stats.peak_gib

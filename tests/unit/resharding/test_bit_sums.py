@@ -25,13 +25,13 @@ def summing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def weights(count: int, first: int, second: int) -> list[int]:
     """The odd weights of positions, from the formula of their mixing with Python's integers."""
-    found = []
+    results = []
     for index in range(count):
         for shift, factor in ((15, first), (13, second), (16, first)):
             index = index * factor % 2**31
             index ^= index >> shift
-        found.append(2 * index + 1 - (2**32 if index >= 2**30 else 0))
-    return found
+        results.append(2 * index + 1 - (2**32 if index >= 2**30 else 0))
+    return results
 
 
 ROWS, COLUMNS = weights(1200, 0x2C1B3C6D, 0x297A2D39), weights(1200, 0x5F356495, 0x3D4D51CB)
@@ -117,9 +117,9 @@ def test_every_single_bit_matters(dtype: torch.dtype) -> None:
 
 
 def test_changes_that_a_sum_of_values_or_squares_would_miss_are_found() -> None:
-    one, other = (torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16) for bits in ((0, 4, 5), (1, 2, 6)))
+    result, other = (torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16) for bits in ((0, 4, 5), (1, 2, 6)))
     assert sum((0, 4, 5)) == sum((1, 2, 6)) and sum(x * x for x in (0, 4, 5)) == sum(x * x for x in (1, 2, 6))
-    assert bit_sum(one) != bit_sum(other)
+    assert bit_sum(result) != bit_sum(other)
     assert bit_sum(torch.tensor([1.0, -1.0])) != bit_sum(torch.tensor([-1.0, 1.0]))
 
 

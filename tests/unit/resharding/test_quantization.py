@@ -23,7 +23,7 @@ SHAPES: dict[str, tuple[int, ...]] = {UP: (600, 40), DOWN: (40, 300), NORM: (40,
 
 
 @pytest.fixture(scope="module")
-def group(one_process_world: None) -> None:
+def group(single_process_world: None) -> None:
     """A process group of this process alone."""
     torch.distributed.init_process_group("gloo")
 
@@ -55,8 +55,8 @@ def pushed(tensors: dict[str, torch.Tensor], dtype: torch.dtype = torch.float32)
     held = {name: {part: [0] for part in split(name)} for name in SHAPES}
     side = quantize_side(TrainedWeights(held, SHAPES, Held(tensors), torch.device("cpu"), 1 << 14))
     engine = EngineModel(side.shapes, EngineRank(1, 0), dtype)
-    found = read_destinations(engine, engine.load_weights, side.shapes, dtype, quantized=side.quantized)
-    push = WeightPush(side, found, Exchange.from_world())
+    result = read_destinations(engine, engine.load_weights, side.shapes, dtype, quantized=side.quantized)
+    push = WeightPush(side, result, Exchange.from_world())
     push.write(engine)
     return push, engine
 

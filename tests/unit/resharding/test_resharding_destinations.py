@@ -64,13 +64,13 @@ class Fused(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_boxes_are_read_and_a_loader_that_deals_out_rows_keeps_its_tensors(dtype: torch.dtype) -> None:
     model = Fused(dtype)
-    found = read_destinations(model, model.load_weights, SHAPES, torch.bfloat16)
-    assert {(entry.tensor, entry.tensor_slice) for entry in found.entries} == {
+    result = read_destinations(model, model.load_weights, SHAPES, torch.bfloat16)
+    assert {(entry.tensor, entry.tensor_slice) for entry in result.entries} == {
         ("q", ((4, 8), (0, 6))), ("k", ((1, 3), (0, 6))), ("norm", ((0, 6),)), ("bias", ((4, 8),)), ("score", ((0, 1), (0, 6))),
         ("head", ((10000, 20000), (0, 6))), ("wide", ((0, 2), (10000, 20000))),
     }  # fmt: skip
-    assert set(found.loaded) == {"held.odd"}
-    assert set(found.dtypes.values()) == {dtype}, "tensors travel as what the engine stores"
+    assert set(result.loaded) == {"held.odd"}
+    assert set(result.dtypes.values()) == {dtype}, "tensors travel as what the engine stores"
 
 
 def test_an_engine_that_computes_its_weights_is_refused() -> None:
@@ -82,11 +82,11 @@ def test_an_engine_that_computes_its_weights_is_refused() -> None:
 
 def test_an_entry_is_a_view_of_the_elements_that_the_loader_writes() -> None:
     model = Fused(torch.float32)
-    found = read_destinations(model, model.load_weights, SHAPES, torch.float32)
+    result = read_destinations(model, model.load_weights, SHAPES, torch.float32)
     tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     model.load_weights(tensors.items())
     parameters = dict(model.named_parameters())
-    for entry in found.entries:
+    for entry in result.entries:
         held = entry.view(parameters[entry.parameter].data)
         assert torch.equal(held, tensors[entry.tensor][tuple(slice(*side) for side in entry.tensor_slice)])
         assert held.untyped_storage().data_ptr() == parameters[entry.parameter].untyped_storage().data_ptr()
@@ -107,7 +107,7 @@ def test_the_stated_layout_is_what_an_engine_reads_out(name: str, tp: int, exper
     for rank in range(max(tp, expert_ranks)):
         at = EngineRank(tp, rank % tp, 8, kv_heads, count, expert_ranks, rank % expert_ranks)
         engine = EngineModel(shapes, at)
-        found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
-        assert set(found.needs()) == {
+        result = read_destinations(engine, engine.load_weights, shapes, torch.float32)
+        assert set(result.needs()) == {
             (hf, tensor_slice) for hf, slices in stated.items() for tensor_slice, ranks in slices.items() if rank in ranks
         }

@@ -34,24 +34,24 @@ def naive_senders(senders: list[tuple[int, ...]], sizes: list[int]) -> list[int]
     return source
 
 
-def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: int, most: int) -> list[int]:
+def naive_buckets(source: list[int], target: list[int], sizes: list[int], room: int, max_bytes: int) -> list[int]:
     """The first bucket with room on both ranks, from where both still take a message of the usual size."""
     load: Counter[tuple[int, int]] = Counter()
     first_open: Counter[int] = Counter()
-    found = []
+    results = []
     for *ends, size in zip(source, target, sizes):
         bucket = max(first_open[rank] for rank in ends)
         while any(load[rank, bucket] + size > max(room, size) for rank in ends):
             bucket += 1
         for rank in ends:
             load[rank, bucket] += size
-            while load[rank, first_open[rank]] and load[rank, first_open[rank]] + most > room:
+            while load[rank, first_open[rank]] and load[rank, first_open[rank]] + max_bytes > room:
                 first_open[rank] += 1
-        found.append(bucket)
-    return found
+        results.append(bucket)
+    return results
 
 
-def drawn(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[int], list[int]]:
+def make_messages(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[int], list[int]]:
     """Messages of chunks in one to three parts, for ranks 4 to 7 from some of ranks 0 to 3."""
     dice = random.Random(seed)
     chunks = [[dice.randint(1, 40) for _ in range(dice.randint(1, 3))] for _ in range(40)]
@@ -71,15 +71,15 @@ def drawn(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[int], li
 @pytest.mark.parametrize("uncompiled", [0, 1_000_000])
 def test_messages_are_sent_as_the_plain_loops_say(seed: int, uncompiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_module, "_UNCOMPILED", uncompiled)
-    messages, senders, targets, sizes = drawn(seed)
+    messages, senders, targets, sizes = make_messages(seed)
     assert messages.target.tolist() == targets and messages.size.tolist() == sizes
     source = messages.choose_senders()
     assert source.tolist() == naive_senders(senders, sizes)
     nothing_before, in_turn = np.full(len(source), -1), np.arange(len(source))
     # a room that takes four, and one that holds less than the largest message
-    for room, most in ((160, 40), (30, 7)):
-        found = messages.fill_buckets(source, nothing_before, in_turn, room, most)
-        assert found.tolist() == naive_buckets(source.tolist(), targets, sizes, room, most)
+    for room, max_bytes in ((160, 40), (30, 7)):
+        result = messages.fill_buckets(source, nothing_before, in_turn, room, max_bytes)
+        assert result.tolist() == naive_buckets(source.tolist(), targets, sizes, room, max_bytes)
 
 
 def test_no_messages_need_nothing() -> None:

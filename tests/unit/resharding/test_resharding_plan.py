@@ -80,7 +80,7 @@ def ops_of(name: str, packing: ExpertPacking | None = None, **network_changes: A
     return architecture.weight_ops(architecture.read_model_config(values), packing)
 
 
-def draw(seed: int) -> Pair | None:
+def make_pair(seed: int) -> Pair | None:
     """A pair of layouts; None where what was drawn cannot be cut."""
     dice = random.Random(seed)
     name = dice.choice(list(CONFIGS))
@@ -116,8 +116,8 @@ def draw(seed: int) -> Pair | None:
 @functools.cache
 def pairs() -> dict[int, tuple[Pair, Plan]]:
     """Seed -> the layouts that were drawn, and their plan."""
-    drawn = {seed: draw(seed) for seed in range(600)}
-    return {seed: (pair, pair.plan()) for seed, pair in drawn.items() if pair is not None}
+    by_seed = {seed: make_pair(seed) for seed in range(600)}
+    return {seed: (pair, pair.plan()) for seed, pair in by_seed.items() if pair is not None}
 
 
 def counted(shape: tuple[int, ...], slices: Iterable[Slice]) -> numpy.ndarray:
@@ -129,11 +129,11 @@ def counted(shape: tuple[int, ...], slices: Iterable[Slice]) -> numpy.ndarray:
 
 
 def ranks_by_box(slices: Mapping[Slice, Sequence[int]]) -> dict[int, list[Slice]]:
-    found: dict[int, list[Slice]] = {}
+    results: dict[int, list[Slice]] = {}
     for tensor_slice, ranks in slices.items():
         for rank in ranks:
-            found.setdefault(rank, []).append(tensor_slice)
-    return found
+            results.setdefault(rank, []).append(tensor_slice)
+    return results
 
 
 def test_every_rank_ends_with_exactly_its_bytes() -> None:
@@ -264,7 +264,7 @@ def test_engines_pass_weights_on_where_trainers_would_send_more_than_an_engine_r
     for move in moves:
         assert move.relayed == (move.source >= num_trainers)
         if move.relayed:  # it came to the sender at least two buckets before
-            (bucket,) = [one.bucket for one in moves if (one.chunk, one.tensor_slice, one.target) == (
+            (bucket,) = [step.bucket for step in moves if (step.chunk, step.tensor_slice, step.target) == (
                 move.chunk, move.tensor_slice, move.source
             )]  # fmt: skip
             assert bucket <= move.bucket - 2

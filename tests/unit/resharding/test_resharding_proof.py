@@ -21,7 +21,7 @@ from mindspeed_rl.resharding.transfer import Sources
 
 
 @pytest.fixture(scope="module")
-def group(one_process_world: None) -> None:
+def group(single_process_world: None) -> None:
     """A process group of this process alone."""
     torch.distributed.init_process_group("gloo")
 
@@ -113,17 +113,17 @@ def test_a_tensor_without_a_place_and_a_place_without_a_tensor_are_named(group: 
     trained = trained_tensors()
     shapes = {name: tuple(tensor.shape) for name, tensor in trained.items()}
     engine = EngineModel({k: v for k, v in shapes.items() if k != "embed_tokens.weight"}, EngineRank(1, 0, num_experts=3))
-    found = read_destinations(engine, engine.load_weights, shapes, torch.float32)
+    result = read_destinations(engine, engine.load_weights, shapes, torch.float32)
     held = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
     side = TrainedWeights(held, shapes, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
     with pytest.raises(WeightDeliveryError, match=r"no parameter for 1 tensors, for example embed_tokens\.weight"):
-        WeightPush(side, found, Exchange.from_world())
+        WeightPush(side, result, Exchange.from_world())
     engine = EngineModel(shapes, EngineRank(1, 0, num_experts=3))
     fewer = {name: shape for name, shape in shapes.items() if name != "embed_tokens.weight"}
     side = TrainedWeights(held, fewer, cast(Sources, Held(trained)), torch.device("cpu"), 1 << 20)
-    found = read_destinations(engine, engine.load_weights, fewer, torch.float32)
+    result = read_destinations(engine, engine.load_weights, fewer, torch.float32)
     with pytest.raises(WeightDeliveryError, match=r"1 parameters .* got no tensor, for example embed_tokens\.weight"):
-        WeightPush(side, found, Exchange.from_world())
+        WeightPush(side, result, Exchange.from_world())
 
 
 # ---------------------------------------------------------------------- adversarial
@@ -138,18 +138,18 @@ def _square(count: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     for expert in range(3):
         shapes |= {f"layers.0.experts.{expert}.{part}.weight": (8, 16) for part in ("gate_proj", "up_proj")}
         shapes[f"layers.0.experts.{expert}.down_proj.weight"] = (16, 8)
-    found = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
-    found["layers.1.o_proj.weight"] = torch.randint(-2, 3, (16, 16), generator=generator).to(dtype)
-    return found
+    results = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    results["layers.1.o_proj.weight"] = torch.randint(-2, 3, (16, 16), generator=generator).to(dtype)
+    return results
 
 
 Bits = torch.Tensor
 
 
 def _swap(bits: Bits, dim: int, pick: random.Random) -> None:
-    one, other = pick.sample(range(bits.size(dim)), 2)
+    result, other = pick.sample(range(bits.size(dim)), 2)
     order = list(range(bits.size(dim)))
-    order[one], order[other] = other, one
+    order[result], order[other] = other, result
     bits.copy_(bits.index_select(dim, torch.tensor(order)))
 
 
@@ -160,8 +160,8 @@ def _flip(bits: Bits, pick: random.Random, count: int) -> None:
 
 
 def _move(bits: Bits, pick: random.Random) -> None:
-    one, other = pick.sample(range(bits.numel()), 2)
-    bits.view(-1)[one] += 1
+    result, other = pick.sample(range(bits.numel()), 2)
+    bits.view(-1)[result] += 1
     bits.view(-1)[other] -= 1
 
 
@@ -204,9 +204,9 @@ def _count_missed(dtype: torch.dtype, tries: int, **layout: bool) -> dict[str, i
         others = [name]
         if kind == "across parameters":
             others.append(pick.choice([other for other in parameters if other != name]))
-            one, other = (parameters[each].view(-1) for each in others)
-            size = min(one.numel(), other.numel(), pick.choice([1, 16, 256]))
-            one[:size], other[:size] = other[:size].clone(), one[:size].clone()
+            result, other = (parameters[each].view(-1) for each in others)
+            size = min(result.numel(), other.numel(), pick.choice([1, 16, 256]))
+            result[:size], other[:size] = other[:size].clone(), result[:size].clone()
         else:
             ATTACKS[kind](parameters[name].view(integers), pick)
         if any(not torch.equal(parameters[each].view(integers), kept[each].view(integers)) for each in others):

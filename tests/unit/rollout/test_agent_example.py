@@ -53,13 +53,13 @@ class Taught:
 
 def answers(ids: list[int], labels: list[int]) -> list[list[int]]:
     """The runs of tokens with a label."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for place, label in enumerate(labels):
         if label >= 0:
             if place == 0 or labels[place - 1] < 0:
-                found.append([])
-            found[-1].append(ids[place])
-    return found
+                results.append([])
+            results[-1].append(ids[place])
+    return results
 
 
 def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict[str, Any]) -> None:
@@ -89,11 +89,13 @@ def test_a_supervised_conversation_is_the_loops_own_token_by_token(example: dict
         finally:
             await agents.close()
 
-    found = asyncio.run(play())
-    assert prompt + found.token_ids == ids
-    assert [False] * len(prompt) + found.sampled == [label >= 0 for label in labels]
-    assert found.metrics["tool_call_num"] == 1 and found.finish == "stop"
-    assert tokenizer.decode(found.token_ids[found.reward_columns()["last_turn_start"] :], skip_special_tokens=True) == "299114"
+    result = asyncio.run(play())
+    assert prompt + result.token_ids == ids
+    assert [False] * len(prompt) + result.sampled == [label >= 0 for label in labels]
+    assert result.metrics["tool_call_num"] == 1 and result.finish == "stop"
+    assert (
+        tokenizer.decode(result.token_ids[result.reward_columns()["last_turn_start"] :], skip_special_tokens=True) == "299114"
+    )
 
 
 def test_without_tools_the_example_asks_and_answers_in_plain_text(example: dict[str, Any]) -> None:
@@ -136,10 +138,10 @@ def test_a_recorded_repair_is_replayed_token_by_token_in_its_sandbox(chosen: str
         finally:
             await agents.close()
 
-    found = asyncio.run(play())
-    assert tokenizer.decode(prompt + found.token_ids) == tokenizer.decode(ids)
-    assert prompt + found.token_ids == ids
-    assert [False] * len(prompt) + found.sampled == [label >= 0 for label in labels]
-    assert found.final_reward == reward and [event.name for event in found.events if event.name != "model"] == [
+    result = asyncio.run(play())
+    assert tokenizer.decode(prompt + result.token_ids) == tokenizer.decode(ids)
+    assert prompt + result.token_ids == ids
+    assert [False] * len(prompt) + result.sampled == [label >= 0 for label in labels]
+    assert result.final_reward == reward and [event.name for event in result.events if event.name != "model"] == [
         *("read", "run_tests", "edit", "run_tests")
     ]

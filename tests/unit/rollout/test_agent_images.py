@@ -67,24 +67,24 @@ def photographed(engine: Speaker, *values: object, **changes: Any) -> Trajectory
 )
 def test_the_model_sees_the_image_that_a_tool_returns(value: object) -> None:
     engine = Viewer(CALL, "A picture.")
-    found = photographed(engine, value)
-    assert len(engine.seen[1]) == 1 and engine.seen[0] == () and found.images == engine.seen[1]
-    assert open_image(found.images[0]).size == (56, 28)
-    assert told(found).count(shown(2)) == 1 and ("see" in told(found)) == (value is not PICTURE)
+    result = photographed(engine, value)
+    assert len(engine.seen[1]) == 1 and engine.seen[0] == () and result.images == engine.seen[1]
+    assert open_image(result.images[0]).size == (56, 28)
+    assert told(result).count(shown(2)) == 1 and ("see" in told(result)) == (value is not PICTURE)
 
 
 def test_images_of_several_calls_are_in_the_order_of_their_tokens() -> None:
     engine = Viewer(f"{CALL}{CALL}", CALL, "Done.")
-    found = photographed(engine, {"image": RED_URL}, {"image": [TALL_URL]}, {"image": RED_URL})
+    result = photographed(engine, {"image": RED_URL}, {"image": [TALL_URL]}, {"image": RED_URL})
     assert engine.seen == [(), (RED_URL, TALL_URL), (RED_URL, TALL_URL, RED_URL)]
-    assert found.images == engine.seen[2] and found.metrics["tool_call_num"] == 3
+    assert result.images == engine.seen[2] and result.metrics["tool_call_num"] == 3
 
 
 def test_a_model_of_text_reads_the_text_alone_and_too_many_images_fail_the_sample() -> None:
-    found = photographed(Viewer(CALL, "Yes."), {"text": "see", "image": RED_URL}, images=None, turns=settings().turns)
-    assert "see" in told(found) and found.images == () and not found.failure
-    found = photographed(Viewer(CALL, "Yes."), {"image": [RED_URL] * 4})
-    assert "the context has 4 images, and generate_config.limit_mm_image_per_prompt is 3" in found.failure
+    result = photographed(Viewer(CALL, "Yes."), {"text": "see", "image": RED_URL}, images=None, turns=settings().turns)
+    assert "see" in told(result) and result.images == () and not result.failure
+    result = photographed(Viewer(CALL, "Yes."), {"image": [RED_URL] * 4})
+    assert "the context has 4 images, and generate_config.limit_mm_image_per_prompt is 3" in result.failure
 
 
 class Show:
@@ -106,12 +106,12 @@ def test_an_environment_shows_images_from_the_first_message_on() -> None:
     engine = Viewer("Blue.", "Red.")
     environment = f"{__name__}:Show"
     loop = load_agent_loop("environment")(settings(**SEES, environment=environment))
-    found = asyncio.run(AgentRunner(loop).sample(engine, task()))
-    assert not found.failure and engine.seen == [(TALL_URL,), (TALL_URL, RED_URL)]
+    result = asyncio.run(AgentRunner(loop).sample(engine, task()))
+    assert not result.failure and engine.seen == [(TALL_URL,), (TALL_URL, RED_URL)]
     first, second = engine.made[0][0], engine.made[1][0]
     assert TOKENIZER.decode(list(first)).count(f"What?{shown(3)}") == 1
     assert TOKENIZER.decode(list(second)).count(f"{shown(2)} and this?") == 1
-    assert found.sequences[0].images == (TALL_URL, RED_URL)
+    assert result.sequences[0].images == (TALL_URL, RED_URL)
 
 
 def test_a_sequence_that_starts_anew_has_the_images_of_its_own_messages() -> None:
@@ -119,7 +119,7 @@ def test_a_sequence_that_starts_anew_has_the_images_of_its_own_messages() -> Non
     prompt = turns.render([{"role": "user", "content": "6 times 7?"}])
     engine = Viewer("42", "Yes.", "No.")
 
-    async def talk() -> AgentConversation:
+    async def converse() -> AgentConversation:
         made = AgentConversation(prompt, SAMPLING, 1, engine, turns, TOKENIZER, TrajectoryLimits(4000, 1000, 4000), READER, 3)
         await made.reply()
         assert made.add_messages([{"role": "user", "content": [{"type": "image", "image": RED_URL}]}])
@@ -131,7 +131,10 @@ def test_a_sequence_that_starts_anew_has_the_images_of_its_own_messages() -> Non
         assert made.add_messages([{"role": "user", "content": [{"type": "image", "image": RED_URL}]}])
         return made
 
-    found = asyncio.run(talk()).end()
+    result = asyncio.run(converse()).end()
     assert engine.seen == [(), (RED_URL,), (TALL_URL,)]
-    assert [one.images for one in found.sequences] == [(RED_URL,), (TALL_URL,)] and found.images == (RED_URL, TALL_URL)
+    assert [sequence.images for sequence in result.sequences] == [(RED_URL,), (TALL_URL,)] and result.images == (
+        RED_URL,
+        TALL_URL,
+    )
     assert prompt != PROMPT or shown(3) in TOKENIZER.decode(list(engine.made[2][0]))

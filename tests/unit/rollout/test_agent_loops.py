@@ -110,13 +110,13 @@ def told(trajectory: Trajectory) -> str:
 
 def test_a_call_is_answered_and_the_model_goes_on() -> None:
     engine = Speaker([f"Let me see. {CALL}", "It is 42."])
-    found = with_tools(engine)
-    assert "42" in told(found) and "6 times 7" not in told(found)
+    result = with_tools(engine)
+    assert "42" in told(result) and "6 times 7" not in told(result)
     assert engine.asked[1].startswith(engine.asked[0] + f"Let me see. {CALL}<|im_end|>")
-    assert found.finish == "stop" and found.metrics["turns"] == 2 and found.metrics["tool_call_num"] == 1
-    assert found.metrics["tool_calls_failed"] == 0
+    assert result.finish == "stop" and result.metrics["turns"] == 2 and result.metrics["tool_call_num"] == 1
+    assert result.metrics["tool_calls_failed"] == 0
     assert engine.seeds == [5, _turn_seed(5, 1)]
-    assert found.reward_columns()["tool_call_num"] == 1
+    assert result.reward_columns()["tool_call_num"] == 1
 
 
 @pytest.mark.parametrize(
@@ -129,30 +129,30 @@ def test_a_call_is_answered_and_the_model_goes_on() -> None:
     ],
 )
 def test_a_failed_call_is_a_message_to_the_model_and_a_figure(said: str, problem: str) -> None:
-    found = with_tools(Speaker([said, "Well."]))
-    assert "Error" in told(found) and found.finish == "stop" and not found.failure
-    assert found.metrics["tool_calls_failed"] == 1 and found.metrics[f"tool_calls_failed/{problem}"] == 1
+    result = with_tools(Speaker([said, "Well."]))
+    assert "Error" in told(result) and result.finish == "stop" and not result.failure
+    assert result.metrics["tool_calls_failed"] == 1 and result.metrics[f"tool_calls_failed/{problem}"] == 1
 
 
 def test_a_model_that_never_stops_calling_is_ended_by_the_budget() -> None:
     limit = 600
-    found = with_tools(Speaker([CALL]), CallLimits(max_calls=2), limits=TrajectoryLimits(limit, 1000, 4000))
-    assert found.finish == "length" and len(found.token_ids) <= limit
-    assert found.metrics["tool_call_num"] == 2 and found.metrics["tool_calls_failed/too_many_calls"] >= 1
-    assert found.sampled[-1]  # what nobody answers is left out
+    result = with_tools(Speaker([CALL]), CallLimits(max_calls=2), limits=TrajectoryLimits(limit, 1000, 4000))
+    assert result.finish == "length" and len(result.token_ids) <= limit
+    assert result.metrics["tool_call_num"] == 2 and result.metrics["tool_calls_failed/too_many_calls"] >= 1
+    assert result.sampled[-1]  # what nobody answers is left out
 
 
 def test_turns_can_be_counted_out() -> None:
-    found = sampled_turns(3)
-    assert found.metrics["turns"] == 3 and found.finish == "stop"
+    result = sampled_turns(3)
+    assert result.metrics["turns"] == 3 and result.finish == "stop"
 
 
-def sampled_turns(most: int) -> Trajectory:
+def sampled_turns(max_turns: int) -> Trajectory:
     return sampled(
         "scheduler",
         Speaker(["so"]),
         multi_turn_scheduler=f"{__name__}:Endless",
-        limits=TrajectoryLimits(2000, 1000, 4000, most),
+        limits=TrajectoryLimits(2000, 1000, 4000, max_turns),
     )
 
 
@@ -197,26 +197,26 @@ def but_wait(inputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_a_scheduler_leads_the_conversation() -> None:
     engine = Speaker(["41", "42"])
-    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:Tips")
-    assert "again" in told(found) and len(found.sequences) == 1 and found.metrics["turns"] == 2
+    result = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:Tips")
+    assert "again" in told(result) and len(result.sequences) == 1 and result.metrics["turns"] == 2
     assert sampled_turns(2).metrics["scheduler_asked"] == 1
 
 
 def test_a_function_may_let_the_model_go_on_in_its_own_answer() -> None:
     engine = Speaker(["41", " it is 42"])
-    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:but_wait")
-    first, second = found.sequences
+    result = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:but_wait")
+    first, second = result.sequences
     # what was drawn stays as it was drawn, with its end; where it goes on without that, a new sequence begins
     assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END)
     assert TOKENIZER.decode(list(second.prompt_ids)) == TOKENIZER.decode(list(PROMPT)) + "41 But wait,"
     assert engine.asked[1].endswith("41 But wait,")
-    assert all(found.sampled)
+    assert all(result.sampled)
 
 
 def test_a_plug_in_that_raises_is_a_failed_trajectory() -> None:
-    found = sampled("scheduler", Speaker(["41"]), multi_turn_scheduler=f"{__name__}:Crashing")
-    assert found.failure == "multi_turn_scheduler: KeyError: 'nothing here'"
-    assert found.reward_columns()["trajectory_failure"] == found.failure
+    result = sampled("scheduler", Speaker(["41"]), multi_turn_scheduler=f"{__name__}:Crashing")
+    assert result.failure == "multi_turn_scheduler: KeyError: 'nothing here'"
+    assert result.reward_columns()["trajectory_failure"] == result.failure
 
 
 def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory() -> None:
@@ -231,9 +231,9 @@ def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory(
         finally:
             await box.close()
 
-    found = asyncio.run(run())
-    assert "calculater" in found.failure and "did you mean" in found.failure and not engine.seeds
-    assert found.token_ids == [] and found.reward_columns()["trajectory_failure"] == found.failure
+    result = asyncio.run(run())
+    assert "calculater" in result.failure and "did you mean" in result.failure and not engine.seeds
+    assert result.token_ids == [] and result.reward_columns()["trajectory_failure"] == result.failure
 
 
 def test_a_tool_that_says_an_end_of_turn_has_not_ended_it() -> None:
@@ -270,10 +270,10 @@ class Broken(Guess):
 
 def test_an_environment_begins_answers_and_rewards() -> None:
     engine = Speaker(["50", "30", "42"])
-    found = sampled("environment", engine, environment=f"{__name__}:Guess")
+    result = sampled("environment", engine, environment=f"{__name__}:Guess")
     assert "Guess." in engine.asked[0] and "6 times 7" not in engine.asked[0]
-    assert "lower" in told(found) and "higher" in told(found)
-    assert found.turn_rewards == (-0.25, -0.25, 1.0) and found.finish == "stop"
+    assert "lower" in told(result) and "higher" in told(result)
+    assert result.turn_rewards == (-0.25, -0.25, 1.0) and result.finish == "stop"
     assert "step must return" in sampled("environment", engine, environment=f"{__name__}:Broken").failure
 
 
@@ -303,8 +303,8 @@ class Echo(AgentLoop):
 
 
 def test_a_loop_of_the_users_own_needs_few_lines() -> None:
-    found = sampled(f"{__name__}:Echo", Speaker(["hm", "mh"]))
-    assert "hm" in told(found) and found.final_reward == 0.5
+    result = sampled(f"{__name__}:Echo", Speaker(["hm", "mh"]))
+    assert "hm" in told(result) and result.final_reward == 0.5
 
 
 # --- who waits for whom ---------------------------------------------------------------------------------------------------
@@ -326,17 +326,17 @@ class Waiting(AgentLoop):
 def samples_of(waits: Sequence[Callable[[], Any]], ended: list[int]) -> tuple[list[Trajectory], Stepped]:
     """The trajectories of one rollout in process, each with its wait."""
     stepped: Any = Stepped()
-    host = InProcessEngine(stepped)
+    engine = InProcessEngine(stepped)
     agents = AgentRunner(Waiting(settings()))
 
     async def all_of() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, None, {"wait": wait, "ended": ended}) for seed, wait in enumerate(waits)]
-        return list(await asyncio.gather(*(agents.sample(host, one) for one in tasks)))
+        return list(await asyncio.gather(*(agents.sample(engine, task) for task in tasks)))
 
-    found = host.run(all_of)
-    host._loop.close()
-    assert found is not None
-    return found, stepped
+    result = engine.run(all_of)
+    engine._loop.close()
+    assert result is not None
+    return result, stepped
 
 
 async def nothing() -> None:
@@ -358,9 +358,9 @@ def test_the_engine_waits_while_nobody_but_tools_works() -> None:
     async def moment() -> None:
         await asyncio.sleep(0.02)
 
-    found, stepped = samples_of([moment], [])
+    result, stepped = samples_of([moment], [])
     assert len(stepped.steps) == 8 and all(stepped.steps)  # four tokens a turn, and no idle step
-    assert found[0].metrics["turns"] == 2
+    assert result[0].metrics["turns"] == 2
 
 
 def test_a_trajectory_is_the_same_whatever_else_runs() -> None:
@@ -397,11 +397,11 @@ class InTokens(MultiTurnScheduler):
     """Lets the model go on behind what a tool says, in tokens, as ms-swift's plug-ins do."""
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
-        said, drawn = " [42]", list(response_choice.token_ids)
+        said, sampled = " [42]", list(response_choice.token_ids)
         told = TOKENIZER.encode(said, add_special_tokens=False)
         infer_request.messages[-1]["content"] += said
-        mask = [0, *[1] * (len(drawn) - 1), *[0] * len(told)]
-        return {"infer_request": infer_request, "response_token_ids": drawn + told, "response_loss_mask": mask}
+        mask = [0, *[1] * (len(sampled) - 1), *[0] * len(told)]
+        return {"infer_request": infer_request, "response_token_ids": sampled + told, "response_loss_mask": mask}
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
         return current_turn == 2
@@ -417,8 +417,8 @@ class WithoutItsEnd(InTokens):
 
 class MaskOfTold(InTokens):
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> Mapping[str, Any]:
-        found = dict(super().step(infer_request, response_choice, current_turn))
-        return found | {"response_loss_mask": [1] * len(found["response_token_ids"])}
+        results = dict(super().step(infer_request, response_choice, current_turn))
+        return results | {"response_loss_mask": [1] * len(results["response_token_ids"])}
 
 
 class ShortMask(InTokens):
@@ -426,23 +426,23 @@ class ShortMask(InTokens):
         return dict(super().step(infer_request, response_choice, current_turn)) | {"response_loss_mask": [1]}
 
 
-def test_a_scheduler_may_say_tokens_behind_those_that_were_drawn() -> None:
+def test_a_scheduler_may_add_tokens_after_the_sampled_ones() -> None:
     engine = Speaker(["6x7", "so 42"])
-    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:InTokens")
-    (sequence,) = found.sequences
+    result = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:InTokens")
+    (sequence,) = result.sequences
     first, told_ids, second = (TOKENIZER.encode(text, add_special_tokens=False) for text in ("6x7", " [42]", "so 42"))
-    assert found.token_ids == [*first, END, *told_ids, *second, END]
+    assert result.token_ids == [*first, END, *told_ids, *second, END]
     # the first token was drawn, but shall not train
-    assert found.sampled == [False, *[True] * 3, *[False] * len(told_ids), *[True] * (len(second) + 1)]
-    assert found.log_probs == [-1.0 if is_drawn else 0.0 for is_drawn in found.sampled]
+    assert result.sampled == [False, *[True] * 3, *[False] * len(told_ids), *[True] * (len(second) + 1)]
+    assert result.log_probs == [-1.0 if is_sampled else 0.0 for is_sampled in result.sampled]
     # nothing stands between what was told and what the model writes there
     assert engine.asked[1] == engine.asked[0] + "6x7<|im_end|> [42]" and sequence.prompt_ids == PROMPT
 
 
-def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> None:
+def test_a_scheduler_that_changes_sampled_tokens_starts_another_sequence() -> None:
     engine = Speaker(["41", "42"])
-    found = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:WithoutItsEnd")
-    first, second = found.sequences
+    result = sampled("scheduler", engine, multi_turn_scheduler=f"{__name__}:WithoutItsEnd")
+    first, second = result.sequences
     assert first.segments[0].token_ids == (*TOKENIZER.encode("41"), END) and all(s.sampled for s in first.segments)
     between = "41<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
     assert engine.asked[1] == engine.asked[0] + between
@@ -456,6 +456,6 @@ def test_a_scheduler_that_changes_what_was_drawn_begins_another_sequence() -> No
         ("ShortMask", "step returned 9 response_token_ids, so that response_loss_mask must be as many"),
     ],
 )
-def test_tokens_that_nobody_drew_cannot_train(name: str, words: str) -> None:
-    found = sampled("scheduler", Speaker(["6x7", "so 42"]), multi_turn_scheduler=f"{__name__}:{name}")
-    assert re.search(words, found.failure)
+def test_tokens_that_were_not_sampled_cannot_train(name: str, words: str) -> None:
+    result = sampled("scheduler", Speaker(["6x7", "so 42"]), multi_turn_scheduler=f"{__name__}:{name}")
+    assert re.search(words, result.failure)

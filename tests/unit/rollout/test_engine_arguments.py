@@ -54,10 +54,10 @@ def test_an_engine_gets_what_the_run_file_and_the_model_say(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "internlm3").mkdir()
     (tmp_path / "internlm3" / "config.json").write_text(json.dumps(INTERNLM3))
-    found = run_program(PROGRAM, tmp_path)
-    assert found["chunked"] == [False, True]
-    assert found["tokens"] == [4096, 512]  # where prompts are not split, a step takes a whole one
-    assert found["arguments"] == {"compile_sizes": [4], "cudagraph_capture_sizes": [1, 8]}
-    assert found["compile_sizes"] == [4]
-    assert found["rope"] == {"rope_type": "default", "rope_theta": 5e7}  # as the trainer computes them
-    assert found["model"] == ["InternLM3ForCausalLM"] and found["length"] == 4096
+    result = run_program(PROGRAM, tmp_path)
+    assert result["chunked"] == [False, True]
+    assert result["tokens"] == [4096, 512]  # where prompts are not split, a step takes a whole one
+    assert result["arguments"] == {"compile_sizes": [4], "cudagraph_capture_sizes": [1, 8]}
+    assert result["compile_sizes"] == [4]
+    assert result["rope"] == {"rope_type": "default", "rope_theta": 5e7}  # as the trainer computes them
+    assert result["model"] == ["InternLM3ForCausalLM"] and result["length"] == 4096

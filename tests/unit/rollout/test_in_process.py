@@ -78,7 +78,7 @@ class Stepped:
         self.calls.append(part)
 
 
-def host() -> tuple[InProcessEngine, Stepped]:
+def build_engine() -> tuple[InProcessEngine, Stepped]:
     engine = Stepped()
     return InProcessEngine(engine), engine  # type: ignore[arg-type]
 
@@ -93,20 +93,20 @@ def expected(prompt: tuple[int, ...], seed: int, versions: Sequence[int]) -> tup
 
 
 def test_what_is_asked_for_at_once_enters_the_same_step() -> None:
-    served, engine = host()
+    served, engine = build_engine()
 
     async def work() -> list[Generated]:
         return await asyncio.gather(*(served.generate((number,), SAMPLING, number) for number in range(5)))
 
-    found = served.run(work)
-    assert found is not None
+    result = served.run(work)
+    assert result is not None
     assert engine.steps == [5] * 6
-    assert [one.token_ids for one in found] == [expected((number,), number, [0] * 6) for number in range(5)]
-    assert {one.finish for one in found} == {"length"}
+    assert [response.token_ids for response in result] == [expected((number,), number, [0] * 6) for number in range(5)]
+    assert {response.finish for response in result} == {"length"}
 
 
 def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_place() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def work() -> tuple[Generated, Generated]:
         first = asyncio.ensure_future(served.generate((3,), SAMPLING, 9))
@@ -129,7 +129,7 @@ def test_a_response_that_was_cut_goes_on_with_its_tokens_and_a_seed_of_that_plac
 
 
 def test_frozen_responses_outlive_a_run_and_name_both_versions() -> None:
-    served, _ = host()
+    served, _ = build_engine()
     waiting: list[asyncio.Future[Generated]] = []
 
     async def begin() -> None:
@@ -143,14 +143,14 @@ def test_frozen_responses_outlive_a_run_and_name_both_versions() -> None:
 
     served.run(begin)
     served.load([], 4)
-    found = served.run(go_on)
-    assert found is not None
-    assert set(found.versions) == {0, 4} and list(found.versions) == sorted(found.versions)
-    assert found.token_ids == expected((3,), 9, found.versions)
+    result = served.run(go_on)
+    assert result is not None
+    assert set(result.versions) == {0, 4} and list(result.versions) == sorted(result.versions)
+    assert result.token_ids == expected((3,), 9, result.versions)
 
 
 def test_a_pause_can_wait_for_what_runs_while_others_wait_for_it() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def work() -> list[Generated]:
         first = asyncio.ensure_future(served.generate((1,), SAMPLING, 1))
@@ -164,12 +164,12 @@ def test_a_pause_can_wait_for_what_runs_while_others_wait_for_it() -> None:
         await served.resume()
         return [await first, await second]
 
-    found = served.run(work) or []
-    assert [one.versions for one in found] == [(0,) * 6, (1,) * 6]
+    result = served.run(work) or []
+    assert [response.versions for response in result] == [(0,) * 6, (1,) * 6]
 
 
 def test_requests_that_cannot_be_answered_are_refused_and_complete_ones_come_back() -> None:
-    served, _ = host()
+    served, _ = build_engine()
 
     async def too_long() -> Generated:
         return await served.generate(tuple(range(101)), SAMPLING, 1)
@@ -210,12 +210,12 @@ def _rank(rank: int, port: int, results: Any) -> None:
     async def fails() -> None:
         raise RuntimeError("nobody hangs")
 
-    found = served.run(work)
+    result = served.run(work)
     try:
         served.run(fails)
     except RuntimeError as error:
-        found = (found, str(error))  # type: ignore[assignment]
-    results.put((rank, found, engine.steps, engine.calls, len(engine._running)))
+        result = (result, str(error))  # type: ignore[assignment]
+    results.put((rank, result, engine.steps, engine.calls, len(engine._running)))
     dist.destroy_process_group()
 
 
@@ -231,8 +231,8 @@ def test_the_ranks_of_a_replica_take_the_same_steps() -> None:
         for process in processes:
             process.join(timeout=patient(10))
             process.kill()
-    (_, (found, said), *first), (_, nothing, *second) = reports
+    (_, (result, said), *first), (_, nothing, *second) = reports
     assert said == "nobody hangs" and nothing is None
-    assert [len(one.token_ids) for one in found] == [6, 6]
+    assert [len(response.token_ids) for response in result] == [6, 6]
     assert first == second  # steps with as many requests, the same calls, nothing left over
     assert first[1] == ["release", "weights", "cache"]

@@ -127,14 +127,14 @@ def _run(folder: Path, dtype: str, cache: str = "auto") -> dict[str, list[float]
 
 @pytest.mark.slow
 def test_an_int8_engine_samples_from_the_proven_quantized_weights_of_each_push(tmp_path: Path) -> None:
-    found = _run(tmp_path, "float32")
-    assert found["dtypes"] == ["torch.int8"]
+    result = _run(tmp_path, "float32")
+    assert result["dtypes"] == ["torch.int8"]
     # an element at a rounding edge of int8 may fall on either side
-    assert sorted(found["exact"])[int(0.9 * len(found["exact"]))] < 1e-4 and max(found["exact"]) < 0.05
-    assert "down_proj.weight" in str(found["damaged"])
+    assert sorted(result["exact"])[int(0.9 * len(result["exact"]))] < 1e-4 and max(result["exact"]) < 0.05
+    assert "down_proj.weight" in str(result["damaged"])
 
 
 @pytest.mark.slow
 def test_a_cache_in_fp8_changes_log_probs_and_nothing_else(tmp_path: Path) -> None:
-    found = _run(tmp_path, "bfloat16", "fp8_e4m3")
-    assert 0 < sum(found["full"]) / len(found["full"]) < 0.2
+    result = _run(tmp_path, "bfloat16", "fp8_e4m3")
+    assert 0 < sum(result["full"]) / len(result["full"]) < 0.2

@@ -97,5 +97,5 @@ print(json.dumps(worst))
 
 
 @pytest.mark.slow
-def test_latent_attention_draws_from_the_weights_of_the_last_push(tmp_path: Path) -> None:
+def test_latent_attention_samples_from_the_weights_of_the_last_push(tmp_path: Path) -> None:
     assert max(run_program(PROGRAM, tmp_path)) < 1e-4

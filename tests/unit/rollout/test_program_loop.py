@@ -56,15 +56,15 @@ def played(folder: Path, rows: Sequence[dict[str, Any]], *texts: str, **more: An
 
 
 def test_an_episode_is_a_trajectory_with_the_programs_reward(with_library: None, tmp_path: Path) -> None:
-    found = played(tmp_path, [{"prompt": QUESTION, "example_id": number} for number in range(3)], "1", "2")
-    for one in found:
-        (sequence,) = one.sequences
+    result = played(tmp_path, [{"prompt": QUESTION, "example_id": number} for number in range(3)], "1", "2")
+    for trajectory in result:
+        (sequence,) = trajectory.sequences
         assert sequence.prompt_ids == ALONE.render(QUESTION)
-        assert TOKENIZER.decode(one.token_ids[:2]) == "1<|im_end|>" and "No." in told(one)
-        assert one.final_reward == 0.5 and one.finish == "stop" and not one.failure
-        assert one.metrics == {"turns": 2.0, "branches": 0.0, "environment_turns": 2.0}
-        drawn = [token for token, is_drawn in zip(one.token_ids, one.sampled) if is_drawn]
-        assert TOKENIZER.decode(drawn) == "1<|im_end|>2<|im_end|>"
+        assert TOKENIZER.decode(trajectory.token_ids[:2]) == "1<|im_end|>" and "No." in told(trajectory)
+        assert trajectory.final_reward == 0.5 and trajectory.finish == "stop" and not trajectory.failure
+        assert trajectory.metrics == {"turns": 2.0, "branches": 0.0, "environment_turns": 2.0}
+        sampled = [token for token, is_sampled in zip(trajectory.token_ids, trajectory.sampled) if is_sampled]
+        assert TOKENIZER.decode(sampled) == "1<|im_end|>2<|im_end|>"
 
 
 def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_path: Path) -> None:
@@ -96,22 +96,25 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
     file = tmp_path / "guess.yaml"
     file.write_text(yaml.safe_dump({"environment": "verifiers:guess", "args": {"number": 2}}))
     stepped: Any = Stubborn()
-    host = InProcessEngine(stepped)
+    engine = InProcessEngine(stepped)
     agents = AgentRunner(load_agent_loop("environment")(settings(turns=ALONE, environment=str(file))))
-    host.run_without_steps(agents.start)
+    engine.run_without_steps(agents.start)
 
     async def rollout() -> list[Trajectory]:
         tasks = [Task(PROMPT, SAMPLING, seed, "2", {"prompt": QUESTION}) for seed in range(4)]
-        return list(await asyncio.gather(*(agents.sample(host, task) for task in tasks)))
+        return list(await asyncio.gather(*(agents.sample(engine, task) for task in tasks)))
 
     for _ in range(2):
-        found = host.run(rollout)
-        assert found is not None
+        result = engine.run(rollout)
+        assert result is not None
         # three turns, none of them right, and two tokens a turn
-        assert [one.final_reward for one in found] == [pytest.approx(1 / 3)] * 4
-        assert all(sum(one.sampled) == 6 and one.metrics["turns"] == 3 and not one.failure for one in found)
-    host.run_without_steps(agents.close)
-    host._loop.close()
+        assert [trajectory.final_reward for trajectory in result] == [pytest.approx(1 / 3)] * 4
+        assert all(
+            sum(trajectory.sampled) == 6 and trajectory.metrics["turns"] == 3 and not trajectory.failure
+            for trajectory in result
+        )
+    engine.run_without_steps(agents.close)
+    engine._loop.close()
     assert sum(stepped.steps) == 2 * 4 * 3 * 2 and all(stepped.steps)  # no step without work
 
 
@@ -173,24 +176,26 @@ def programmed(folder: Path, rows: Sequence[dict[str, Any]], *texts: str, **keys
             await agents.close()
 
     before = {process.pid for process in psutil.Process().children(recursive=True)}
-    found = asyncio.run(asyncio.wait_for(run(), 180))
+    result = asyncio.run(asyncio.wait_for(run(), 180))
     assert {process.pid for process in psutil.Process().children(recursive=True)} == before
-    return found
+    return result
 
 
 def test_a_command_reports_its_reward_in_a_file_a_line_or_a_request(tmp_path: Path) -> None:
-    found = programmed(tmp_path, [{"do": "file"}, {"do": "line"}, {"do": "http"}, {"do": "none"}], "42")
-    assert [one.final_reward for one in found] == [0.5, -1.5, 0.25, None] and not any(one.failure for one in found)
-    assert [one.turn_rewards for one in found] == [(None,), (None,), (0.5,), (None,)]
-    assert [one.reward_columns()["output"] for one in found] == [
+    result = programmed(tmp_path, [{"do": "file"}, {"do": "line"}, {"do": "http"}, {"do": "none"}], "42")
+    assert [trajectory.final_reward for trajectory in result] == [0.5, -1.5, 0.25, None] and not any(
+        trajectory.failure for trajectory in result
+    )
+    assert [trajectory.turn_rewards for trajectory in result] == [(None,), (None,), (0.5,), (None,)]
+    assert [trajectory.reward_columns()["output"] for trajectory in result] == [
         "mine",
         'the answer is 42\n{"reward": -1.5}',
         *["the answer is 42"] * 2,
     ]
-    assert found[0].metrics["agent_a_b"] == 2
-    for one in found:
-        assert TOKENIZER.decode(list(one.sequences[0].prompt_ids)).count("6 times 7?") == 1
-        assert TOKENIZER.decode(one.token_ids) == "42<|im_end|>" and all(one.sampled)
+    assert result[0].metrics["agent_a_b"] == 2
+    for trajectory in result:
+        assert TOKENIZER.decode(list(trajectory.sequences[0].prompt_ids)).count("6 times 7?") == 1
+        assert TOKENIZER.decode(trajectory.token_ids) == "42<|im_end|>" and all(trajectory.sampled)
 
 
 def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leaves_nothing(tmp_path: Path) -> None:
@@ -212,9 +217,9 @@ def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leave
         "it took longer than 15 s",
         "it ended with status 1: MemoryError",
     ]
-    for one, reason in zip(failed, reasons, strict=True):
-        assert reason in one.failure and one.failure.startswith("agent: "), one.failure
-        assert one.final_reward is None and one.reward_columns()["trajectory_failure"] == one.failure
+    for trajectory, reason in zip(failed, reasons, strict=True):
+        assert reason in trajectory.failure and trajectory.failure.startswith("agent: "), trajectory.failure
+        assert trajectory.final_reward is None and trajectory.reward_columns()["trajectory_failure"] == trajectory.failure
     assert "rl_config.agent.command names {question}, but the row has" in unknown.failure and not orphan.failure
     children = [int(path.name) for path in (tmp_path / "marks").iterdir()]
     assert len(children) == 2 and not any(psutil.pid_exists(child) for child in children)
@@ -232,8 +237,8 @@ def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leave
 def test_a_grader_reads_what_the_program_left_in_its_folder(
     tmp_path: Path, grader: list[str], reward: float | None, failure: str
 ) -> None:
-    (one,) = programmed(tmp_path, [{"do": "write"}], "42", grader=grader)
-    assert one.final_reward == reward and failure in one.failure and bool(failure) == bool(one.failure)
+    (result,) = programmed(tmp_path, [{"do": "write"}], "42", grader=grader)
+    assert result.final_reward == reward and failure in result.failure and bool(failure) == bool(result.failure)
 
 
 def test_a_service_is_called_for_each_sample(tmp_path: Path) -> None:

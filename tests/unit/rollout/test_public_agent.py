@@ -66,10 +66,10 @@ def test_mini_swe_agent_repairs_a_file_and_its_turns_are_exact() -> None:
         finally:
             await runner.close()
 
-    found = asyncio.run(asyncio.wait_for(run(), 500))
-    assert not found.failure and found.final_reward == 1.0 and found.metrics["turns"] == 3
-    check_exact(found, engine)
-    (sequence,) = found.sequences
-    whole = TOKENIZER.decode([*sequence.prompt_ids, *found.token_ids])
+    result = asyncio.run(asyncio.wait_for(run(), 500))
+    assert not result.failure and result.final_reward == 1.0 and result.metrics["turns"] == 3
+    check_exact(result, engine)
+    (sequence,) = result.sequences
+    whole = TOKENIZER.decode([*sequence.prompt_ids, *result.token_ids])
     assert "Repair calc.txt." in TOKENIZER.decode(list(sequence.prompt_ids)) and "return a - b" in whole
     assert all(text in whole for text in texts)

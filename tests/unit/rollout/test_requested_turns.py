@@ -48,17 +48,17 @@ class Writer(Speaker):
     ) -> Generated:
         if self.hold is not None:
             await self.hold.wait()
-        found = await super().generate(prompt_ids, sampling, seed, partial)
-        text = TOKENIZER.decode(list(found.token_ids))
+        result = await super().generate(prompt_ids, sampling, seed, partial)
+        text = TOKENIZER.decode(list(result.token_ids))
         ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
         if ends:
             ids = tuple(TOKENIZER.encode(text[: min(ends)]))
-            found = Generated(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
-        self.made.append((prompt_ids, found.token_ids))
-        return found
+            result = Generated(ids, (-1.0,) * len(ids), (0,) * len(ids), "stop")
+        self.made.append((prompt_ids, result.token_ids))
+        return result
 
 
-class Talk:
+class Session:
     """A trajectory at its address, and clients of both libraries."""
 
     def __init__(self, engine: Speaker, address: str, tree: TurnTree) -> None:
@@ -74,7 +74,7 @@ class Talk:
 
 
 def held(
-    conversation: Callable[[Talk], Awaitable[Any]],
+    conversation: Callable[[Session], Awaitable[Any]],
     *texts: str,
     limits: TrajectoryLimits = LIMITS,
     engine: Writer | None = None,
@@ -88,16 +88,16 @@ def held(
         endpoint = RecordingEndpoint()
         await endpoint.start()
         try:
-            talk = Talk(writer, endpoint.open(tree), tree)
-            async with talk.openai, talk.anthropic:
-                return await conversation(talk), tree.end(), writer
+            session = Session(writer, endpoint.open(tree), tree)
+            async with session.openai, session.anthropic:
+                return await conversation(session), tree.end(), writer
         finally:
             await tree.close()
             await endpoint.close()
 
-    found, trajectory, writer = asyncio.run(asyncio.wait_for(run(), 60))
+    result, trajectory, writer = asyncio.run(asyncio.wait_for(run(), 60))
     check_exact(trajectory, writer)
-    return found, trajectory, writer
+    return result, trajectory, writer
 
 
 def check_exact(trajectory: Trajectory, writer: Writer) -> None:
@@ -114,7 +114,8 @@ def check_exact(trajectory: Trajectory, writer: Writer) -> None:
 
 def text_of(trajectory: Trajectory) -> list[str]:
     return [
-        TOKENIZER.decode([*one.prompt_ids, *(t for s in one.segments for t in s.token_ids)]) for one in trajectory.sequences
+        TOKENIZER.decode([*sequence.prompt_ids, *(t for s in sequence.segments for t in s.token_ids)])
+        for sequence in trajectory.sequences
     ]
 
 
@@ -122,16 +123,16 @@ def text_of(trajectory: Trajectory) -> list[str]:
 
 
 def test_chat_completions_with_tools_continue_the_sampled_tokens() -> None:
-    async def talk(talk: Talk) -> list[Any]:
-        first = await talk.chat(QUESTION, tools=[TOOL], temperature=0.3, seed=9)
+    async def converse(session: Session) -> list[Any]:
+        first = await session.chat(QUESTION, tools=[TOOL], temperature=0.3, seed=9)
         (call,) = first.choices[0].message.tool_calls
         # other blanks than the model wrote, and another order of keys
         said = first.choices[0].message.model_dump(exclude_none=True) | {"content": " Let me see."}
         said["tool_calls"][0]["function"]["arguments"] = '{"expression":   "6*7"}'
         reply = {"role": "tool", "tool_call_id": call.id, "content": "42"}
-        return [first, await talk.chat([*QUESTION, said, reply], tools=[TOOL])]
+        return [first, await session.chat([*QUESTION, said, reply], tools=[TOOL])]
 
-    (first, second), trajectory, writer = held(talk, f"Let me see.  {CALL}", " It is 42. ")
+    (first, second), trajectory, writer = held(converse, f"Let me see.  {CALL}", " It is 42. ")
     choice = first.choices[0]
     assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"expression": "6*7"}
@@ -147,21 +148,21 @@ def test_chat_completions_with_tools_continue_the_sampled_tokens() -> None:
 def test_a_stream_has_what_the_full_reply_has(tools: list[Any]) -> None:
     text = f"Let me see. {CALL}{CALL}" if tools else "<think>\nhm\n</think>\n\nIt is\n42 ü."
 
-    async def talk(talk: Talk) -> tuple[Any, Any, Any]:
-        full = await talk.chat(QUESTION, tools=tools or openai.omit)
-        async with talk.openai.chat.completions.stream(
+    async def converse(session: Session) -> tuple[Any, Any, Any]:
+        full = await session.chat(QUESTION, tools=tools or openai.omit)
+        async with session.openai.chat.completions.stream(
             model="policy", messages=QUESTION, tools=tools or openai.omit, stream_options={"include_usage": True}
         ) as stream:
             kinds = [event.type async for event in stream]
             return full, await stream.get_final_completion(), kinds
 
-    (full, streamed, kinds), _, _ = held(talk, text.encode("ascii", "ignore").decode())
+    (full, streamed, kinds), _, _ = held(converse, text.encode("ascii", "ignore").decode())
     names = {"role", "content", "reasoning_content"}
-    ours, theirs = (one.choices[0].message.model_dump() for one in (full, streamed))
+    ours, theirs = (completion.choices[0].message.model_dump() for completion in (full, streamed))
     assert {name: ours.get(name) for name in names} == {name: theirs.get(name) for name in names}
     calls = [
-        [(call.function.name, call.function.arguments) for call in one.choices[0].message.tool_calls or []]
-        for one in (full, streamed)
+        [(call.function.name, call.function.arguments) for call in completion.choices[0].message.tool_calls or []]
+        for completion in (full, streamed)
     ]
     assert calls[0] == calls[1] and len(calls[0]) == 2 * len(tools)
     assert streamed.choices[0].finish_reason == full.choices[0].finish_reason and streamed.usage == full.usage
@@ -171,21 +172,21 @@ def test_a_stream_has_what_the_full_reply_has(tools: list[Any]) -> None:
 def test_anthropics_messages_with_tools_and_streams() -> None:
     tool: Any = {"name": "calculator", "description": "Computes.", "input_schema": SCHEMA}
 
-    async def talk(talk: Talk) -> list[Any]:
-        counted = await talk.anthropic.messages.count_tokens(
+    async def converse(session: Session) -> list[Any]:
+        counted = await session.anthropic.messages.count_tokens(
             model="policy", messages=QUESTION, tools=[tool], system="Be brief."
         )
         more = {"tools": [tool], "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]}
-        first = await talk.claude(QUESTION, **more)
+        first = await session.claude(QUESTION, **more)
         use = first.content[-1]
         result = {"type": "tool_result", "tool_use_id": use.id, "content": [{"type": "text", "text": "42"}]}
         said = [*QUESTION, {"role": "assistant", "content": first.content}]
         said.append({"role": "user", "content": [result, {"type": "text", "text": "So?"}]})
-        async with talk.anthropic.messages.stream(model="policy", max_tokens=400, messages=said, **more) as stream:
-            pieces = [piece async for piece in stream.text_stream]
-            return [counted, first, use, pieces, await stream.get_final_message()]
+        async with session.anthropic.messages.stream(model="policy", max_tokens=400, messages=said, **more) as stream:
+            deltas = [delta async for delta in stream.text_stream]
+            return [counted, first, use, deltas, await stream.get_final_message()]
 
-    (counted, first, use, pieces, second), trajectory, writer = held(talk, f"Let me see. {CALL}", "It is 42.")
+    (counted, first, use, deltas, second), trajectory, writer = held(converse, f"Let me see. {CALL}", "It is 42.")
     assert counted.input_tokens == first.usage.input_tokens == len(writer.made[0][0])
     assert (first.stop_reason, first.content[0].text, use.name, use.input) == (
         "tool_use",
@@ -193,18 +194,18 @@ def test_anthropics_messages_with_tools_and_streams() -> None:
         "calculator",
         {"expression": "6*7"},
     )
-    assert "".join(pieces) == "It is 42." == second.content[0].text and len(pieces) == 3
+    assert "".join(deltas) == "It is 42." == second.content[0].text and len(deltas) == 3
     assert second.stop_reason == "end_turn" and second.usage.output_tokens == len(writer.made[1][1])
     (whole,) = text_of(trajectory)
     assert "Be brief." in whole and whole.index("42") < whole.index("So?") < whole.index("It is 42.")
 
 
 def test_a_thought_is_a_block_of_its_own_in_each_form() -> None:
-    async def talk(talk: Talk) -> list[Any]:
-        made = await talk.openai.responses.create(model="policy", input="6 times 7?")
-        return [await talk.chat(QUESTION), await talk.claude(QUESTION), made]
+    async def converse(session: Session) -> list[Any]:
+        made = await session.openai.responses.create(model="policy", input="6 times 7?")
+        return [await session.chat(QUESTION), await session.claude(QUESTION), made]
 
-    (chat, message, response), _, _ = held(talk, "<think>\nhm\n</think>\n\n42")
+    (chat, message, response), _, _ = held(converse, "<think>\nhm\n</think>\n\n42")
     assert (chat.choices[0].message.reasoning_content, chat.choices[0].message.content) == ("hm", "42")
     assert [(block.type, getattr(block, block.type)) for block in message.content] == [("thinking", "hm"), ("text", "42")]
     assert response.output[0].content[0].text == "hm" and response.output_text == "42"
@@ -213,28 +214,28 @@ def test_a_thought_is_a_block_of_its_own_in_each_form() -> None:
 def test_responses_with_tools_streams_and_an_id_to_continue() -> None:
     tool: Any = {"type": "function", "name": "calculator", "parameters": SCHEMA, "strict": False}
 
-    async def talk(talk: Talk) -> list[Any]:
+    async def converse(session: Session) -> list[Any]:
         more = {"model": "policy", "tools": [tool], "instructions": "Be brief."}
-        first = await talk.openai.responses.create(input="6 times 7?", **more)
+        first = await session.openai.responses.create(input="6 times 7?", **more)
         (call,) = [item for item in first.output if item.type == "function_call"]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "42"}
-        second = await talk.openai.responses.create(input=[result], previous_response_id=first.id, **more)
+        second = await session.openai.responses.create(input=[result], previous_response_id=first.id, **more)
         # the same history as items, in a stream
         items = [
             {"role": "user", "content": "6 times 7?"},
             *(item.model_dump(exclude_none=True) for item in first.output),
             result,
         ]
-        async with talk.openai.responses.stream(input=items, **more) as stream:
+        async with session.openai.responses.stream(input=items, **more) as stream:
             deltas = [event.delta async for event in stream if event.type == "response.output_text.delta"]
             third = await stream.get_final_response()
         with pytest.raises(openai.BadRequestError, match="no response of this trajectory"):
-            await talk.openai.responses.create(input="x", previous_response_id="resp_x", **more)
-        counted = await talk.openai.responses.input_tokens.count(input="6 times 7?", **more)
+            await session.openai.responses.create(input="x", previous_response_id="resp_x", **more)
+        counted = await session.openai.responses.input_tokens.count(input="6 times 7?", **more)
         return [first, call, second, deltas, third, counted]
 
     (first, call, second, deltas, third, counted), trajectory, writer = held(
-        talk, f"Let me see. {CALL}", "It is 42.", "It is 42!"
+        converse, f"Let me see. {CALL}", "It is 42.", "It is 42!"
     )
     assert first.output_text == "Let me see." and (call.name, json.loads(call.arguments)) == (
         "calculator",
@@ -251,8 +252,8 @@ def test_responses_with_tools_streams_and_an_id_to_continue() -> None:
 
 
 def test_completions_of_texts_and_of_tokens_continue_the_sampled_tokens() -> None:
-    async def talk(talk: Talk) -> list[Any]:
-        create = talk.openai.completions.create
+    async def converse(session: Session) -> list[Any]:
+        create = session.openai.completions.create
         first = await create(model="policy", prompt="6*7=", max_tokens=2)
         second = await create(model="policy", prompt=f"6*7={first.choices[0].text}; 1+1=", max_tokens=9)
         ids = [*second.choices[0].prompt_token_ids, *second.choices[0].token_ids]
@@ -260,21 +261,21 @@ def test_completions_of_texts_and_of_tokens_continue_the_sampled_tokens() -> Non
         chunks = [chunk async for chunk in await create(model="policy", prompt="5=", stream=True)]
         return [first, second, third, chunks]
 
-    (first, second, third, chunks), trajectory, writer = held(talk, "42", "2", "so", "5 and 6")
-    assert [one.choices[0].text for one in (first, second, third)] == ["42", "2", "so"]
+    (first, second, third, chunks), trajectory, writer = held(converse, "42", "2", "so", "5 and 6")
+    assert [completion.choices[0].text for completion in (first, second, third)] == ["42", "2", "so"]
     assert first.choices[0].finish_reason == "length" and second.choices[0].finish_reason == "stop"
     assert "".join(chunk.choices[0].text for chunk in chunks) == "5 and 6" and chunks[-1].choices[0].finish_reason == "stop"
     assert text_of(trajectory) == ["6*7=42; 1+1=2<|im_end|>(so<|im_end|>", "5=5 and 6<|im_end|>"]
 
 
 def test_a_stop_text_ends_a_turn_which_then_continues() -> None:
-    async def talk(talk: Talk) -> list[Any]:
-        first = await talk.chat(QUESTION, stop=["STOP", "never"])
+    async def converse(session: Session) -> list[Any]:
+        first = await session.chat(QUESTION, stop=["STOP", "never"])
         said = {"role": "assistant", "content": first.choices[0].message.content}
-        second = await talk.claude([*QUESTION, said, {"role": "user", "content": "And?"}], stop_sequences=["END"])
+        second = await session.claude([*QUESTION, said, {"role": "user", "content": "And?"}], stop_sequences=["END"])
         return [first, second]
 
-    (first, second), trajectory, _ = held(talk, "It is STOP 42", "no END")
+    (first, second), trajectory, _ = held(converse, "It is STOP 42", "no END")
     assert (first.choices[0].message.content, first.choices[0].finish_reason) == ("It is", "stop")
     assert (second.content[0].text, second.stop_reason, second.stop_sequence) == ("no", "stop_sequence", "END")
     (whole,) = text_of(trajectory)
@@ -285,13 +286,13 @@ def test_a_stop_text_ends_a_turn_which_then_continues() -> None:
 
 
 def test_choices_of_a_request_are_branches_and_each_can_be_continued() -> None:
-    async def talk(talk: Talk) -> Any:
-        first = await talk.chat(QUESTION, n=3)
+    async def converse(session: Session) -> Any:
+        first = await session.chat(QUESTION, n=3)
         said = {"role": "assistant", "content": first.choices[1].message.content}
-        await talk.chat([*QUESTION, said, {"role": "user", "content": "Sure?"}])
+        await session.chat([*QUESTION, said, {"role": "user", "content": "Sure?"}])
         return first
 
-    first, trajectory, writer = held(talk, "41", "42", "43", "Yes.")
+    first, trajectory, writer = held(converse, "41", "42", "43", "Yes.")
     assert [choice.message.content for choice in first.choices] == ["41", "42", "43"]
     assert first.usage.completion_tokens == 9 and len(set(writer.seeds)) == 4 and writer.seeds[0] == 5
     assert len(trajectory.sequences) == 3
@@ -299,19 +300,19 @@ def test_choices_of_a_request_are_branches_and_each_can_be_continued() -> None:
 
 
 def test_a_changed_history_and_a_sub_agent_open_branches_and_old_ones_stay_open() -> None:
-    async def talk(talk: Talk) -> None:
-        first = (await talk.chat(QUESTION)).choices[0].message.content
+    async def converse(session: Session) -> None:
+        first = (await session.chat(QUESTION)).choices[0].message.content
         main = [*QUESTION, {"role": "assistant", "content": first}, {"role": "user", "content": "Sure?"}]
         agents = [[{"role": "system", "content": f"Sub-agent {index}."}, *QUESTION] for index in range(2)]
-        await asyncio.gather(talk.chat(main), *(talk.chat(agent) for agent in agents))
+        await asyncio.gather(session.chat(main), *(session.chat(agent) for agent in agents))
         summary = [{"role": "user", "content": "Summary: it is 42. Go on."}]
-        await talk.chat(summary)
+        await session.chat(summary)
         # the conversation before the summary goes on
-        again = talk.engine.asked.index(next(asked for asked in talk.engine.asked if "Sure?" in asked))
+        again = session.engine.asked.index(next(asked for asked in session.engine.asked if "Sure?" in asked))
         said = ["0", "1", "2", "3", "4", "5"][again]
-        await talk.chat([*main, {"role": "assistant", "content": said}, {"role": "user", "content": "Really?"}])
+        await session.chat([*main, {"role": "assistant", "content": said}, {"role": "user", "content": "Really?"}])
 
-    _, trajectory, writer = held(talk, "0", "1", "2", "3", "4", "5")
+    _, trajectory, writer = held(converse, "0", "1", "2", "3", "4", "5")
     assert len(trajectory.sequences) == 4 and trajectory.metrics == {"turns": 6.0, "branches": 3.0}
     (full,) = [text for text in text_of(trajectory) if "Really?" in text]
     assert full.index("6 times 7?") < full.index("Sure?") < full.index("Really?")
@@ -322,11 +323,11 @@ def test_a_changed_history_and_a_sub_agent_open_branches_and_old_ones_stay_open(
 def test_messages_of_the_user_in_a_row_are_one_where_the_template_writes_no_others() -> None:
     asked = [*QUESTION, {"role": "user", "content": "Be brief."}]
 
-    async def talk(talk: Talk) -> None:
-        first = (await talk.chat(asked)).choices[0].message.content
-        await talk.chat([*asked, {"role": "assistant", "content": first}, *asked])
+    async def converse(session: Session) -> None:
+        first = (await session.chat(asked)).choices[0].message.content
+        await session.chat([*asked, {"role": "assistant", "content": first}, *asked])
 
-    _, trajectory, _ = held(talk, "42", "43")
+    _, trajectory, _ = held(converse, "42", "43")
     (whole,) = text_of(trajectory)
     assert whole.count("user\n6 times 7?\nBe brief.<|im_end|>") == 2 and whole.endswith("43<|im_end|>")
 
@@ -334,50 +335,50 @@ def test_messages_of_the_user_in_a_row_are_one_where_the_template_writes_no_othe
 def test_a_client_that_leaves_before_its_turn_leaves_nothing() -> None:
     writer = Writer(["41", "42"])
 
-    async def talk(talk: Talk) -> None:
+    async def converse(session: Session) -> None:
         writer.hold = asyncio.Event()
         with pytest.raises(openai.APITimeoutError):
-            await talk.openai.with_options(timeout=0.2).chat.completions.create(model="policy", messages=QUESTION)
+            await session.openai.with_options(timeout=0.2).chat.completions.create(model="policy", messages=QUESTION)
         await asyncio.sleep(0.1)
         writer.hold.set()
-        await talk.chat(QUESTION)
+        await session.chat(QUESTION)
 
-    _, trajectory, _ = held(talk, engine=writer)
+    _, trajectory, _ = held(converse, engine=writer)
     assert trajectory.metrics["turns"] == 1 and len(trajectory.sequences) == 1
     assert trajectory.token_ids == [*TOKENIZER.encode("41"), END]
 
 
 def test_rewards_of_turns_and_of_the_trajectory_come_over_http() -> None:
-    async def talk(talk: Talk) -> list[int]:
-        first = await talk.chat(QUESTION)
-        second = await talk.claude(QUESTION)
+    async def converse(session: Session) -> list[int]:
+        first = await session.chat(QUESTION)
+        second = await session.claude(QUESTION)
         async with httpx.AsyncClient() as client:
             given = [{"reward": 0.25, "id": first.id}, {"reward": 0.5, "id": second.id}, {"reward": 1}, {"reward": -0.5}]
             wrong = [{"reward": "much"}, {"reward": 1, "id": "x-y"}, [1]]
-            return [(await client.post(f"{talk.address}/reward", json=one)).status_code for one in [*given, *wrong]]
+            return [(await client.post(f"{session.address}/reward", json=body)).status_code for body in [*given, *wrong]]
 
-    found, trajectory, _ = held(talk, "41", "42")
-    assert found == [200] * 4 + [400] * 3
+    result, trajectory, _ = held(converse, "41", "42")
+    assert result == [200] * 4 + [400] * 3
     assert trajectory.turn_rewards == (0.25, 0.5) and trajectory.final_reward == 0.5
 
 
 def test_room_is_shared_by_all_branches() -> None:
     limits = TrajectoryLimits(60, 1000, 4000)
 
-    async def talk(talk: Talk) -> list[str]:
-        await talk.chat(QUESTION)
-        found = []
-        for ask in (talk.chat, talk.claude):
+    async def converse(session: Session) -> list[str]:
+        await session.chat(QUESTION)
+        results = []
+        for ask in (session.chat, session.claude):
             with pytest.raises((openai.BadRequestError, anthropic.BadRequestError)) as raised:
                 await ask([{"role": "user", "content": "another conversation that is too long for it"}])
-            found.append(f"{raised.value} {getattr(raised.value, 'code', '')}")
-        return found
+            results.append(f"{raised.value} {getattr(raised.value, 'code', '')}")
+        return results
 
-    found, trajectory, _ = held(talk, "42", limits=limits)
-    assert all("maximum context length" in text for text in found) and "context_length_exceeded" in found[0]
+    result, trajectory, _ = held(converse, "42", limits=limits)
+    assert all("maximum context length" in text for text in result) and "context_length_exceeded" in result[0]
     assert trajectory.finish == "length" and trajectory.token_ids == [*TOKENIZER.encode("42"), END]
     with pytest.raises(openai.BadRequestError, match="the first messages are .* rl_config.max_prompt_length is 3"):
-        held(lambda talk: talk.chat(QUESTION), "42", limits=TrajectoryLimits(60, 3, 4000))
+        held(lambda session: session.chat(QUESTION), "42", limits=TrajectoryLimits(60, 3, 4000))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------------
@@ -413,22 +414,22 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
     ],
 )
 def test_what_is_unknown_or_not_available_is_a_400_with_a_sentence(path: str, change: Mapping[str, Any], said: str) -> None:
-    async def talk(talk: Talk) -> Any:
+    async def converse(session: Session) -> Any:
         body = {"model": "x"} | ({"messages": QUESTION} if path == "chat/completions" else {}) | change
         async with httpx.AsyncClient() as client:
-            return await client.post(f"{talk.address}/{path}", json=body)
+            return await client.post(f"{session.address}/{path}", json=body)
 
-    found, trajectory, _ = held(talk, "42")
-    assert found.status_code == 400 and said in found.json()["error"]["message"]
-    assert found.json().get("type") == ("error" if path == "messages" else None)
+    result, trajectory, _ = held(converse, "42")
+    assert result.status_code == 400 and said in result.json()["error"]["message"]
+    assert result.json().get("type") == ("error" if path == "messages" else None)
     assert not trajectory.segments
 
 
 def test_one_call_a_turn_and_none_where_the_client_takes_no_more() -> None:
-    async def talk(talk: Talk) -> list[Any]:
-        one = await talk.chat(QUESTION, tools=[TOOL], parallel_tool_calls=False)
-        return [one, await talk.chat(QUESTION, tools=[TOOL], tool_choice="none")]
+    async def converse(session: Session) -> list[Any]:
+        result = await session.chat(QUESTION, tools=[TOOL], parallel_tool_calls=False)
+        return [result, await session.chat(QUESTION, tools=[TOOL], tool_choice="none")]
 
-    (one, none), _, _ = held(talk, f"{CALL}{CALL}")
-    assert len(one.choices[0].message.tool_calls) == 1 and none.choices[0].message.tool_calls is None
+    (result, none), _, _ = held(converse, f"{CALL}{CALL}")
+    assert len(result.choices[0].message.tool_calls) == 1 and none.choices[0].message.tool_calls is None
     assert none.choices[0].message.content == f"{CALL}{CALL}"

@@ -70,11 +70,11 @@ def test_what_a_plugin_needs_is_switched_on(folder: Path) -> None:
     assert validate(run) == []
     objective = run.objective
     assert objective.needs == {"reference", "values"}
-    assert (objective.needs_reference, objective.has_critic, objective.kl_place) == (True, True, None)
+    assert (objective.needs_ref, objective.has_critic, objective.kl_place) == (True, True, None)
     phases = [phase["phase"] for phase in explain(run)["resources"]["phases"]]
     assert {"ref_log_probs", "values", "update_critic"} <= set(phases) and "old_log_probs" not in phases
     schedule = Schedule(resolve(run.config, platform="cpu"))
-    assert schedule.needs_reference and schedule.has_critic
+    assert schedule.needs_ref and schedule.has_critic
     assert "ref_log_probs" in schedule.update_plan(0, None).columns
     assert not schedule.needs_old_log_probs
     assert {violation.rule for violation in validate(prompt_level(rl_config=ADVANTAGE))} == {"critic_group"}

@@ -80,8 +80,8 @@ def test_the_guides_broken_examples_break_the_rules_it_names(given: tuple, rules
     ],
 )
 def test_each_of_the_guides_eight_constraints_is_checked(rule: str, run: dict, rl: dict) -> None:
-    found = {violation.rule: violation for violation in validate(completion_level(**run, rl_config=rl))}
-    assert rule in found and found[rule].suggestions
+    results = {violation.rule: violation for violation in validate(completion_level(**run, rl_config=rl))}
+    assert rule in results and results[rule].suggestions
 
 
 def test_an_error_of_the_guide_names_the_numbers_it_comes_from() -> None:

@@ -41,7 +41,7 @@ def test_a_judge_that_the_run_serves_has_a_phase_on_its_own_devices_or_on_the_ac
     def judge(**rl: object) -> tuple[int, dict[str, str]]:
         run = prompt_level(rl_config={"judge_model": "/models/judge", **rl})
         assert validate(run) == []
-        phase = next(one for one in explain(run)["resources"]["phases"] if one["phase"] == "judge")
+        phase = next(phase for phase in explain(run)["resources"]["phases"] if phase["phase"] == "judge")
         return run.placement.num_devices, phase
 
     count, phase = judge(judge_tensor_parallel_size=4)
@@ -101,8 +101,8 @@ def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
     ],
 )
 def test_contradictions_are_named(changes: dict[str, dict[str, Any]], rule: str, words: str) -> None:
-    found = {violation.rule: violation.message for violation in validate(prompt_level(**changes))}
-    assert rule in found and words in found[rule]
+    results = {violation.rule: violation.message for violation in validate(prompt_level(**changes))}
+    assert rule in results and words in results[rule]
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def test_a_teacher_alone_is_sound_and_needs_no_reward_function() -> None:
     ],
 )
 def test_a_broken_rule_names_its_key(keys: dict[str, Any], rl: dict[str, Any], rule: str, words: list[str]) -> None:
-    found = {violation.rule: violation.message for violation in validate(run_of(rl=rl, **keys))}
-    assert rule in found, found
-    assert all(word in found[rule] for word in words), found[rule]
+    results = {violation.rule: violation.message for violation in validate(run_of(rl=rl, **keys))}
+    assert rule in results, results
+    assert all(word in results[rule] for word in words), results[rule]
 
 
 def test_the_plan_page_prints_the_term_and_its_place_in_the_loss() -> None:

@@ -69,10 +69,10 @@ PLAIN = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256,
 def test_widths_of_heads_that_the_cpu_has_no_kernels_for_are_named(
     tmp_path: Path, changes: dict[str, Any], words: list[str] | None
 ) -> None:
-    found = [str(violation) for violation in validate(run(tmp_path / "m", {**PLAIN, **changes}))]
-    assert len(found) == (words is not None)
+    results = [str(violation) for violation in validate(run(tmp_path / "m", {**PLAIN, **changes}))]
+    assert len(results) == (words is not None)
     if words is not None:
-        assert all(word in found[0] for word in (*words, str(tmp_path / "m")))
+        assert all(word in results[0] for word in (*words, str(tmp_path / "m")))
     assert validate(run(tmp_path / "m", {**PLAIN, **changes}, platform="npu")) == []
 
 
@@ -83,9 +83,9 @@ HYBRID = {
 
 
 def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Path) -> None:
-    found = validate(run(tmp_path / "m", HYBRID))
-    assert [item.rule for item in found] == ["rollout.linear_dtype"]
-    assert "generate_config.dtype (float32) must be bfloat16" in str(found[0])
+    result = validate(run(tmp_path / "m", HYBRID))
+    assert [item.rule for item in result] == ["rollout.linear_dtype"]
+    assert "generate_config.dtype (float32) must be bfloat16" in str(result[0])
     small = {**HYBRID, "linear_key_head_dim": 32}
     assert {item.rule for item in validate(run(tmp_path / "m", small))} == {"rollout.linear_dtype", "rollout.linear_size"}
     split = validate(run(tmp_path / "m", HYBRID, devices=4, tensor=4))
@@ -105,8 +105,8 @@ def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:
     violations = validate(run(tmp_path / "m", PLAIN, devices=3, tensor=3))
-    found = [str(item) for item in violations if item.rule.startswith("rollout.")]
-    assert [text.split(";")[0].split(" must")[0] for text in found] == [
+    results = [str(item) for item in violations if item.rule.startswith("rollout.")]
+    assert [text.split(";")[0].split(" must")[0] for text in results] == [
         "num_attention_heads (4)",
         "num_query_groups (2) and generate_config.infer_tensor_parallel_size (3)",
         "ffn_hidden_size (512)",

@@ -348,12 +348,12 @@ def test_nonsense_numbers_are_explained_and_never_crash() -> None:
     ],
 )
 def test_engines_that_share_experts_are_shown_with_their_groups(name: str, replicas: int, sharing: int, devices: int) -> None:
-    found = explain(load_run(name))["resources"]
-    rollout = found["roles"]["rollout"]
+    result = explain(load_run(name))["resources"]
+    rollout = result["roles"]["rollout"]
     assert (rollout["replicas"], rollout["replicas_sharing_experts"], rollout["ep"]) == (replicas, sharing, devices)
-    groups = found["parallel_groups"]["rollout_ep"]
+    groups = result["parallel_groups"]["rollout_ep"]
     assert groups[0] == list(range(devices)) and sum(groups, []) == list(range(rollout["devices"]))
-    (holds,) = [phase["holds"] for phase in found["phases"] if phase["phase"] == "generate"]
+    (holds,) = [phase["holds"] for phase in result["phases"] if phase["phase"] == "generate"]
     assert f"experts over {devices} devices (EP{devices})" in holds
 
 
@@ -393,6 +393,6 @@ def test_drafts_are_explained_on_one_line_with_reasons_why_they_will_not_pay() -
     generate = {"speculative_config": {"method": "suffix"}, "max_num_seqs": 64}
     report = explain(prompt_level(generate_config=generate | {"sampling_config": {"max_tokens": 32, "temperature": 1.2}}))
     assert "24 tokens a step at most" in report["samples"]
-    found = "\n".join(text for text in report["warnings"] if "speculative_config" in text)
-    assert [words for words in ("temperature 1.2", "32 tokens", "64 responses") if words not in found] == []
+    result = "\n".join(text for text in report["warnings"] if "speculative_config" in text)
+    assert [words for words in ("temperature 1.2", "32 tokens", "64 responses") if words not in result] == []
     assert prompt_level().generate.drafts is None

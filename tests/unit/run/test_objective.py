@@ -56,7 +56,7 @@ def test_stage_and_loss_type_decide_the_form(stage: str, rl: dict[str, Any], exp
 def test_stage_decides_where_the_kl_goes(stage: str, rl: dict[str, Any], in_loss: float, in_reward: float) -> None:
     objective = prompt_level(megatron_training={"stage": stage}, rl_config=rl).objective
     assert (objective.kl_in_loss, objective.kl_in_reward) == (in_loss, in_reward)
-    assert objective.needs_reference == bool(in_loss or in_reward)
+    assert objective.needs_ref == bool(in_loss or in_reward)
 
 
 def test_clip_higher_replaces_the_symmetric_clip() -> None:
@@ -103,8 +103,8 @@ _BALANCED = {"num_experts": 8, "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0
         ),
         ({**_BALANCED, "stage": "sft"}, "-log pi(token) + 0.01 * B + 0.001 * Z", "B = sum over layers with experts of 8 sum_e"),
         ({**_BALANCED, "num_experts": None}, "aggregate(L) + 0.01 * aggregate(KL)", "loss"),
-        ({"dsa_indexer_loss_coeff": 0.02}, "+ 0.01 * aggregate(KL) + 0.02 * I", "gradient to the indexers alone"),
-        ({"mtp_num_layers": 1}, "+ 0.01 * aggregate(KL) + 0.1 * M", "gradient to these layers alone"),
+        ({"dsa_indexer_loss_coeff": 0.02}, "+ 0.01 * aggregate(KL) + 0.02 * I", "gradient only to the indexers"),
+        ({"mtp_num_layers": 1}, "+ 0.01 * aggregate(KL) + 0.1 * M", "gradient to only these layers"),
         ({"mtp_num_layers": 2, "stage": "sft"}, "-log pi(token) + 0.1 * M", "mean over 2 prediction layer(s)"),
     ],
 )

@@ -81,11 +81,11 @@ def test_the_nearest_single_value_is_the_nearest_there_is() -> None:
                 for value in range(1, 400)
                 if value != current and not any(find_size_violations(sizes.with_value(name, value)))
             ]
-            found = suggest_values(sizes, name)
-            assert [value for value in found if value < 400] == found or not sound
+            result = suggest_values(sizes, name)
+            assert [value for value in result if value < 400] == result or not sound
             if sound:
                 best = min(abs(value - current) for value in sound)
-                assert abs(found[0] - current) == best
+                assert abs(result[0] - current) == best
 
 
 @pytest.mark.parametrize("value", [0, -3])

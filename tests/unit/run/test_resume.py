@@ -25,7 +25,7 @@ from mindspeed_rl.checkpoint.newest import list_old
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import find_warnings
-from mindspeed_rl.run.references import rl_reference
+from mindspeed_rl.run.ref_model import resolve_rollout_ref
 from mindspeed_rl.run.resume import describe_resume, find_resume_point, select_sound_checkpoint
 
 RL, SUPERVISED = {"kl": {}, "rollout": {}}, {"consumed_samples": 8}
@@ -195,16 +195,16 @@ def test_the_reference_is_what_the_actor_started_from_before_any_resume(tmp_path
     (tmp_path / "actor" / "huggingface").mkdir()
     (tmp_path / "actor" / "huggingface" / "config.json").write_text("{}")
     fresh = run("ray_grpo", load=str(start.weights))
-    assert rl_reference(fresh, start, None)[1:] == (start, None)
+    assert resolve_rollout_ref(fresh, start, None)[1:] == (start, None)
     resumed = run("ray_grpo", load=str(going_on.weights), pretrained_checkpoint=str(start.weights))
-    assert rl_reference(resumed, going_on, 4)[1:] == (start, None)
+    assert resolve_rollout_ref(resumed, going_on, 4)[1:] == (start, None)
     with pytest.raises(ValueError, match="the actor goes on from .*, so the reference cannot be taken from there"):
-        rl_reference(run("ray_grpo", load=str(going_on.weights)), going_on, 4)
+        resolve_rollout_ref(run("ray_grpo", load=str(going_on.weights)), going_on, 4)
     checkpoint(tmp_path / "actor" / "reference", 4, {}, None)
     (tmp_path / "actor" / "reference" / "huggingface").mkdir()
     (tmp_path / "actor" / "reference" / "huggingface" / "config.json").write_text("{}")
     moving = run("ray_grpo", load=str(going_on.weights), rl_config={"sync_ref_model": True})
-    _, source, iteration = rl_reference(moving, going_on, 4)
+    _, source, iteration = resolve_rollout_ref(moving, going_on, 4)
     assert (source.weights, iteration) == (tmp_path / "actor" / "reference", 4)
 
 
@@ -212,10 +212,10 @@ def test_a_reference_that_is_not_where_the_keys_say_is_named_with_its_key(tmp_pa
     start = hf(tmp_path / "start", "lm_head.weight")
     missing, mode = str(tmp_path / "missing"), "ref_model_load_path"
     with pytest.raises(ValueError, match=rf"^actor_config.pretrained_checkpoint: {missing} holds neither"):
-        rl_reference(run("ray_grpo", load=str(start.weights), pretrained_checkpoint=missing), start, None)
+        resolve_rollout_ref(run("ray_grpo", load=str(start.weights), pretrained_checkpoint=missing), start, None)
     rl = {"integrated_mode_config": {mode: missing}}
     with pytest.raises(ValueError, match=rf"^rl_config.integrated_mode_config.{mode}: {missing} holds neither"):
-        rl_reference(run("ray_grpo", load=str(start.weights), rl_config=rl), start, None)
+        resolve_rollout_ref(run("ray_grpo", load=str(start.weights), rl_config=rl), start, None)
 
 
 def test_a_reward_model_without_a_score_needs_words_to_judge_in(tmp_path: Path) -> None:

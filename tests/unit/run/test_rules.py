@@ -555,8 +555,8 @@ def test_rollout_experts_must_fit_the_devices() -> None:
 def test_rollout_experts_are_spread_whole() -> None:
     training = {"num_experts": 6, "sequence_parallel": True, "num_layers": 4, "pipeline_model_parallel_size": 1}
     keys = {"enable_expert_parallel": True, "infer_expert_parallel_size": 4, "infer_tensor_parallel_size": 2}
-    found = rules_of(prompt_level(megatron_training=training, generate_config=keys))
-    violation = found["rollout.whole_experts"]
+    result = rules_of(prompt_level(megatron_training=training, generate_config=keys))
+    violation = result["rollout.whole_experts"]
     assert "num_experts (6) must be divisible by" in violation.message and "(4 x 2)" in violation.message
     assert violation.suggestions == ({"generate_config.infer_expert_parallel_size": 1},)
     fitting = prompt_level(megatron_training={**training, "num_experts": 16}, generate_config=keys)

@@ -30,12 +30,12 @@ def test_paths_that_workers_read_are_absolute(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     run = with_absolute_paths(load_run("grpo_tiny_cpu", None, [f"{name}={value}" for name, value in GIVEN.items()]))
     for name, value in GIVEN.items():
-        found = run.config
+        result = run.config
         for part in name.split("."):
-            found = getattr(found, part)
-        if isinstance(found, list):
-            (found,) = found
-        assert found == str(tmp_path / value.strip("[]")), name
+            result = getattr(result, part)
+        if isinstance(result, list):
+            (result,) = result
+        assert result == str(tmp_path / value.strip("[]")), name
 
 
 def test_names_that_are_no_path_here_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

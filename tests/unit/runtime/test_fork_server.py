@@ -58,9 +58,9 @@ def command(folder: Path) -> Iterator[str]:
         patch.setenv("OF_SERVER", "1")
         patch.delenv("RAY_ADDRESS", raising=False)
         with fork_server("cpu", Libraries((), ("asks_for_ray", "needs_no_ray", "asks_for_wandb"))):
-            found = build_worker_command()
-            assert found is not None
-            yield found
+            result = build_worker_command()
+            assert result is not None
+            yield result
 
 
 def ask(command: str, folder: Path, code: int = 0, **environment: str) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def on_cpu() -> Iterator[None]:
     yield
 
 
-def test_what_an_owner_holds_and_what_only_passes_are_told_apart() -> None:
+def test_lasting_and_temporary_memory_of_an_owner_are_distinguished() -> None:
     kept: list[torch.Tensor] = []
     memory = PhaseMemory(lambda: {"weights": 3 * MIB, "KV cache": sum(tensor.nbytes for tensor in kept)})
     metrics = Metrics()
@@ -42,9 +42,9 @@ def test_what_an_owner_holds_and_what_only_passes_are_told_apart() -> None:
         kept.append(torch.ones(8 * MIB))  # 32 MiB that stay
         passing = torch.ones(32 * MIB)  # 128 MiB that do not
         del passing
-    found = {name: value * 1024 for name, value in metrics.results().items()}
-    assert found["memory/log-probs/weights_gib"] == 3 and found["memory/log-probs/kv_cache_gib"] == 32
-    assert found["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
+    results = {name: value * 1024 for name, value in metrics.results().items()}
+    assert results["memory/log-probs/weights_gib"] == 3 and results["memory/log-probs/kv_cache_gib"] == 32
+    assert results["memory/log-probs/activations_gib"] == pytest.approx(128, abs=16)
     assert memory.peak_gib * 1024 > 160
 
 

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime import shared_filesystem
-from mindspeed_rl.runtime.shared_filesystem import HostFiles, check_shared_files, read_host_files
+from mindspeed_rl.runtime.shared_filesystem import ObservedFiles, check_shared_files, read_observed_files
 
 
 class _Config:
@@ -44,14 +44,14 @@ def run(tmp_path: Path) -> Run:
     return cast(Run, _Run(tmp_path / "here"))
 
 
-def machines(tmp_path: Path, *folders: str) -> Callable[[Sequence[str]], list[HostFiles]]:
+def machines(tmp_path: Path, *folders: str) -> Callable[[Sequence[str]], list[ObservedFiles]]:
     """Processes, one for each folder, that see it in the place of the driver's."""
 
-    def ask(paths: Sequence[str]) -> list[HostFiles]:
+    def ask(paths: Sequence[str]) -> list[ObservedFiles]:
         files: list[Any] = []
         for number, folder in enumerate(folders):
             moved = [path.replace(str(tmp_path / "here"), str(tmp_path / folder)) for path in paths]
-            files.append(HostFiles(f"host-{number}", read_host_files(moved).files))
+            files.append(ObservedFiles(f"host-{number}", read_observed_files(moved).files))
         return files
 
     return ask

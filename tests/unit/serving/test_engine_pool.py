@@ -44,7 +44,7 @@ def whole(prompt: tuple[int, ...], seed: int, version: int = 0) -> Generated:
     return Generated(tokens, (-0.5,) * 4, (version,) * 4, "length")
 
 
-def test_requests_are_dealt_evenly_and_answered_with_what_their_server_drew() -> None:
+def test_requests_are_dealt_evenly_and_answered_by_their_server() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         asked = [asyncio.create_task(pool.generate((number,), FOUR, number)) for number in range(6)]
         await until(lambda: sum(len(server.engine.seen) for server in servers) == 6)
@@ -128,7 +128,7 @@ def test_a_server_that_does_not_answer_is_taken_out_within_its_deadline_and_name
     in_pool(body, timeout_s=1.0)
 
 
-def test_a_server_that_answers_but_draws_no_token_is_taken_out() -> None:
+def test_a_server_that_replies_but_generates_no_token_is_removed() -> None:
     async def body(pool: ServerPool, servers: list[ScriptedServer]) -> None:
         asked = asyncio.create_task(pool.generate((4,), FOUR, 9))
         servers[1].engine.release(4)
@@ -229,8 +229,8 @@ def test_an_interrupted_response_comes_back_with_its_tokens_and_goes_on_behind_t
         assert len(pool.waiting) == 1  # no server is called while the pool is paused
         await pool.resume()
         engine.release(3)
-        found = await later
-        assert found.token_ids == whole((2,), 1).token_ids and found.versions == (0, 1, 1, 1)
+        result = await later
+        assert result.token_ids == whole((2,), 1).token_ids and result.versions == (0, 1, 1, 1)
 
     in_pool(body, num_servers=1)
 

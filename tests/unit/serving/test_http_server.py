@@ -92,8 +92,8 @@ def test_calls_reach_the_service_and_all_else_the_inner_application() -> None:
     ],
 )
 def test_what_is_wrong_is_said(path: str, body: bytes, status: int, words: str) -> None:
-    found, answer = ask(path, body)
-    assert found == status and words in answer["error"]
+    result, answer = ask(path, body)
+    assert result == status and words in answer["error"]
 
 
 REQUEST = {"key": "a", "prompt_ids": [1], "sampling": {"temperature": 1.0, "max_tokens": 4, "stop_token_ids": []}, "seed": 1}
@@ -247,12 +247,12 @@ def test_images_in_files_that_a_server_lacks_travel_with_their_requests(tmp_path
 
         asyncio.run(go())
     # the server was asked once
-    assert [one["path"] for one in asked] == ["/rollout/list_missing", "/rollout/submit", "/rollout/submit"]
+    assert [call["path"] for call in asked] == ["/rollout/list_missing", "/rollout/submit", "/rollout/submit"]
     assert asked[0]["files"] == {str(far): 10, str(near): 4}
     # "234" and "01" in base64
     sent = ["data:image/any;base64,MjM0", str(near), data, "data:image/any;base64,MDE="]
     for submitted in asked[1:]:
-        assert [one["sampling"]["images"] for one in submitted["requests"]] == [sent, []]
+        assert [request["sampling"]["images"] for request in submitted["requests"]] == [sent, []]
     assert requests[0]["sampling"] == {"images": images}
 
 

@@ -194,8 +194,8 @@ def test_members_do_not_wait_out_their_time_for_a_server_that_is_not_coming(loop
             own = dist.PrefixStore(rendezvous.name, store)
             waiting = [threads.submit(meet, own, rank, rendezvous.size, 10.0 if how == "fails" else 2.0) for rank in (0, 1)]
             invite(rendezvous)
-            for one in waiting:
-                one.result()
+            for thread in waiting:
+                thread.result()
 
     for name, server in world.servers.items():
         server.engine.join = absent if name == "server 1" else join

@@ -15,7 +15,7 @@ from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
 @pytest.fixture(scope="module")
-def start(one_process_world: None, tiny_model: Path) -> Callable[..., SupervisedWorker]:
+def start(single_process_world: None, tiny_model: Path) -> Callable[..., SupervisedWorker]:
     """(stage, data prefix, keys of megatron_training, rl_config=...) -> its worker, ready to train in fp32."""
 
     def make(stage: str, data: Any, *, rl_config: Mapping[str, Any] | None = None, **keys: Any) -> SupervisedWorker:

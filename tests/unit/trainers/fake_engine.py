@@ -48,8 +48,8 @@ def token(seed: int, place: int, version: int) -> int:
     return (seed * 31 + place * 7 + version * 1009) % 997
 
 
-def log_prob(drawn: int) -> float:
-    return -(drawn % 8) / 8
+def log_prob(token: int) -> float:
+    return -(token % 8) / 8
 
 
 class FakeEngine:

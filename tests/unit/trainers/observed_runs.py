@@ -83,8 +83,8 @@ def _parts(run: Run, folder: Path) -> Iterator[tuple[str, Any]]:
 def values_of(group: type, field: dataclasses.Field[Any]) -> list[Any]:
     """Values of the key's type; the default comes last, for a key whose unset value means something else."""
     kind, default = list_keys(group)[field.name].kind, field.default
-    found = list(_values(kind, field.name))
-    return [value for value in found if value != default] + ([] if default is dataclasses.MISSING else [default])
+    results = list(_values(kind, field.name))
+    return [value for value in results if value != default] + ([] if default is dataclasses.MISSING else [default])
 
 
 def _values(kind: Any, name: str) -> Iterator[Any]:

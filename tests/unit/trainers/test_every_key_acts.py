@@ -114,17 +114,18 @@ ELSEWHERE: dict[str, str] = {
     "run/draft.py": "stage threads_per_worker",
     "run/record.py": "fault_tolerance",
     "run/length.py": "train_epochs",
-    "run/references.py": "ref_model integrated_mode_config",
+    "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
+    "engine/multi_token_prediction.py": "mtp_loss_scaling_factor mtp_detach_heads",
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad mtp_loss_scaling_factor mtp_detach_heads "
-    "dsa_indexer_loss_coeff",
+    "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
+    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "freeze_vit freeze_aligner "
@@ -196,13 +197,13 @@ OF_LEFT_OFF = frozenset(("coc_mode", "coc_parallel_num", "coc_fused_kernel"))
 @cache
 def words_of(module: str) -> frozenset[str]:
     """Attributes that a module reads, and the words of its strings, which name keys in tables."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
         if isinstance(node, ast.Attribute):
-            found.add(node.attr)
+            results.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.update(node.value.split())
-    return frozenset(found)
+            results.update(node.value.split())
+    return frozenset(results)
 
 
 @pytest.fixture(scope="module")
@@ -240,14 +241,14 @@ def can_be_seen(group: type, field: dataclasses.Field[Any], folders: dict[str, P
 
 def keys() -> list[tuple[type, dataclasses.Field[Any]]]:
     refused = set(REFUSED.split())
-    found = []
+    results = []
     for group in GROUPS:
         for field in dataclasses.fields(group):
             needs, no_effect = field.metadata["key"].needs, field.metadata["key"].no_effect
             silent = no_effect or field.name in refused or (needs and needs[0] in refused)
             if not silent and field.name != "sampling_config":
-                found.append((group, field))
-    return found
+                results.append((group, field))
+    return results
 
 
 def test_every_base_run_is_sound(folders: dict[str, Path]) -> None:

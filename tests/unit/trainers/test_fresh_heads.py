@@ -44,13 +44,13 @@ def saved(worker: SupervisedWorker) -> dict[str, torch.Tensor]:
     return weights(worker)
 
 
-def assert_fresh(found: dict[str, torch.Tensor], body: dict[str, torch.Tensor]) -> None:
+def assert_fresh(result: dict[str, torch.Tensor], body: dict[str, torch.Tensor]) -> None:
     """The body is the language model's, the head is 0."""
-    assert not found["rm_head.weight"].any()
-    for name, tensor in found.items():
+    assert not result["rm_head.weight"].any()
+    for name, tensor in result.items():
         if name in body:
             assert torch.equal(tensor, body[name]), name
-    assert set(body) - set(found) <= {"output_layer.weight"}
+    assert set(body) - set(result) <= {"output_layer.weight"}
 
 
 @pytest.mark.parametrize("kind", ["hf", "training", "training with adapters", "torch", "torch_dist"])
@@ -75,8 +75,8 @@ def test_a_reward_model_starts_from_any_language_model(
 def test_a_head_that_was_trained_is_kept(start: Callable[..., Any], pairs: Path, tiny_model: Path, tmp_path: Path) -> None:
     expected = saved(start("orm", pairs, save=str(tmp_path / "orm")))
     assert expected["rm_head.weight"].any()
-    found = start("orm", pairs, load=str(tmp_path / "orm"))
-    assert torch.equal(weights(found)["rm_head.weight"], expected["rm_head.weight"])
+    result = start("orm", pairs, load=str(tmp_path / "orm"))
+    assert torch.equal(weights(result)["rm_head.weight"], expected["rm_head.weight"])
     adapted = start("orm", pairs, load=str(tmp_path / "orm"), **LORA)
     assert torch.equal(weights(adapted)["rm_head.weight"], expected["rm_head.weight"])
 

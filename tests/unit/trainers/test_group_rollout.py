@@ -75,8 +75,10 @@ class Source:
 
     def _group(self, number: int) -> PromptGroup:
         scores = [1.0, 1.0 if number % 3 == 0 else 0.0]
-        drawn = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
-        samples: list[Trajectory | None] = [Trajectory.from_response(prompt(number)["prompt_ids"], one) for one in drawn]
+        generated = [Generated((5, 6 + place), (-0.5, -1.0), (0, 0), "stop") for place in range(GROUP)]
+        samples: list[Trajectory | None] = [
+            Trajectory.from_response(prompt(number)["prompt_ids"], response) for response in generated
+        ]
         results = [RewardResult(score, {"exact_match": score}) for score in scores]
         return PromptGroup(number, prompt(number), self._version, samples, results)
 
@@ -104,9 +106,9 @@ class Plane:
         self.put, self.clear = self._dock.put, self._dock.clear
 
     def get(self, consumer: str, columns: Sequence[str], count: int | None = None, *, indexes: Any, timeout_s: float) -> Any:
-        found = self._dock.get(consumer, columns, count, list(indexes))
-        assert found[0] is not None, (consumer, columns)
-        return found
+        result = self._dock.get(consumer, columns, count, list(indexes))
+        assert result[0] is not None, (consumer, columns)
+        return result
 
 
 def rollout_of(run: Run) -> tuple[GroupRollout, Source, Plane]:
@@ -130,14 +132,14 @@ def test_an_iteration_gets_its_prompts_with_scores_and_versions(tmp_path: Path) 
     assert rollout.before_push(0) == 0
     rollout.after_push(0)
     reports = rollout.run(0)
-    found = rows(plane, PROMPTS * GROUP)
-    assert [ids.tolist() for ids in found["prompt_ids"]] == [[number + 1, 2] for number in range(4) for _ in range(2)]
-    assert [float(reward) for reward in found["rewards"]] == [1, 1, 1, 0, 1, 0, 1, 1]
-    assert [ids.tolist() for ids in found["input_ids"][:2]] == [[1, 2, 5, 6], [1, 2, 5, 7]]
-    assert [version.tolist() for version in found["weight_versions"]] == [[0, 0]] * 8
+    result = rows(plane, PROMPTS * GROUP)
+    assert [ids.tolist() for ids in result["prompt_ids"]] == [[number + 1, 2] for number in range(4) for _ in range(2)]
+    assert [float(reward) for reward in result["rewards"]] == [1, 1, 1, 0, 1, 0, 1, 1]
+    assert [ids.tolist() for ids in result["input_ids"][:2]] == [[1, 2, 5, 6], [1, 2, 5, 7]]
+    assert [version.tolist() for version in result["weight_versions"]] == [[0, 0]] * 8
     assert reports[-1].metrics.results()["rollout/tokens"] == 16
     (line,) = [json.loads(line) for line in (run.folder / "consumed.jsonl").read_text().splitlines()]
-    assert [one["prompt"] for one in line["prompts"]] == [0, 1, 2, 3]
+    assert [prompt["prompt"] for prompt in line["prompts"]] == [0, 1, 2, 3]
 
 
 def test_weights_are_pushed_when_a_version_ends_and_after_the_last_iteration(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_weights_are_pushed_when_a_version_ends_and_after_the_last_iteration(tmp
     assert source.calls == ["before", ("after", 0), "before", ("after", 1), "before", ("after", 2), "before"]
 
 
-def test_a_filter_draws_only_as_many_further_groups_as_are_missing(tmp_path: Path) -> None:
+def test_a_filter_samples_only_as_many_further_groups_as_are_missing(tmp_path: Path) -> None:
     keys = [
         "rl_config.filter_groups_enable=true",
         "rl_config.filter_groups_metric=exact_match",
@@ -169,10 +171,10 @@ def test_a_filter_draws_only_as_many_further_groups_as_are_missing(tmp_path: Pat
     assert [ids.tolist()[0] - 1 for ids in rows(plane, 8)["prompt_ids"]] == [1, 1, 2, 2, 4, 4, 5, 5]
     assert reports[-1].metrics.results() == {"train/num_gen_batches": 1.5, "train/kept_groups_fraction": 4 / 6}
     (line,) = [json.loads(line) for line in (run.folder / "consumed.jsonl").read_text().splitlines()]
-    assert [one["prompt"] for one in line["prompts"]] == [1, 2, 4, 5]
+    assert [prompt["prompt"] for prompt in line["prompts"]] == [1, 2, 4, 5]
 
 
-def test_a_filter_that_may_draw_no_more_fills_up_or_gives_up(tmp_path: Path) -> None:
+def test_a_filter_that_may_sample_no_more_fills_up_or_gives_up(tmp_path: Path) -> None:
     filling = ["rl_config.dynamic_sample=true", "rl_config.max_resample_times=0"]
     run = run_of(tmp_path / "fill", "rl_config.trainer_mode=async", *filling)
     rollout, source, plane = rollout_of(run)

@@ -111,9 +111,9 @@ def test_an_evaluation_is_the_mean_of_what_was_scored(monkeypatch: pytest.Monkey
     ]
     evaluator = _scored(results, monkeypatch)
     metrics = evaluator.run()
-    found = metrics.results()
-    assert found["eval/accuracy"] == found["eval/reward"] == pytest.approx(1 / 3)
-    assert found["eval/unscored"] == 2
+    result = metrics.results()
+    assert result["eval/accuracy"] == result["eval/reward"] == pytest.approx(1 / 3)
+    assert result["eval/unscored"] == 2
     assert evaluator.describe(metrics) == "held-out accuracy 33.3% on 5 prompts (greedy, 2 without a score)"
 
 

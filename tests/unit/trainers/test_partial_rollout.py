@@ -46,15 +46,15 @@ class Engines:
         self.version = self.num_tokens = 0
         self.rounds: list[int] = []
 
-    def __call__(self, pieces: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
-        self.rounds.append(len(pieces))
-        return [], [self._grown(piece, num_tokens) for piece in pieces]
+    def __call__(self, responses: Sequence[PartialResponse], num_tokens: int) -> tuple[list[WorkerReport], list[Generated]]:
+        self.rounds.append(len(responses))
+        return [], [self._grown(response, num_tokens) for response in responses]
 
-    def _grown(self, piece: PartialResponse, num_tokens: int) -> Generated:
-        partial = piece.partial or Generated((), (), (), "aborted")
-        kept, wanted = len(partial.token_ids), length(piece.seed)
+    def _grown(self, response: PartialResponse, num_tokens: int) -> Generated:
+        partial = response.partial or Generated((), (), (), "aborted")
+        kept, wanted = len(partial.token_ids), length(response.seed)
         places = range(kept, min(wanted, kept + num_tokens))
-        new = tuple(token(piece.seed, place, self.version) for place in places)
+        new = tuple(token(response.seed, place, self.version) for place in places)
         self.num_tokens += len(new)
         finish = ("length" if wanted == MOST else "stop") if kept + len(new) == wanted else "aborted"
         return partial.concat(Generated(new, tuple(map(log_prob, new)), (self.version,) * len(new), finish))
@@ -91,7 +91,7 @@ def test_a_long_response_goes_on_in_later_rollouts_while_others_train() -> None:
                 seed = group.index * 100 + sample
                 expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
                 assert list(response.token_ids) == expected
-                assert list(response.log_probs) == [log_prob(one) for one in expected]
+                assert list(response.log_probs) == [log_prob(token) for token in expected]
                 assert len(expected) == length(seed)
 
 
@@ -148,23 +148,23 @@ def test_spare_samples_that_are_kept_train_once_in_a_second_group_of_their_promp
             seed = group.index * 100 + sample
             expected = [token(seed, place, version) for place, version in enumerate(response.versions)]
             assert list(response.token_ids) == expected and len(expected) == length(seed)
-            assert list(response.log_probs) == [log_prob(one) for one in expected]
+            assert list(response.log_probs) == [log_prob(token) for token in expected]
         trained.setdefault(group.index, []).extend(group.ids)
     # short responses are not preferred: of a prompt that is done, each of the 2 x GROUP samples trained, and trained once
     assert all(len(set(ids)) == len(ids) for ids in trained.values())
     in_flight = {group.index for group in left}
     assert all(sorted(ids) == list(range(2 * GROUP)) for number, ids in trained.items() if number not in in_flight)
     assert set(trained) | in_flight == set(range(partial.snapshot()[1]))
-    responses = [one for batch in batches for group in batch for one in group.trajectories]
-    started = [one for group in left for one in group.samples if one is not None]
-    assert engines.num_tokens == sum(len(one.token_ids) for one in responses + started)
+    responses = [trajectory for batch in batches for group in batch for trajectory in group.trajectories]
+    started = [sample for group in left for sample in group.samples if sample is not None]
+    assert engines.num_tokens == sum(len(response.token_ids) for response in responses + started)
 
 
 def test_the_first_group_of_a_prompt_does_not_wait_for_the_samples_that_are_kept() -> None:
     engines = Engines()
     batches = train(source(engines, 1.0, 1, keeps=True), engines, range(12))
     taken = [
-        (iteration, group.index, group.part, max(len(one.token_ids) for one in group.trajectories))
+        (iteration, group.index, group.part, max(len(trajectory.token_ids) for trajectory in group.trajectories))
         for iteration, batch in enumerate(batches)
         for group in batch
     ]
@@ -258,11 +258,11 @@ def test_staleness_is_measured_token_by_token() -> None:
     assert _staleness_metrics([torch.tensor([], dtype=torch.int64)], 5).results() == {}
 
 
-def test_what_nobody_drew_has_no_age() -> None:
+def test_tokens_that_were_not_sampled_have_no_age() -> None:
     rows = [torch.tensor([5, -1, -1, 4]), torch.tensor([-1, 5])]
     check_versions(rows, 5, 1, iteration=5)
-    drawn = [torch.tensor([5, 4]), torch.tensor([5])]
-    assert _staleness_metrics(rows, 5).results() == _staleness_metrics(drawn, 5).results()
+    sampled = [torch.tensor([5, 4]), torch.tensor([5])]
+    assert _staleness_metrics(rows, 5).results() == _staleness_metrics(sampled, 5).results()
 
 
 @pytest.mark.parametrize(("limit", "young"), [(None, [1, 1, 1]), (2, [1, 1, 1]), (1.5, [0, 1, 1]), (0, [0, 0, 1])])
@@ -271,7 +271,7 @@ def test_old_tokens_can_be_left_out(limit: float | None, young: list[int]) -> No
     assert _young_tokens(rows, 5, limit, 4).int().tolist() == [[*young, 0], [1, 0, 0, 0]]
 
 
-def test_pieces_of_a_response_fit_together() -> None:
+def test_partial_responses_fit_together() -> None:
     first = Generated((1,), (-1.0,), (0,), "aborted")
     assert first.concat(Generated((2,), (-2.0,), (1,), "stop")) == Generated((1, 2), (-1.0, -2.0), (0, 1), "stop")
     with pytest.raises(ValueError, match="1 tokens has 0 log-probs"):

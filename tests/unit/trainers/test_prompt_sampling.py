@@ -108,7 +108,7 @@ def test_a_fraction_of_prompts_are_the_hard_ones_in_the_order_in_which_they_fail
             row = hard.pop(0)
         else:
             row, stream = stream % 12, stream + 1
-            hard = [one for one in hard if one != row]
+            hard = [other for other in hard if other != row]
         naive.append(row)
         if row % 3 and naive.count(row) == 1:
             hard.append(row)

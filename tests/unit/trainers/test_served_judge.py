@@ -74,8 +74,8 @@ def build(folder: Path, engines: Engines, **keys: object) -> ModelRewards:
 
 def score(rewards: ModelRewards, responses: Sequence[str], results: Sequence[RewardResult] | None = None) -> list[RewardResult]:
     items = [PromptItem(prompt_ids=[ord("p")], label="", columns={"topic": "art"}) for _ in responses]
-    found = list(results or (RewardResult(1.0, {"acc": 1.0}) for _ in responses))
-    return rewards.add(found, items, [[*map(ord, text)] for text in responses])
+    result = list(results or (RewardResult(1.0, {"acc": 1.0}) for _ in responses))
+    return rewards.add(result, items, [[*map(ord, text)] for text in responses])
 
 
 def test_equal_requests_are_made_once_and_each_response_has_the_weighted_score_of_its_reply(folder: Path) -> None:

@@ -75,19 +75,17 @@ def test_the_loss_over_the_full_vocabulary_is_the_divergence_from_the_teacher(
 ) -> None:
     prefix = write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in SAMPLES])
     assert store(prefix, tiny_model, server, VOCAB) == 0
-    found = start("sft", prefix, sft_loss_type=kind).train().metrics.results()
+    result = start("sft", prefix, sft_loss_type=kind).train().metrics.results()
     expected = []
     for prompt, answer in SAMPLES:
         logits = logits_of(model, prompt + answer)[len(prompt) - 1 : -1]
         student, teacher = Categorical(logits=logits), Categorical(logits=teach(logits))
         expected.append(kl_divergence(*((teacher, student) if kind == "forward_kl" else (student, teacher))))
-    assert found["train/loss"] == pytest.approx(torch.cat(expected).mean().item(), rel=1e-4)
-    assert found["train/teacher_mass"] == pytest.approx(1.0, rel=1e-5)
+    assert result["train/loss"] == pytest.approx(torch.cat(expected).mean().item(), rel=1e-4)
+    assert result["train/teacher_mass"] == pytest.approx(1.0, rel=1e-5)
 
 
-def test_what_is_stored_are_the_teacher_s_most_probable_tokens(
-    model: Qwen2ForCausalLM, tiny_model: Path, server: str, tmp_path: Path
-) -> None:
+def test_the_teacher_s_top_tokens_are_stored(model: Qwen2ForCausalLM, tiny_model: Path, server: str, tmp_path: Path) -> None:
     prefix = write_columns(tmp_path / "sft", [instruction_row(*sample) for sample in SAMPLES])
     assert store(prefix, tiny_model, server, 5) == 0
     stored = StoredLogProbs(prefix)

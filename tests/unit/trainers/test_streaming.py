@@ -36,8 +36,8 @@ async def score(group: PromptGroup) -> list[RewardResult]:
 
 def long_tail(seed: int) -> int:
     """1 to 9 tokens, or now and then 40."""
-    drawn = random.Random(seed)
-    return 40 if drawn.random() < 0.1 else drawn.randint(1, 9)
+    rng = random.Random(seed)
+    return 40 if rng.random() < 0.1 else rng.randint(1, 9)
 
 
 _clocks: list[JumpingClock] = []
@@ -124,11 +124,11 @@ class Driver:
         return [[group.index for group in groups] for _, groups in self.batches]
 
 
-def drawn(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
+def expected_tokens(group: PromptGroup, sample: int) -> tuple[list[int], list[float]]:
     """The tokens and log-probs of a sample, computed from its versions."""
     seed = group.index * 100 + sample
     tokens = [token(seed, place, version) for place, version in enumerate(group.trajectories[sample].versions)]
-    return tokens, [log_prob(one) for one in tokens]
+    return tokens, [log_prob(value) for value in tokens]
 
 
 @pytest.mark.parametrize("strategy", ["pace", "wait", "drop"])
@@ -147,7 +147,7 @@ def test_no_token_trains_that_is_older_than_the_bound(strategy: Any, interrupts:
     for _, groups in driver.batches:
         for group in groups:
             for sample, response in enumerate(group.trajectories):
-                assert (list(response.token_ids), list(response.log_probs)) == drawn(group, sample)
+                assert (list(response.token_ids), list(response.log_probs)) == expected_tokens(group, sample)
                 assert len(response.token_ids) == long_tail(group.index * 100 + sample)
                 assert list(response.versions) == sorted(response.versions)
 
@@ -249,8 +249,8 @@ def test_a_resumed_run_has_both_groups_of_a_prompt(tmp_path: Path) -> None:
     seen = [
         (group.index, sample)
         for driver in (first, second)
-        for _, one in driver.batches
-        for group in one
+        for _, batch in driver.batches
+        for group in batch
         for sample in group.ids
     ]
     assert len(set(seen)) == len(seen) == 30 * BATCH * GROUP and max(second.staleness()) <= 3
@@ -259,10 +259,10 @@ def test_a_resumed_run_has_both_groups_of_a_prompt(tmp_path: Path) -> None:
 def trained(group: PromptGroup, sample: int) -> bool:
     """Return True where a response of the group has the tokens of this sample's seed."""
     expected = [
-        [token(group.index * 100 + sample, place, version) for place, version in enumerate(one.versions)]
-        for one in group.trajectories
+        [token(group.index * 100 + sample, place, version) for place, version in enumerate(trajectory.versions)]
+        for trajectory in group.trajectories
     ]
-    return any(list(one.token_ids) == tokens for one, tokens in zip(group.trajectories, expected, strict=True))
+    return any(list(trajectory.token_ids) == tokens for trajectory, tokens in zip(group.trajectories, expected, strict=True))
 
 
 def test_spare_samples_of_a_checkpoint_go_on_as_spare_ones(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_the_record_says_which_prompts_trained_with_tokens_of_which_weights(tmp_
         _write_record(tmp_path / "consumed.jsonl", iteration + 1, iteration, groups)
     lines = [json.loads(line) for line in (tmp_path / "consumed.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
-    (long,) = [one for line in lines for one in line["prompts"] if one["prompt"] == 0]
+    (long,) = [prompt for line in lines for prompt in line["prompts"] if prompt["prompt"] == 0]
     assert long["samples"][0] == {"versions": [[0, 12], [1, 7], [2, 1]], "finish": "stop"}
 
 

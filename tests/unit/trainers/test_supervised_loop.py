@@ -24,7 +24,7 @@ from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
-class OneWorker:
+class SingleWorker:
     """The calls of a RemoteGroup, made in this process."""
 
     def __init__(self, worker: SupervisedWorker) -> None:
@@ -42,7 +42,7 @@ def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     outputs = LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress)
     logger = RunLogger(outputs, partial(_derive_throughput, num_devices=1))
     evaluates = worker.held_out is not None
-    SupervisedTrainer(worker.run, OneWorker(worker), logger, Termination(), evaluates=evaluates).fit()
+    SupervisedTrainer(worker.run, SingleWorker(worker), logger, Termination(), evaluates=evaluates).fit()
     logger.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], console.getvalue()
 

@@ -76,8 +76,8 @@ def test_sft_follows_transformers(
 
     expected = train_plainly(tiny_model, samples, loss)
     keys = {**KEYS, "sft_loss_type": loss_type, "reset_attention_mask": rl_config is not None}
-    found = train_here(start("sft", prefix, rl_config=rl_config, **keys))
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    result = train_here(start("sft", prefix, rl_config=rl_config, **keys))
+    assert torch.allclose(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert loss_type == "dft" or expected[-1][0] < expected[0][0] - 0.5  # there was something to follow
 
 
@@ -100,8 +100,8 @@ def test_dpo_follows_transformers(start: Callable, tiny_model: Path, tmp_path: P
 
     expected = train_plainly(tiny_model, samples, loss)
     stage = start("dpo", prefix, dpo_beta=0.2, dpo_label_smoothing=0.1, **KEYS)
-    found = train_here(stage)
-    assert torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4, atol=1e-5)
+    result = train_here(stage)
+    assert torch.allclose(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert expected[0][0] == pytest.approx(math.log(2), abs=1e-6) and expected[-1][0] < 0.6
 
 
@@ -154,9 +154,9 @@ def test_other_preference_losses_start_and_move_as_their_formulas_say(
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        found = trained.train().metrics.results()
-        assert found["train/loss"] == pytest.approx(value.item(), rel=1e-4)
-        assert found["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        result = trained.train().metrics.results()
+        assert result["train/loss"] == pytest.approx(value.item(), rel=1e-4)
+        assert result["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize("loss_type", ["kto", "apo_zero_unpaired"])
@@ -171,7 +171,7 @@ def test_kto_moves_as_its_formula_says(start: Callable, tiny_model: Path, tmp_pa
     reference, beta = copy.deepcopy(model).eval(), 0.4
 
     def ratio(prompt: list[int], ids: list[int]) -> torch.Tensor:
-        ours, theirs = (log_probs(one, ids)[len(prompt) - 1 :].sum() for one in (model, reference))
+        ours, theirs = (log_probs(network, ids)[len(prompt) - 1 :].sum() for network in (model, reference))
         return ours - theirs.detach()
 
     trained = start("kto", prefix, weight_decay=0.0, kto_loss_type=loss_type, kto_beta=beta, kto_undesirable_weight=0.6)
@@ -188,7 +188,7 @@ def test_kto_moves_as_its_formula_says(start: Callable, tiny_model: Path, tmp_pa
         value.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        found = trained.train().metrics.results()
-        assert found["train/loss"] == pytest.approx(value.item(), rel=1e-4)
-        assert found["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
-        assert found["train/kl"] == pytest.approx(kl, rel=1e-3, abs=2e-5)
+        result = trained.train().metrics.results()
+        assert result["train/loss"] == pytest.approx(value.item(), rel=1e-4)
+        assert result["train/grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+        assert result["train/kl"] == pytest.approx(kl, rel=1e-3, abs=2e-5)

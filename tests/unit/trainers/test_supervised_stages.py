@@ -81,19 +81,19 @@ def test_without_reset_the_samples_of_a_pack_see_those_before_them(
         mask = torch.tensor(row["labels"][1:]) != -100
         with torch.no_grad():
             losses.append(-log_probs(model, row["input_ids"])[mask])
-    found = start("sft", prefix, pack=True).train().metrics.results()["train/loss"]
-    assert found == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    result = start("sft", prefix, pack=True).train().metrics.results()["train/loss"]
+    assert result == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
 def test_labels_need_not_be_the_next_tokens(start: Callable[..., Any], model: Qwen2ForCausalLM, tmp_path: Path) -> None:
     # efficient-EOS templates train the end token where the next turn begins
     ids, labels = [5, 6, 7, 8, 9, 10, 11], [-100, -100, 7, 8, EOS, -100, 11]
     rows = [{"input_ids": ids, "attention_mask": [1] * 7, "labels": labels}] * 8
-    found = start("sft", write_columns(tmp_path / "turns", rows)).train().metrics.results()["train/loss"]
+    result = start("sft", write_columns(tmp_path / "turns", rows)).train().metrics.results()["train/loss"]
     with torch.no_grad():
         table = model(torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = -(table[1, 7] + table[2, 8] + table[3, EOS] + table[5, 11]) / 4
-    assert found == pytest.approx(expected.item(), rel=1e-5)
+    assert result == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_padding_to_seq_length_changes_no_figure(start: Callable[..., Any], tmp_path: Path) -> None:
@@ -156,12 +156,12 @@ def test_the_end_of_a_document_is_learnt(start: Callable[..., Any], tmp_path: Pa
     assert (item["labels"] == EOS).any() and bool(item["loss_mask"].bool().all())
 
 
-def test_blends_draw_by_weight_and_hold_documents_back_for_evaluation(start: Callable[..., Any], tmp_path: Path) -> None:
+def test_blends_sample_by_weight_and_hold_documents_back_for_evaluation(start: Callable[..., Any], tmp_path: Path) -> None:
     first = write_documents(tmp_path / "first", [[3, 3, 3, EOS]] * 400)
     second = write_documents(tmp_path / "second", [[4, 4, 4, EOS]] * 400)
     stage = start("pretrain", [0.25, first, 0.75, second], seq_length=8, train_iters=10, split="90,10,0", eval_iters=2)
-    drawn = [3 in stage.train_items[number]["tokens"].tolist() for number in range(80)]
-    assert sum(drawn) == 20
+    is_from_third = [3 in stage.train_items[number]["tokens"].tolist() for number in range(80)]
+    assert sum(is_from_third) == 20
     assert stage.data().num_held_out >= 16 and stage.evaluate().metrics.results()["eval/loss"] > 0
 
 
@@ -214,12 +214,12 @@ STEP, GOOD, BAD = 90, 91, 92
 
 def steps_row(seed: int) -> dict[str, list[int]]:
     """Three steps, each closed by a placeholder; the last token is one."""
-    draw = np.random.RandomState(seed)
+    rng = np.random.RandomState(seed)
     ids, labels = [], []
     for _ in range(3):
-        step = draw.randint(3, 90, draw.randint(1, 6)).tolist()
+        step = rng.randint(3, 90, rng.randint(1, 6)).tolist()
         ids += [*step, STEP]
-        labels += [-100] * len(step) + [int(draw.choice((GOOD, BAD)))]
+        labels += [-100] * len(step) + [int(rng.choice((GOOD, BAD)))]
     return {"input_ids": ids, "labels": labels}
 
 
@@ -263,9 +263,9 @@ def test_evaluation_is_the_token_mean_over_the_held_out_rows(
     held_out = write_columns(tmp_path / "held_out", [instruction_row(*sample) for sample in samples[8:]])
     stage = start("sft", prefix, eval_data_path=str(held_out), eval_iters=5)
     expected = -torch.cat([learnt(model, *sample) for sample in samples[8:]]).mean().item()
-    found = stage.evaluate().metrics.results()
-    assert found.pop("eval/loss") == pytest.approx(expected, rel=1e-5)
-    assert all(name.startswith("memory/evaluate/") for name in found)
+    result = stage.evaluate().metrics.results()
+    assert result.pop("eval/loss") == pytest.approx(expected, rel=1e-5)
+    assert all(name.startswith("memory/evaluate/") for name in result)
     before = {name: p.clone() for name, p in stage.role.model.models[0].named_parameters()}
     stage.evaluate()
     assert all(torch.equal(p, before[name]) for name, p in stage.role.model.models[0].named_parameters())
@@ -294,10 +294,10 @@ def test_every_row_is_seen_once_an_epoch_and_all_epochs_shuffle_together_on_requ
         full_shuffle_instruction_dataset=full_shuffle,
     )  # fmt: skip
     order = stage.stage.order(10, stage.run.plan, 0)
-    drawn = [number for _ in range(4) for number in next(order)]
-    assert sorted(drawn) == sorted([*range(10)] * 2)
-    assert (sorted(drawn[:10]) != list(range(10))) == full_shuffle
-    assert drawn[:10] != sorted(drawn[:10])
+    order_seen = [number for _ in range(4) for number in next(order)]
+    assert sorted(order_seen) == sorted([*range(10)] * 2)
+    assert (sorted(order_seen[:10]) != list(range(10))) == full_shuffle
+    assert order_seen[:10] != sorted(order_seen[:10])
 
 
 def test_positions_that_restart_without_the_attention_are_refused(start: Callable[..., Any], tmp_path: Path) -> None:

@@ -30,14 +30,14 @@ def prompt(number: int) -> PromptItem:
     return PromptItem(prompt_ids=[number, 1], label=str(number), columns={})
 
 
-def drawn(*tokens: int, version: int = 3) -> Segment:
+def sampled_segment(*tokens: int, version: int = 3) -> Segment:
     return Segment.from_generated(Generated(tokens, (-0.25,) * len(tokens), (version,) * len(tokens), "stop"))
 
 
 SPLIT = Trajectory(
     (
-        TokenSequence((7, 1), (drawn(11, 12), Segment.from_context((21,)), drawn(13, version=4))),
-        TokenSequence((7, 1, 11, 22), (drawn(14),)),
+        TokenSequence((7, 1), (sampled_segment(11, 12), Segment.from_context((21,)), sampled_segment(13, version=4))),
+        TokenSequence((7, 1, 11, 22), (sampled_segment(14),)),
     ),
     "length",
     turn_rewards=(None, 0.5, 1.0),
@@ -46,7 +46,7 @@ SPLIT = Trajectory(
 )
 
 
-def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
+def test_a_row_has_sampled_and_given_tokens_with_a_single_mask() -> None:
     columns = build_response_columns([SPLIT, Trajectory.from_response((5,), Generated((6, 7), (-1.0, -2.0), (9, 9), "stop"))])
     assert columns["responses"][0].tolist() == [11, 12, 21, 13, 14]
     assert columns["response_mask"][0].tolist() == [True, True, False, True, True]
@@ -58,7 +58,7 @@ def test_a_row_holds_what_was_drawn_and_told_with_one_mask_for_all() -> None:
     assert columns["response_mask"][1].tolist() == [True, True] and columns["trajectories"][1] == {}
 
 
-def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
+def test_figures_count_trajectories_and_sampled_tokens_once() -> None:
     results = compute_response_metrics([SPLIT, SPLIT]).results()
     assert results["rollout/tokens"] == 8 and results["response_length/mean"] == 5 and results["prompt_length/max"] == 2
     assert results["tool_call_num/mean"] == results["tool_call_num/max"] == 1 and results["turns/mean"] == 3
@@ -69,7 +69,9 @@ def test_figures_count_trajectories_and_drawn_tokens_once() -> None:
 def test_the_last_turn_begins_behind_what_was_told_last() -> None:
     assert SPLIT.reward_columns()["last_turn_start"] == 4
     told_last = Trajectory(
-        (TokenSequence((7,), (drawn(11), Segment.from_context((21, 22)), drawn(13))),), "stop", metrics={"turns": 2.0}
+        (TokenSequence((7,), (sampled_segment(11), Segment.from_context((21, 22)), sampled_segment(13))),),
+        "stop",
+        metrics={"turns": 2.0},
     )
     assert told_last.token_ids[told_last.reward_columns()["last_turn_start"] :] == [13]
 
@@ -93,8 +95,8 @@ def test_trajectories_of_a_checkpoint_are_those_that_were_written(tmp_path: Path
 @pytest.mark.parametrize(("which", "earned"), [("both", 3.5), ("turns", 1.5), ("final", 2.0)])
 def test_rewards_of_turns_and_of_the_final_state_are_one_more_part(which: Any, earned: float) -> None:
     scored = RewardResult(1.0, {"acc": 1.0})
-    (found,) = add_trajectory_rewards([scored], [SPLIT.reward_columns()], which=which, weight=2.0)
-    assert found.parts == {"acc": 1.0, TRAJECTORY_PART: earned} and found.total == 1.0 + 2.0 * earned
+    (reward,) = add_trajectory_rewards([scored], [SPLIT.reward_columns()], which=which, weight=2.0)
+    assert reward.parts == {"acc": 1.0, TRAJECTORY_PART: earned} and reward.total == 1.0 + 2.0 * earned
 
 
 def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
@@ -113,8 +115,8 @@ def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
     assert add_trajectory_rewards([silent], [zero], which="both")[0].total == 0.0
     assert add_trajectory_rewards([failed], [SPLIT.reward_columns()], which="both") == [failed]
     broken = Trajectory((), "stop", failure="environment: KeyError: 'x'").reward_columns()
-    (found,) = add_trajectory_rewards([scored], [broken], which="both")
-    assert (found.total, found.state, found.error) == (None, "failed", "environment: KeyError: 'x'")
+    (reward,) = add_trajectory_rewards([scored], [broken], which="both")
+    assert (reward.total, reward.state, reward.error) == (None, "failed", "environment: KeyError: 'x'")
     odd = Trajectory((), "stop", turn_rewards=(math.inf,)).reward_columns()
     assert add_trajectory_rewards([scored], [odd], which="both")[0].state == "failed"
 
@@ -125,9 +127,9 @@ def test_what_nobody_gave_changes_nothing_and_a_failure_has_no_score() -> None:
 @pytest.fixture
 def clocks() -> Iterator[list[JumpingClock]]:
     """What runs on them ends with the test."""
-    found: list[JumpingClock] = []
-    yield found
-    for clock in found:
+    results: list[JumpingClock] = []
+    yield results
+    for clock in results:
         clock.end()
 
 

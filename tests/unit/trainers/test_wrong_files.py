@@ -23,10 +23,10 @@ def test_wrong_weights_hide_neither_tokenizer_nor_data_nor_rewards(tmp_path: Pat
     ]
     with pytest.raises(ConfigError) as caught:
         check_rl(resolve(load_run_config("grpo_tiny_cpu", None, changes), platform="cpu"))
-    found = caught.value.errors
-    assert len(found) == 5
+    result = caught.value.errors
+    assert len(result) == 5
     for part in ("exact_mach", "no_weights", "no_tokenizer", "train.jsonl", "heldout.jsonl"):
-        assert sum(part in text for text in found) == 1, part
+        assert sum(part in text for text in result) == 1, part
 
 
 def test_a_supervised_stage_names_weights_tokenizer_and_data(tmp_path: Path) -> None:

@@ -39,11 +39,11 @@ def classes(module: str) -> dict[str, ast.ClassDef]:
 
 def methods(name: str, known: dict[str, ast.ClassDef]) -> dict[str, ast.FunctionDef]:
     """Public methods of a class and of its bases."""
-    found: dict[str, ast.FunctionDef] = {}
+    results: dict[str, ast.FunctionDef] = {}
     for base in map(ast.unparse, known[name].bases):
-        found |= methods(base, known) if base in known else {}
+        results |= methods(base, known) if base in known else {}
     own = [item for item in known[name].body if isinstance(item, ast.FunctionDef) and not item.name.startswith("_")]
-    return found | {item.name: item for item in own}
+    return results | {item.name: item for item in own}
 
 
 def worker_methods(kind: remote_group.WorkerKind) -> dict[str, ast.FunctionDef]:
@@ -64,9 +64,9 @@ def phase_calls(node: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
 @pytest.mark.parametrize("name", CALLERS)
 def test_every_phase_that_the_driver_runs_is_a_method_of_its_workers_with_these_parameters(name: str) -> None:
     module, kinds = CALLERS[name]
-    found = list(phase_calls(classes(module)[name]))
-    assert found
-    for phase, arguments in found:
+    results = list(phase_calls(classes(module)[name]))
+    assert results
+    for phase, arguments in results:
         having = [known[phase] for known in map(worker_methods, kinds) if phase in known]
         assert having, phase
         for method in having:

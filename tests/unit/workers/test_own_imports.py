@@ -14,14 +14,14 @@ def deferred_imports(source: str) -> list[str]:
     """Imports of the package's own modules inside functions."""
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     statements = [node for function in functions for node in ast.walk(function)]
-    found = [ast.unparse(node) for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
-    return [text for text in found if text.split()[1].split(".")[0] == "mindspeed_rl"]
+    results = [ast.unparse(node) for node in statements if isinstance(node, (ast.Import, ast.ImportFrom))]
+    return [text for text in results if text.split()[1].split(".")[0] == "mindspeed_rl"]
 
 
 @pytest.mark.parametrize("floor", FLOORS)
 def test_a_floor_defers_no_import_of_own_modules(floor: str) -> None:
-    found = {str(path): deferred_imports(path.read_text()) for path in (ROOT / "mindspeed_rl" / floor).rglob("*.py")}
-    assert {path: texts for path, texts in found.items() if texts} == {}
+    results = {str(path): deferred_imports(path.read_text()) for path in (ROOT / "mindspeed_rl" / floor).rglob("*.py")}
+    assert {path: texts for path, texts in results.items() if texts} == {}
 
 
 def test_a_deferred_import_is_seen() -> None:

@@ -86,11 +86,11 @@ class _Plane:
 
 def pairs(parts: list[list[int]]) -> list[tuple[int, int]]:
     """(token before, token) of every response token."""
-    found = []
+    results = []
     for prompt, response in zip(parts[::2], parts[1::2]):
         whole = prompt + response
-        found += list(zip(whole[len(prompt) - 1 :], response))
-    return found
+        results += list(zip(whole[len(prompt) - 1 :], response))
+    return results
 
 
 def judged(term: Distillation, keys: DistillationKeys) -> dict[str, list[torch.Tensor]]:
@@ -107,7 +107,7 @@ def test_sampled_tokens_get_the_log_probs_of_all_teachers(servers: list[str]) ->
         torch.testing.assert_close(row.reshape(-1, 2), torch.tensor(expected))
 
 
-def test_a_column_chooses_the_teacher_and_the_most_probable_tokens_are_in_order(servers: list[str]) -> None:
+def test_a_column_chooses_the_teacher_and_the_top_tokens_are_in_order(servers: list[str]) -> None:
     keys = DistillationKeys(teacher_models=servers, teacher_keys=["x", "y"])
     columns = judged(term_of(servers, loss_mode="reverse_kl_topk", estimator=None), keys)
     for (parts, _), shift, log_probs, ids in zip(ROWS, (0, 3), columns["teacher_log_probs"], columns["teacher_ids"]):

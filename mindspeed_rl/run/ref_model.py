@@ -11,10 +11,12 @@ from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.run import Run
 
 #: folder of a moving reference (`sync_ref_model`) inside the actor's checkpoints
-_REFERENCE_FOLDER = "reference"
+_REF_FOLDER = "reference"
 
 
-def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> tuple[MegatronConfig, ModelSource, int | None]:
+def resolve_rollout_ref(
+    run: Run, actor: ModelSource, resume_iteration: int | None
+) -> tuple[MegatronConfig, ModelSource, int | None]:
     """Find keys and weights of the reference of a run with rollouts, and which of its checkpoints is meant (None: the newest).
 
     It is what the run file says, else what the actor started from before any resume.
@@ -46,7 +48,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
         # the reference has no adapters, and the number is of the actor's checkpoints
         lora_target_modules=None,
         load_iteration=None,
-        save=str(Path(config.save, _REFERENCE_FOLDER)) if config.save and rl.sync_ref_model else None,
+        save=str(Path(config.save, _REF_FOLDER)) if config.save and rl.sync_ref_model else None,
         # it has no optimizer, and draws nothing
         save_hf=False,
         no_save_optim=True,
@@ -54,7 +56,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
     )
     same = path is not None and Path(path).expanduser() == actor.weights and actor.adapter is None
     if resume_iteration is not None:
-        moved = actor.weights / _REFERENCE_FOLDER
+        moved = actor.weights / _REF_FOLDER
         # one that has moved goes on where it was when the actor was saved
         if rl.sync_ref_model and (moved / f"iter_{resume_iteration:07d}").is_dir():
             config = dataclasses.replace(config, load=str(moved))
@@ -69,7 +71,7 @@ def rl_reference(run: Run, actor: ModelSource, resume_iteration: int | None) -> 
     return config, find_model(config, "ref_config", key), None
 
 
-def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
+def resolve_supervised_ref(config: MegatronConfig, start: ModelSource) -> tuple[MegatronConfig, ModelSource]:
     """Find keys and weights of the reference model: `ref_model`, else what the policy started from before any resume.
 
     Args:
@@ -80,7 +82,7 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
         ValueError: the weights do not exist, or nothing says what the policy of a resumed run started from.
     """
     path = config.ref_model or config.pretrained_checkpoint or config.load
-    reference = dataclasses.replace(
+    ref = dataclasses.replace(
         config.without_model_keys() if config.ref_model else config,  # the model keys say what the policy is
         load=path,
         pretrained_checkpoint=None,
@@ -96,4 +98,4 @@ def reference_of(config: MegatronConfig, start: ModelSource) -> tuple[MegatronCo
             f"ref_model: not set, and load ({path}) is a checkpoint that the run goes on from; name the weights of the "
             "reference in ref_model, or what the policy started from in pretrained_checkpoint."
         )
-    return reference, find_model(reference, "ref_model" if config.ref_model else "reference")
+    return ref, find_model(ref, "ref_model" if config.ref_model else "reference")

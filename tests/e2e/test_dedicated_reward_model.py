@@ -21,11 +21,11 @@ def test_where_the_reward_model_is_changes_no_figure(task: Path, tmp_path: Path)
         "actor_config.save=null",
     ]
     shared = finished(task, tmp_path / "shared", *model)
-    apart = finished(task, tmp_path / "apart", *model, "rl_config.reward_resource.num_npus=1")
-    assert "starting 1 workers and 1 for the reward model" in apart.output
-    assert (apart.folder / "run" / "logs" / "reward_model_0.log").is_file()
-    for ours, theirs in zip(apart.metrics, shared.metrics, strict=True):
-        found, expected = figures(ours), figures(theirs)
-        assert found.keys() == expected.keys() and found["reward_model_rewards/std"] > 0.0
+    dedicated = finished(task, tmp_path / "separate", *model, "rl_config.reward_resource.num_npus=1")
+    assert "starting 1 workers and 1 for the reward model" in dedicated.output
+    assert (dedicated.folder / "run" / "logs" / "reward_model_0.log").is_file()
+    for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
+        result, expected = figures(ours), figures(theirs)
+        assert result.keys() == expected.keys() and result["reward_model_rewards/std"] > 0.0
         for name, value in expected.items():
-            assert found[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert result[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

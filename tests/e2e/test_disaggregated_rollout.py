@@ -22,7 +22,7 @@ from ports import find_free_port
 from test_grpo_run import figures
 
 SHARED = [*ONE_PROCESS, "actor_config.save=null", "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
-APART = [
+DISAGGREGATED = [
     "rl_config.use_integrated_worker=false",
     "rl_config.rollout_resource.num_npus=2",
     f"generate_config.vllm_server_timeout={patient(60):.0f}",
@@ -63,45 +63,45 @@ def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task:
     keys = [*SHARED, "megatron_training.train_iters=2", f"megatron_training.eval_data_path={task / 'heldout.jsonl'}"]
     reference = ["rl_config.reference_resource.num_npus=1", f"ref_config.load={task / 'model'}"]
     shared = finished(task, tmp_path / "shared", *keys)
-    apart = finished(task, tmp_path / "apart", *keys, *APART, *reference, *IN_TURN)
-    assert "1 for the reference and 2 for rollout servers of 1" in apart.output
-    ours, theirs = completions(apart), completions(shared)
+    disaggregated = finished(task, tmp_path / "separate", *keys, *DISAGGREGATED, *reference, *IN_TURN)
+    assert "1 for the reference and 2 for rollout servers of 1" in disaggregated.output
+    ours, theirs = completions(disaggregated), completions(shared)
     assert len(ours) == len(theirs) == 64
     assert [row["response"] for row in ours] == [row["response"] for row in theirs]
-    for found, expected in zip(apart.metrics, shared.metrics, strict=True):
+    for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
         known = figures(expected)
         assert known["rollout/tokens"] > 0
         for name, value in known.items():
             # kernels round differently for other batch sizes
-            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
     # on one device the engine has everything already; two servers need all of it each
     assert {record["rollout/push_received_gib"] for record in shared.metrics} == {0.0}
-    for record in apart.metrics:
+    for record in disaggregated.metrics:
         assert record["rollout/push_received_gib"] == record["rollout/push_needed_gib"] > 0.0
     for phase in ("reference_model", "rule_reward"):
         assert common(intervals(shared, "rollout"), intervals(shared, phase)) == 0.0
-        assert common(intervals(apart, "rollout"), intervals(apart, phase)) > 0.0
+        assert common(intervals(disaggregated, "rollout"), intervals(disaggregated, phase)) > 0.0
 
 
 @pytest.mark.slow
 def test_a_server_of_two_devices_answers_as_an_engine_of_one(task: Path, tmp_path: Path) -> None:
     keys = [*SHARED, "megatron_training.train_iters=3"]
     shared = finished(task, tmp_path / "shared", *keys)
-    apart = finished(task, tmp_path / "apart", *keys, *APART, "generate_config.infer_tensor_parallel_size=2")
-    assert "2 for rollout servers of 2" in apart.output
-    assert [row["response"] for row in completions(apart)] == [row["response"] for row in completions(shared)]
-    for found, expected in zip(apart.metrics, shared.metrics, strict=True):
+    disaggregated = finished(task, tmp_path / "separate", *keys, *DISAGGREGATED, "generate_config.infer_tensor_parallel_size=2")
+    assert "2 for rollout servers of 2" in disaggregated.output
+    assert [row["response"] for row in completions(disaggregated)] == [row["response"] for row in completions(shared)]
+    for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
         for name, value in figures(expected).items():
             # the two halves of a product round differently from the whole
-            assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
-        assert found["rollout/log_probs_diff_max"] < 1e-4
+            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+        assert metric["rollout/log_probs_diff_max"] < 1e-4
         # each half needs its part of the weights, and holds nothing of them
-        assert found["rollout/push_received_gib"] == found["rollout/push_needed_gib"] > 0.0
+        assert metric["rollout/push_received_gib"] == metric["rollout/push_needed_gib"] > 0.0
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Path) -> None:
-    with running(task, tmp_path, *SHARED, *APART, "megatron_training.train_iters=6") as command:
+    with running(task, tmp_path, *SHARED, *DISAGGREGATED, "megatron_training.train_iters=6") as command:
         command.wait_until(lambda: len(command.metrics) >= 1)
         os.kill(engine_of(command, 1).pid, signal.SIGKILL)
         assert command.wait(400) == 0, command.output[-4000:]
@@ -114,7 +114,7 @@ def test_a_run_goes_on_without_a_server_that_was_killed(task: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_servers_too(task: Path, tmp_path: Path) -> None:
-    with running(task, tmp_path, *SHARED, *APART, "megatron_training.train_iters=100000") as command:
+    with running(task, tmp_path, *SHARED, *DISAGGREGATED, "megatron_training.train_iters=100000") as command:
         command.wait_until(lambda: len(command.metrics) >= 1)
         command.interrupt()
         assert command.wait(60) == 130, command.output[-4000:]
@@ -144,8 +144,8 @@ def test_a_run_generates_on_a_server_that_was_started_by_hand(task: Path, tmp_pa
             time.sleep(0.5)
         assert ask("/health") == {"running": 0, "version": 0}
         assert ask("/v1/models")["data"][0]["id"] == "model"
-        drawn = ask("/v1/completions", {"model": "model", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0})
-        assert drawn["usage"]["completion_tokens"] <= 3
+        completion = ask("/v1/completions", {"model": "model", "prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0})
+        assert completion["usage"]["completion_tokens"] <= 3
         with pytest.raises(urllib.error.HTTPError, match="401"):
             ask("/v1/models", token="other")
         keys = [*SHARED, "megatron_training.train_iters=2", "generate_config.vllm_server_host=127.0.0.1"]

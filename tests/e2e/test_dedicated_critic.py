@@ -27,17 +27,17 @@ def test_where_the_critic_is_changes_no_figure(task: Path, tmp_path: Path) -> No
     ]
     shared = finished(task, tmp_path / "shared", *keys)
     own = ["rl_config.use_integrated_worker=false", "rl_config.critic_resource.num_npus=1"]
-    apart = finished(task, tmp_path / "apart", *keys, *own)
+    dedicated = finished(task, tmp_path / "separate", *keys, *own)
     served = finished(task, tmp_path / "served", *keys, *own, "rl_config.rollout_resource.num_npus=1")
     assert [record["iteration"] for record in shared.metrics] == [1, 2, 3, 4]
     assert all(record["critic/vf_loss"] > 0 for record in shared.metrics)
-    for record in apart.metrics:  # each on its own device, by owner; two moments for each gradient
+    for record in dedicated.metrics:  # each on its own device, by owner; two moments for each gradient
         state = {owner: record[f"memory/update_critic/{owner}_gib"] for owner in ("weights", "gradients", "optimizer")}
         assert 0 < state["weights"] <= state["gradients"] < state["optimizer"]
         assert record["memory/critic_pass/weights_gib"] == state["weights"]
         assert "memory/update/critic_gib" not in record
-    for other in (apart, served):
-        for found, expected in zip(other.metrics, shared.metrics, strict=True):
+    for other in (dedicated, served):
+        for metric, expected in zip(other.metrics, shared.metrics, strict=True):
             for name, value in figures(expected).items():
                 # kernels round differently for other batch sizes
-                assert figures(found)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+                assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name

@@ -16,7 +16,7 @@ from ranks import Ranks
 from training_jobs import Setting
 
 import mindspeed_rl.engine.disks as disks_module
-from mindspeed_rl.engine.checkpoint import _find_latest_iteration
+from mindspeed_rl.engine.checkpoint import _find_newest_iteration
 
 ZERO = {"use_distributed_optimizer": True, "bf16": True}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -45,9 +45,9 @@ def test_a_run_over_two_disks_resumes_to_the_bit(
     model, keys = LAYOUTS[name]
     setting = Setting(str(models[model]), keys)
     places = [str(folder) for folder in folders]
-    expected = ranks(2).run(jobs.apart, job="save_then_train", setting=setting, folders=places)
+    expected = ranks(2).run(jobs.on_separate_disks, job="save_then_train", setting=setting, folders=places)
     here, there = (folder / "iter_0000002" for folder in folders)
-    assert [_find_latest_iteration(folder) for folder in folders] == [2, 2]
+    assert [_find_newest_iteration(folder) for folder in folders] == [2, 2]
     assert not own_files(here) & own_files(there) and "random/rank_00001.safetensors" in own_files(there)
     small = {path.name: path.read_bytes() for path in there.iterdir() if path.suffix != ".distcp" and path.is_file()}
     assert {"run_state.json", "checksums.json", ".metadata", "metadata.json"} <= small.keys()
@@ -59,7 +59,7 @@ def test_a_run_over_two_disks_resumes_to_the_bit(
         path for folder in folders for path in folder.rglob("*") if path.name.startswith(".disk-") or path.suffix == ".tmp"
     ]
 
-    resumed = ranks(2).run(jobs.apart, job="load_then_train", setting=setting, folders=places)
+    resumed = ranks(2).run(jobs.on_separate_disks, job="load_then_train", setting=setting, folders=places)
     assert losses(resumed) == losses(expected)
     for ours, theirs in zip(resumed, expected, strict=True):
         assert (ours["grad_norm"], ours["lr"], ours["random"]) == (theirs["grad_norm"], theirs["lr"], theirs["random"])
@@ -83,9 +83,9 @@ def test_what_only_one_disk_needs_is_not_fetched_by_the_other(
 ) -> None:
     setting = Setting(str(models["untied"]), {"pipeline_model_parallel_size": 2})
     places = [str(folder) for folder in folders]
-    ranks(2).run(jobs.apart, job="save_many", setting=setting, folders=places, iterations=[1])
+    ranks(2).run(jobs.on_separate_disks, job="save_many", setting=setting, folders=places, iterations=[1])
     before = [own_files(folder / "iter_0000001") for folder in folders]
-    ranks(2).run(jobs.apart, job="load_then_train", setting=setting, folders=places, steps=0)
+    ranks(2).run(jobs.on_separate_disks, job="load_then_train", setting=setting, folders=places, steps=0)
     assert [own_files(folder / "iter_0000001") for folder in folders] == before
 
 
@@ -95,12 +95,12 @@ def test_a_machine_that_takes_anothers_place_gets_what_it_needs(
 ) -> None:
     setting = Setting(str(models["tied"]), {})
     places = [str(folder) for folder in folders]
-    expected = ranks(2).run(jobs.apart, job="save_then_train", setting=setting, folders=places)
+    expected = ranks(2).run(jobs.on_separate_disks, job="save_then_train", setting=setting, folders=places)
     shutil.rmtree(folders[1])
-    resumed = ranks(2).run(jobs.apart, job="load_then_train", setting=setting, folders=places)
+    resumed = ranks(2).run(jobs.on_separate_disks, job="load_then_train", setting=setting, folders=places)
     # its random generator is lost with it, and this model draws nothing in training
     assert losses(resumed) == losses(expected) and not resumed[0]["loaded"]["random_restored"]
-    assert _find_latest_iteration(folders[1]) == 2
+    assert _find_newest_iteration(folders[1]) == 2
 
 
 @pytest.mark.slow
@@ -109,15 +109,15 @@ def test_a_lost_part_is_named_with_the_machine_that_wrote_it(
 ) -> None:
     setting = Setting(str(models["tied"]), {"tensor_model_parallel_size": 2})
     places = [str(folder) for folder in folders]
-    ranks(2).run(jobs.apart, job="save_many", setting=setting, folders=places, iterations=[1])
+    ranks(2).run(jobs.on_separate_disks, job="save_many", setting=setting, folders=places, iterations=[1])
     part = next((folders[1] / "iter_0000001").glob("*.distcp"))
     content = bytearray(part.read_bytes())
     content[4096:4160] = bytes(255 - byte for byte in content[4096:4160])
     part.write_bytes(content)
-    said = ranks(2).run(jobs.apart, job="refusal", setting=setting, folders=places)
+    said = ranks(2).run(jobs.on_separate_disks, job="refusal", setting=setting, folders=places)
     assert all(f"{part} is damaged" in text for text in said)
     part.unlink()
-    said = ranks(2).run(jobs.apart, job="refusal", setting=setting, folders=places)
+    said = ranks(2).run(jobs.on_separate_disks, job="refusal", setting=setting, folders=places)
     assert all(part.name in text and "is missing on every one of 2 disks" in text and "has written it" in text for text in said)
 
 
