@@ -264,6 +264,43 @@ def copy_companions(source: Path, target: Path, config_changes: Mapping[str, Any
         write_config(target, {key: value for key, value in config.items() if value is not None or key not in config_changes})
 
 
+def set_end_token(folder: Path, token: str) -> None:
+    """Make a token the end token of an HF folder: of its tokenizer, its generation settings and config.json.
+
+    Generation stops at the earlier end tokens, too. A folder without tokenizer.json stays as it is.
+
+    Raises:
+        ValueError: the tokenizer does not have the token.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return
+    content = read_json(folder / "tokenizer.json")
+    added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", ())}
+    vocabulary = content.get("model", {}).get("vocab", {})
+    token_id = added.get(token, vocabulary.get(token) if isinstance(vocabulary, dict) else None)
+    if token_id is None:
+        raise ValueError(f"{folder}: the tokenizer has no token {token!r}, which ends turns in the template of prompt_type")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if name == "tokenizer_config.json" or (folder / name).is_file():
+            _update_json(folder / name, {"eos_token": token})
+    config = read_json(folder / "config.json")
+    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").is_file() else {}
+    earlier = generation.get("eos_token_id", config.get("eos_token_id"))
+    earlier_ids = earlier if isinstance(earlier, list) else [] if earlier is None else [earlier]
+    stops = [token_id, *(one for one in earlier_ids if one != token_id)]
+    _update_json(folder / "generation_config.json", {"eos_token_id": stops if len(stops) > 1 else token_id})
+    text = config.get("text_config")
+    changes: dict[str, Any] = {"eos_token_id": token_id}
+    if isinstance(text, dict) and "eos_token_id" in text:
+        changes["text_config"] = {**text, "eos_token_id": token_id}
+    _update_json(folder / "config.json", changes)
+
+
+def _update_json(path: Path, changes: Mapping[str, Any]) -> None:
+    content = read_json(path) if path.is_file() else {}
+    path.write_text(json.dumps({**content, **changes}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json."""
     (folder / "config.json").write_text(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -292,6 +329,7 @@ class HfFolderWriter:
         companions: HF folder whose config, generation config and tokenizer files are copied.
         config_changes: keys of config.json that differ from the companion folder's.
         max_shard_bytes: size at which a new weight file starts.
+        end_token: text of the end token, where it differs from the companion folder's.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -303,6 +341,7 @@ class HfFolderWriter:
         companions: str | Path,
         config_changes: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 5 * 10**9,
+        end_token: str | None = None,
     ) -> None:
         self.path = Path(path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -310,6 +349,7 @@ class HfFolderWriter:
         self.companions = Path(companions)
         self.config_changes = dict(config_changes or {})
         self.max_shard_bytes = max_shard_bytes
+        self.end_token = end_token
         # beside it, because a rename works within one file system only
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._pending: dict[str, Tensor] = {}
@@ -359,6 +399,8 @@ class HfFolderWriter:
             weight_map |= dict.fromkeys(names, file_name)
         write_index(self.partial, weight_map, self._total_bytes)
         copy_companions(self.companions, self.partial, self.config_changes)
+        if self.end_token is not None:
+            set_end_token(self.partial, self.end_token)
         if self.path.exists():
             self.path.rmdir()
         os.replace(self.partial, self.path)

@@ -16,7 +16,7 @@ JsonObject = dict[str, Any]
 Role = Literal["user", "assistant", "observation", "function"]
 SOURCE_ROLES = ("user", "observation")
 #: keys of a message that say whether it trains
-TRAIN_KEYS = ("weight", "loss", "train", "training")
+TRAIN_KEYS = ("weight", "loss", "train", "training", "loss_weight", "loss_scale")
 _TARGET_ROLES = ("assistant", "function")
 
 
@@ -82,6 +82,7 @@ class Message:
         entries: the row's own messages in OpenAI's form, one for each of `contents`; the tokenizer's template gets them as they
             are, with names and ids of calls. Empty where the row has another form.
         trains: an answer is learned, not only read.
+        unread_keys: keys of the row's message that no reader knows, and that have a value.
     """
 
     role: Role
@@ -90,6 +91,7 @@ class Message:
     reasoning: str = ""
     entries: tuple[JsonObject, ...] = ()
     trains: bool = True
+    unread_keys: tuple[str, ...] = ()
 
     @property
     def content(self) -> str:

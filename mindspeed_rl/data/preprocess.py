@@ -38,7 +38,7 @@ from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, ChunkSize, RowSource, open_source, read_chunk
 from mindspeed_rl.data.summary import Counts, format_summary, render_columns
 from mindspeed_rl.data.templates import HfTemplate, Template, load_template
-from mindspeed_rl.data.tokenizer import load_tokenizer, set_eos_token
+from mindspeed_rl.data.tokenizer import check_tokens, load_tokenizer, set_eos_token
 
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
 _OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools", "images")
@@ -74,6 +74,7 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     tokenizer = load_tokenizer(
         config.tokenizer_name_or_path, trust_remote_code=config.trust_remote_code, use_fast=not config.tokenizer_not_use_fast
     )
+    check_tokens(tokenizer, config.tokenizer_name_or_path)
     template = None
     if kind.needs_template:
         template = load_template(

@@ -45,7 +45,7 @@ TEACHER_PROMPT_IDS = "teacher_prompt_ids"
 HUBS = (HF, MS)
 
 # Default columns of raw rows with a text column `prompt` and no `instruction`.
-_PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels", "system": ""}
+_PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels"}
 
 
 class PromptItem(TypedDict):

@@ -56,6 +56,7 @@ from mindspeed_rl.data.conversation import (
     assistant,
     user,
 )
+from mindspeed_rl.data.messages import THOUGHT_KEYS
 from mindspeed_rl.data.tools import get_tool_style
 
 if TYPE_CHECKING:
@@ -241,6 +242,9 @@ class Template:
         conversation.check_roles()
         turns = []
         messages = conversation.messages
+        for index, message in enumerate(messages):
+            if message.unread_keys:
+                raise MalformedRowError(_refuse_key(message.unread_keys[0], index, self.name))
         last = len(messages) - 1
         drops = self.drop_thinking and not (self._keeps_thoughts_with_tools and conversation.tools)
         question = max((index for index, message in enumerate(messages) if self._is_question(message)), default=0)
@@ -345,7 +349,13 @@ class Template:
         for pattern in (*self._thoughts, *(() if thought else self._ends_of_thoughts)):
             match = pattern.match(content)
             if match:
-                thought = thought or match["thought"].strip("\n")
+                in_text = match["thought"].strip("\n")
+                if thought and in_text and in_text.strip() != thought.strip():
+                    raise MalformedRowError(
+                        f"an answer has two thoughts: {thought[:60]!r} under a key, and {in_text[:60]!r} in its"
+                        " text; leave one out"
+                    )
+                thought = thought or in_text
                 content = content[match.end() :]
                 break
         empty = self.thought_empty if is_last or not self.drop_thinking else self._thought_earlier
@@ -404,7 +414,27 @@ class HfTemplate:
         special = sorted({*tokenizer.all_special_tokens, *added}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, special)))
         self._borders: dict[tuple[str, str, bool, Thinking], _Border] = {}
+        self._source = str(tokenizer.chat_template)
+        # the name under which the template reads thoughts, as most do where it reads none
+        self._thought_key = next((key for key in THOUGHT_KEYS if self._reads(key)), THOUGHT_KEYS[0])
         self._terminator = self._find_terminator()
+
+    def _reads(self, key: str) -> bool:
+        """Return True when the template reads a key of messages."""
+        name = re.escape(key)
+        return re.search(rf"""\.{name}\b|['"]{name}['"]""", self._source) is not None
+
+    def _prepare(self, message: Mapping[str, Any]) -> JsonObject:
+        """Return a message with its thought under the template's name, and a text where content is null."""
+        prepared = {key: value for key, value in message.items() if key not in THOUGHT_KEYS}
+        thoughts = {str(message[key]) for key in THOUGHT_KEYS if message.get(key)}
+        if len(thoughts) > 1:
+            raise MalformedRowError(f"a message has different thoughts in {' and '.join(THOUGHT_KEYS)}; leave one out")
+        if thoughts:
+            prepared[self._thought_key] = thoughts.pop()
+        if prepared.get("content") is None:
+            prepared["content"] = ""
+        return prepared
 
     def _apply(self, messages: list[JsonObject], tools: Sequence[JsonObject], thinking: Thinking, *, prompt: bool) -> str:
         from jinja2.exceptions import TemplateError
@@ -414,7 +444,11 @@ class HfTemplate:
         try:
             # None, not an empty list: Llama 3.1's template tests `tools is not none` and would write its header of tools
             text = self._tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt, **extra
+                list(map(self._prepare, messages)),
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=prompt,
+                **extra,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             # a template is a program: its operations may raise any of these
@@ -490,7 +524,10 @@ class HfTemplate:
         if calls:
             if match is None:
                 raise MalformedRowError("the tokenizer's chat template writes nothing that ends function calls")
-            return match.span()
+            # generation stops at the end token, not at a token before it
+            eos = self._tokenizer.eos_token
+            stop = between.find(eos, match.start()) if eos else -1
+            return match.start(), match.end() if stop < 0 else stop + len(eos)
         closers = set(self._special.findall(self._terminator + os.path.commonprefix([between, prompt])))
         if match is None or match.group() not in closers | {self._tokenizer.eos_token}:
             return 0, 0  # the first token opens the next message, which must not be learned
@@ -503,6 +540,10 @@ class HfTemplate:
             MalformedRowError: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
         """
         conversation.check_roles()
+        for index, message in enumerate(conversation.messages):
+            for key in message.unread_keys:
+                if not message.entries or not self._reads(key):
+                    raise MalformedRowError(_refuse_key(key, index, self.name))
         messages = _build_hf_messages(conversation)
         tools = conversation.tools
         sources = conversation.messages[::2]
@@ -514,24 +555,28 @@ class HfTemplate:
             sent += len(source.contents)
             openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else full_text)
             sent += 1
-            self._check_opening(full_text, openings[-1], source, tools, thinking)
-        self._check_tools_are_written(openings[0], tools)
-        turns = []
+            # context is read as the template writes it, whatever prompt it once followed
+            if reply is None or reply.trains:
+                self._check_opening(full_text, openings[-1], source, tools, thinking)
+        self._check_tools_are_written(full_text, tools)
+        turns: list[Turn] = []
         position = 0
         sent = len(messages) - conversation.num_hf_messages
+        texts = [conversation.system or ""]  # to be read in the next source
         for number, (source, opening) in enumerate(zip(sources, openings, strict=True)):
             sent += len(source.contents) + 1
-            text = full_text[position : len(opening)]
-            for content in (*source.contents, (conversation.system or "") if number == 0 else ""):
-                if not _contains(content, text):
-                    raise MalformedRowError(
-                        f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read"
-                    )
-            if number == len(replies):
-                turns.append(Turn(_merge_texts([text]), ()))
-                position = len(full_text)
-                break
-            reply = replies[number]
+            texts += source.contents
+            reply = replies[number] if number < len(replies) else None
+            if reply is None or reply.trains or full_text.startswith(opening):
+                text = full_text[position : len(opening)]
+                self._check_read(texts, text)
+                texts, position = [], len(opening)
+            else:
+                text = ""  # read with the next source
+            if reply is None or not reply.trains:
+                turns.append(Turn(_merge_texts([text]), (), reply is None))
+                texts += [_without_thought(reply.content), *(call.name for call in reply.calls)] if reply else []
+                continue
             following = sources[number + 1] if number + 1 < len(sources) else None
             border = self._border(reply, following, tools, thinking)
             limit = len(full_text)
@@ -548,14 +593,22 @@ class HfTemplate:
                 )
             answer = full_text[len(opening) : end]
             self._check_target(reply, answer, is_last=following is None, thinking=thinking)
-            turns.append(Turn(_merge_texts([text]), _merge_texts([answer]), reply.trains))
+            turns.append(Turn(_merge_texts([text]), _merge_texts([answer])))
             position = end
         # the text after the last end token is not learned, but it is tokenized
         if position < len(full_text):
+            self._check_read(texts, full_text[position:])
             turns.append(Turn(_merge_texts([full_text[position:]]), ()))
         written = "".join(join_text((*turn.source, *turn.target)) for turn in turns)
         assert written == full_text, (written, full_text)
         return Rendering(tuple(turns), as_one_text=True)
+
+    def _check_read(self, contents: Sequence[str], text: str) -> None:
+        for content in contents:
+            if not _contains(content, text):
+                raise MalformedRowError(
+                    f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read"
+                )
 
     def _check_opening(
         self, full_text: str, opening: str, source: Message, tools: Sequence[JsonObject], thinking: Thinking
@@ -591,7 +644,8 @@ class HfTemplate:
         """
         if len(following.contents) == 1:
             for content in (following.content, following.content.strip()):
-                if opening.endswith(border.header + content + border.prompt):
+                read = opening[: len(opening) - len(border.prompt)]
+                if opening.endswith(border.header + content + border.prompt) and full_text.startswith(read):
                     return len(opening) - len(border.prompt) - len(content)
         probe = _replace_contents(following, _PROBES[2])
         text = self._apply([*before, *_build_hf_messages(Conversation([probe]))], tools, thinking, prompt=True)
@@ -604,7 +658,7 @@ class HfTemplate:
         # only of the last answer: templates leave out earlier thoughts by design
         if is_last and thinking != "false" and reply.reasoning.strip() not in target:
             raise MalformedRowError("the tokenizer's chat template drops the reasoning_content of the last answer")
-        if not _contains(reply.content, target) and not _contains(reply.content.rpartition("</think>")[2], target):
+        if not _contains(reply.content, target) and not _contains(_without_thought(reply.content), target):
             raise MalformedRowError(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
 
     def _check_tools_are_written(self, text: str, tools: Sequence[JsonObject]) -> None:
@@ -613,11 +667,23 @@ class HfTemplate:
             raise MalformedRowError(f"the tokenizer's chat template does not write tools (missing: {', '.join(missing)})")
 
 
+def _refuse_key(key: str, index: int, template: str) -> str:
+    return (
+        f"turn {index} has a message with the key {key!r}, which template {template!r} does not write; leave it out, or rename"
+        " it where it is a thought (reasoning_content), the calls (tool_calls) or whether to train (weight)"
+    )
+
+
 def build_probe_tool(name: str) -> JsonObject:
     """Build the schema of an artificial tool."""
     properties = {"a": {"type": "string"}, "b": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": []}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+def _without_thought(content: str) -> str:
+    """Return an answer's text without a thought at its beginning."""
+    return content.rpartition("</think>")[2]
 
 
 def _contains(content: str, text: str) -> bool:
@@ -641,9 +707,7 @@ def _replace_contents(message: Message, content: str, *, arguments: JsonObject |
     calls = tuple(ToolCall(call.name, arguments or {}) for call in message.calls)
     entries = []
     for entry in message.entries:
-        like: JsonObject = {
-            key: value for key, value in entry.items() if key not in ("reasoning_content", "reasoning", "thinking")
-        }
+        like: JsonObject = {key: value for key, value in entry.items() if key not in THOUGHT_KEYS}
         if content or like.get("content") is not None:
             like["content"] = content
         if calls:
@@ -724,3 +788,17 @@ def load_template(
         hint = registry.did_you_mean(name, entries)
         raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}")
     return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+
+
+def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:
+    """Return the token that a template makes the end token; None where it keeps the tokenizer's.
+
+    Args:
+        path: a template file of the user, which may be missing.
+
+    Raises:
+        ValueError: unknown name.
+    """
+    if name is None or name == HF_TEMPLATE:
+        return None
+    return load_template(name, path=path if path and Path(path).is_file() else None).eos_token

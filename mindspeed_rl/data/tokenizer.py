@@ -75,11 +75,66 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {reason}") from error
+    if local:
+        tokenizer = _obey_class(tokenizer, Path(path).expanduser(), trust_remote_code=trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer in {str(path)!r} has no eos_token; set one in its tokenizer_config.json")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _obey_class(tokenizer: Any, folder: Path, *, trust_remote_code: bool) -> Any:
+    """Load a folder again with the plain class of tokenizer.json, if its tokenizer_config.json names that class.
+
+    For the model types of its own classes transformers takes these, with their own steps in place of the file's.
+    """
+    file = folder / "tokenizer_config.json"
+    named = json.loads(file.read_bytes()).get("tokenizer_class") if file.is_file() else None
+    if named not in _PLAIN_CLASSES or type(tokenizer).__name__ in _PLAIN_CLASSES or not (folder / "tokenizer.json").is_file():
+        return tokenizer
+    plain = next((kind for kind in type(tokenizer).__mro__ if kind.__name__ in _PLAIN_CLASSES), None)
+    return tokenizer if plain is None else plain.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+
+
+#: names of transformers' class that takes all steps from tokenizer.json
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
+#: texts whose tokens are compared: blanks, line ends, digits, code, other scripts
+_SAMPLE_TEXTS = (
+    "The green guitars stood near 12 red boats, and didn't move.",
+    "  def f(x):\n\treturn x ** 2  # comment\n\n",
+    "你好，世界！ 3.14 + 2/7 = ? Ünïcödé ß",
+)
+
+
+def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+    """Compare the tokens of some texts with those of tokenizer.json itself, and their texts.
+
+    transformers builds the steps of a known model_type by itself and ignores those of the file.
+
+    Raises:
+        ValueError: tokens or text of a sample differ.
+    """
+    # the folder of a name on a hub
+    file = Path(tokenizer.name_or_path).expanduser() / "tokenizer.json"
+    if not tokenizer.is_fast or not file.is_file():
+        return
+    from tokenizers import Tokenizer
+
+    reference = Tokenizer.from_file(str(file))
+    reference.no_truncation()
+    reference.no_padding()
+    for text in _SAMPLE_TEXTS:
+        expected = reference.encode(text, add_special_tokens=False).ids
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        expected_text = reference.decode(expected, skip_special_tokens=False)
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if ids != expected or decoded != expected_text:
+            raise ValueError(
+                f"tokenizer_name_or_path={str(path)!r}: {text!r} becomes {decoded!r} ({len(ids)} tokens), but {expected_text!r}"
+                f" ({len(expected)} tokens) by tokenizer.json itself: transformers builds {type(tokenizer).__name__} by its own"
+                " rules; set tokenizer_class to PreTrainedTokenizerFast in tokenizer_config.json"
+            )
 
 
 def check_special_tokens(tokenizer: PreTrainedTokenizerBase, vocab_size: int, path: str | Path) -> None:

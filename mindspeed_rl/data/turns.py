@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, Message, Role, ToolCall, parse_tools
+from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, parse_tools
 from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.messages import OPENAI, read_messages
 from mindspeed_rl.data.templates import HfTemplate, Template, TextOrToken, Thinking, build_probe_tool, join_text
 from mindspeed_rl.thoughts import ends_inside_thought
 
@@ -278,27 +279,10 @@ def _build_conversation(messages: Sequence[ChatMessage], tools: Sequence[JsonObj
     """Build a conversation from messages in OpenAI's form; adjacent messages of tools are one.
 
     Raises:
-        MalformedRowError: a role is unknown.
+        MalformedRowError: a role is unknown, or a message has what cannot be read.
     """
-    system: str | None = None
-    turns: list[Message] = []
-    for index, message in enumerate(messages):
-        role, content = message.get("role"), str(message.get("content") or "")
-        if role == "system" and index == 0:
-            system = content
-        elif role == "tool" and turns and turns[-1].role == "observation":
-            turns[-1] = Message("observation", (*turns[-1].contents, content))
-        elif role == "assistant" and message.get("tool_calls"):
-            calls = tuple(ToolCall.parse(call) for call in message["tool_calls"])
-            turns.append(Message("function", (content,), calls))
-        elif role in _ROLES:
-            turns.append(Message(_ROLES[role], (content,)))
-        else:
-            raise MalformedRowError(f"message {index} of a conversation is from {role!r}, which is unknown there")
+    system, turns = read_messages(messages, OPENAI)
     return Conversation(turns, system, tools)
-
-
-_ROLES: dict[Any, Role] = {"user": "user", "assistant": "assistant", "tool": "observation"}
 
 
 def _message(role: str, content: str) -> JsonObject:

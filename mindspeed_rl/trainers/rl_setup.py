@@ -23,7 +23,13 @@ from mindspeed_rl.config.expert_map import check_expert_map
 from mindspeed_rl.data.images import describe_images, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
-from mindspeed_rl.data.tokenizer import check_special_tokens, check_tokenizer_files, hash_vocabulary, load_tokenizer
+from mindspeed_rl.data.tokenizer import (
+    check_special_tokens,
+    check_tokenizer_files,
+    check_tokens,
+    hash_vocabulary,
+    load_tokenizer,
+)
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.observability.console import StartSteps
@@ -136,6 +142,7 @@ def check_rl(run: Run) -> RLInputs:
     _check_engine_files(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
+    check_tokens(tokenizer, tokenizer_path)
     check_special_tokens(tokenizer, run.models["actor"].plan.model_config.vocab_size, tokenizer_path)
     for key, value in (("data_path", actor.data_path), ("eval_data_path", actor.eval_data_path)):
         path = split_slice(value)[0] if isinstance(value, str) else ""

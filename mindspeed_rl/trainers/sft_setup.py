@@ -30,7 +30,7 @@ from mindspeed_rl.data.indexed import (
     list_packed_columns,
     read_index,
 )
-from mindspeed_rl.data.tokenizer import check_tokenizer_files
+from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.run import Run
@@ -102,7 +102,8 @@ def check_supervised(run: Run) -> SupervisedInputs:
     source = run.models["actor"].source
     for text in check_weights(config, source, is_scored=config.stage == "orm"):
         print(text, flush=True)
-    load_tokenizer_of(config, source)  # raises where there is none
+    # raises where there is none
+    check_tokens(load_tokenizer_of(config, source), config.tokenizer_name_or_path or source.hf_folder)
     _check_data(config, run.models["actor"].plan.model_config.vocab_size)
     num_rows = None if config.train_epochs is None else _count_rows(run.stage, config.data_path, config.split)
     if num_rows is not None:

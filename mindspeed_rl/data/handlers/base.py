@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.data.conversation import Conversation, DroppedRowError, MalformedRowError, Row
+from mindspeed_rl.data.conversation import (
+    Conversation,
+    DroppedRowError,
+    JsonObject,
+    MalformedRowError,
+    Row,
+    parse_tools,
+)
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.images import ImageReader, StoredImage
 from mindspeed_rl.data.indexed import IGNORE_INDEX
@@ -24,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# names in a ShareGPT conversation; map_keys.tags replaces some
-_DEFAULT_TAGS = {
+#: names in a ShareGPT conversation; map_keys.tags replaces some
+DEFAULT_TAGS = {
     "role_tag": "from",
     "content_tag": "value",
     "user_tag": "human",
@@ -34,6 +41,12 @@ _DEFAULT_TAGS = {
     "function_tag": "function_call",
     "system_tag": "system",
 }
+
+
+#: columns of conversations in published data; a row's value is written, or the row is refused
+_CONVERSATION_COLUMNS = ("system", "tools", "history")
+#: columns of weights of a row, of which every stage has the weight 1
+_WEIGHT_COLUMNS = ("loss_weight", "loss_scale", "sample_weight")
 
 
 @dataclass(frozen=True)
@@ -137,10 +150,10 @@ class Handler(ABC):
             raise ValueError(f"{type(self).__name__} needs a prompt_type")
         if "tags" in self.default_map:
             tags = self.map["tags"] or {}
-            unknown = sorted(set(tags) - set(_DEFAULT_TAGS))
+            unknown = sorted(set(tags) - set(DEFAULT_TAGS))
             if unknown:
-                raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(_DEFAULT_TAGS)}")
-            self.tags: dict[str, str] = {**_DEFAULT_TAGS, **tags}
+                raise ValueError(f"map_keys.tags has {unknown[0]!r}; the tags are {', '.join(DEFAULT_TAGS)}")
+            self.tags: dict[str, str] = {**DEFAULT_TAGS, **tags}
 
     def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
         """Return the names that map_keys may hold, with the columns they stand for."""
@@ -178,12 +191,17 @@ class Handler(ABC):
                 raise MalformedRowError(f"map_keys switches {key!r} off, but {type(self).__name__} needs it")
             return None
         if name in row:
-            return drop_nulls(row[name]) if isinstance(row, ArrowRow) else row[name]
+            return self.value(row, name)
         if required or key in self._explicit:
             raise MalformedRowError(
                 f"has no column {name!r} (for {key!r}); it has {', '.join(map(str, row))}; use map_keys to name yours"
             )
         return None
+
+    @staticmethod
+    def value(row: Row, name: str) -> Any:
+        """Return the value of a column that the row has, without the keys that Arrow adds."""
+        return drop_nulls(row[name]) if isinstance(row, ArrowRow) else row[name]
 
     def text_column(self, row: Row, key: str, *, required: bool = False) -> str:
         """Return the text of a column; "" where it is off, absent or null.
@@ -203,6 +221,47 @@ class Handler(ABC):
             raise MalformedRowError(f"column {self.map[key]!r} must be text, not {type(value).__name__}")
         return value
 
+    def check_columns(self, row: Row) -> None:
+        """Check that the row has no part of a conversation that this handler does not read.
+
+        Raises:
+            MalformedRowError: it has, in a column that map_keys does not switch off.
+        """
+        read = {name for name in self.map.values() if isinstance(name, str)}
+        for name in _CONVERSATION_COLUMNS:
+            if name not in read and name not in self._explicit and row.get(name):
+                raise MalformedRowError(
+                    f"has a column {name!r}, which {type(self).__name__} does not read"
+                    f"{': map_keys may name it, or switch it off with an empty text' if name in self.map else ''}"
+                )
+        for name in _WEIGHT_COLUMNS:
+            if row.get(name) not in (None, 1) and name not in self.settings.dataset_additional_keys:
+                raise MalformedRowError(
+                    f"has {name}={row[name]!r}, but all rows have the same weight here; leave the column out"
+                )
+
+    def read_system(self, row: Row, system: str | None = None) -> str | None:
+        """Read the column of the system prompt; the value of the conversation's own system message where there is none.
+
+        Raises:
+            MalformedRowError: the row has two different system prompts.
+        """
+        column = self.text_column(row, "system") if "system" in self.map else ""
+        if column and system is not None and column != system:
+            raise MalformedRowError(
+                f"has two system prompts: {column[:60]!r} in column {self.map['system']!r}, and {system[:60]!r} as a message;"
+                ' leave one out, for example the column with map_keys {"system": ""}'
+            )
+        return column or system
+
+    def read_tools(self, row: Row) -> tuple[JsonObject, ...]:
+        """Read the schemas in the column of tools.
+
+        Raises:
+            MalformedRowError: they have another form.
+        """
+        return parse_tools(self.column(row, "tools")) if "tools" in self.map else ()
+
     def conversation(self, row: Row) -> Conversation:
         """Read the conversation of a row, where the handler has rows with one.
 
@@ -217,6 +276,7 @@ class Handler(ABC):
         Raises:
             MalformedRowError: the row's structure is wrong, or an image cannot be read.
         """
+        self.check_columns(row)
         if self.images is None:
             return self.conversation(row)
         row, references = self.images.take(row, self.map.values())

@@ -7,21 +7,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from mindspeed_rl.data import strict_json
 from mindspeed_rl.data.conversation import (
-    TRAIN_KEYS,
     Conversation,
     DroppedRowError,
     DropReason,
-    JsonObject,
     MalformedRowError,
     Message,
-    Role,
     Row,
-    ToolCall,
     assistant,
-    is_trained,
-    parse_tools,
     user,
 )
 from mindspeed_rl.data.encoding import TurnIds, ends_with, join_turns
@@ -34,6 +27,7 @@ from mindspeed_rl.data.handlers.base import (
 )
 from mindspeed_rl.data.images import build_image_columns
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
+from mindspeed_rl.data.messages import openai_messages, sharegpt_messages
 
 
 class InstructionHandler(Handler):
@@ -103,7 +97,7 @@ def alpaca_question(handler: Handler, row: Row) -> tuple[list[Message], str | No
                 raise MalformedRowError(f"column {handler.map['history']!r} must hold [question, answer] pairs")
             messages += [user(pair[0]), assistant(pair[1])]
     question = join_lines(handler.text_column(row, "prompt", required=True), handler.text_column(row, "query"))
-    return messages, handler.text_column(row, "system") or None, question
+    return messages, handler.read_system(row), question
 
 
 class AlpacaStyleInstructionHandler(InstructionHandler):
@@ -115,66 +109,13 @@ class AlpacaStyleInstructionHandler(InstructionHandler):
         "response": "output",
         "system": "system",
         "history": "history",
+        "tools": "tools",
     }
 
     def conversation(self, row: Row) -> Conversation:
         messages, system, question = alpaca_question(self, row)
         answer = self.text_column(row, "response", required=True)
-        return Conversation([*messages, user(question), assistant(answer)], system)
-
-
-def _parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Split a function turn into the text (a thought) before the JSON and the calls in it.
-
-    Raises:
-        MalformedRowError: there is no JSON object or list of calls at the end.
-    """
-    starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
-    start = min(starts, default=-1)
-    if start < 0:
-        raise MalformedRowError("a function call turn holds no JSON")
-    try:
-        value = strict_json.loads(text[start:])
-    except ValueError as error:
-        raise MalformedRowError(f"a function call turn is not JSON: {error}") from error
-    calls = tuple(ToolCall.parse(entry) for entry in (value if isinstance(value, list) else [value]))
-    if not calls:
-        raise MalformedRowError("a function call turn holds no call")
-    return text[:start].strip(), calls
-
-
-def sharegpt_messages(turns: object, tags: Mapping[str, str]) -> tuple[str | None, list[Message]]:
-    """Read (system, messages) of a ShareGPT list; a leading system turn becomes `system`.
-
-    Raises:
-        MalformedRowError: not a list of turns, or an unknown role.
-    """
-    if not isinstance(turns, (list, tuple)) or not turns:
-        raise MalformedRowError("the conversation must be a list of turns")
-    roles: dict[str, Role] = {
-        tags["user_tag"]: "user",
-        tags["assistant_tag"]: "assistant",
-        tags["observation_tag"]: "observation",
-        tags["function_tag"]: "function",
-    }
-    system = None
-    messages = []
-    for index, turn in enumerate(turns):
-        if not isinstance(turn, Mapping) or tags["role_tag"] not in turn or not isinstance(turn.get(tags["content_tag"]), str):
-            raise MalformedRowError(f"turn {index} needs {tags['role_tag']!r} and the text {tags['content_tag']!r}")
-        speaker, content = turn[tags["role_tag"]], turn[tags["content_tag"]]
-        trains = is_trained(turn, index, is_answer=roles.get(speaker) in ("assistant", "function"))
-        if index == 0 and speaker == tags["system_tag"]:
-            system = content
-            continue
-        if speaker not in roles:
-            raise MalformedRowError(f"turn {index} is from {speaker!r}; known speakers are {', '.join(map(repr, roles))}")
-        if roles[speaker] == "function":
-            text, calls = _parse_calls(content)
-            messages.append(Message("function", (text,), calls, trains=trains))
-        else:
-            messages.append(Message(roles[speaker], (content,), trains=trains))
-    return system, messages
+        return Conversation([*messages, user(question), assistant(answer)], system, self.read_tools(row))
 
 
 class SharegptStyleInstructionHandler(InstructionHandler):
@@ -184,79 +125,7 @@ class SharegptStyleInstructionHandler(InstructionHandler):
 
     def conversation(self, row: Row) -> Conversation:
         system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
-        return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
-
-
-def openai_messages(entries: object) -> tuple[str | None, list[Message]]:
-    """Read (system, messages) of an OpenAI list; results of parallel calls are one message, and so are user messages in a row.
-
-    Raises:
-        MalformedRowError: not a list of messages, or an unknown role.
-    """
-    if isinstance(entries, str):
-        try:
-            entries = strict_json.loads(entries)
-        except ValueError as error:
-            raise MalformedRowError(f"the messages are not JSON: {error}") from error
-    if not isinstance(entries, (list, tuple)) or not entries:
-        raise MalformedRowError("the conversation must be a list of messages")
-    system = None
-    messages: list[Message] = []
-    for index, entry in enumerate(entries):
-        if not isinstance(entry, Mapping) or not isinstance(entry.get("role"), str):
-            raise MalformedRowError(f"message {index} needs a role")
-        role = entry["role"]
-        content = _openai_text(entry.get("content"), index)
-        trains = is_trained(entry, index, is_answer=role == "assistant")
-        entries = (_clean_entry(entry, content),)
-        # developer is OpenAI's later name of the same role
-        if role in ("system", "developer") and index == 0:
-            system = content
-        elif role in ("user", "tool"):
-            source: Role = "user" if role == "user" else "observation"
-            if messages and messages[-1].role == source:
-                previous = messages[-1]
-                messages[-1] = Message(source, (*previous.contents, content), entries=(*previous.entries, *entries))
-            else:
-                messages.append(Message(source, (content,), entries=entries))
-        elif role == "assistant":
-            calls = tuple(ToolCall.parse(call) for call in entry.get("tool_calls") or ())
-            reasoning = entry.get("reasoning_content") or ""
-            if calls:
-                written = [
-                    {**call, "function": {**(call.get("function") or {}), "name": parsed.name, "arguments": parsed.arguments}}
-                    for call, parsed in zip(entry["tool_calls"], calls)
-                ]
-                entries = ({**entries[0], "tool_calls": written},)
-            messages.append(Message("function" if calls else "assistant", (content,), calls, reasoning, entries, trains))
-        else:
-            raise MalformedRowError(
-                f"message {index} has role {role!r}; the roles are system (first only), user, assistant, tool"
-            )
-    return system, messages
-
-
-def _clean_entry(entry: Row, content: str) -> JsonObject:
-    """Return a message for the tokenizer's template: texts joined, without the keys for training and keys without a value."""
-    kept = {
-        key: value
-        for key, value in entry.items()
-        if key == "content" or value is not None and key not in TRAIN_KEYS
-    }
-    return kept | {"content": content} if kept.get("content") is not None else kept
-
-
-def _openai_text(content: object, index: int) -> str:
-    # null next to tool_calls, as in OpenAI's answers
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, (list, tuple)) and all(
-        isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    raise MalformedRowError(f"message {index} has content that is not text")
+        return Conversation(messages, self.read_system(row, system), self.read_tools(row))
 
 
 class OpenAIInstructionHandler(InstructionHandler):
@@ -266,7 +135,7 @@ class OpenAIInstructionHandler(InstructionHandler):
 
     def conversation(self, row: Row) -> Conversation:
         system, messages = openai_messages(self.column(row, "messages", required=True))
-        return Conversation(messages, self.text_column(row, "system") or system, parse_tools(self.column(row, "tools")))
+        return Conversation(messages, self.read_system(row, system), self.read_tools(row))
 
 
 class HunyuanInstructionHandler(OpenAIInstructionHandler):

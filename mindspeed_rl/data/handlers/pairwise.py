@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -12,53 +13,202 @@ from mindspeed_rl.data.conversation import (
     Conversation,
     DroppedRowError,
     DropReason,
+    JsonObject,
     MalformedRowError,
     Message,
     Row,
     assistant,
-    parse_tools,
     user,
 )
 from mindspeed_rl.data.encoding import TurnIds, join_turns
 from mindspeed_rl.data.handlers.base import (
+    DEFAULT_TAGS,
     Draft,
     EncodedRow,
     Handler,
 )
-from mindspeed_rl.data.handlers.instruction import alpaca_question, sharegpt_messages
-from mindspeed_rl.data.indexed import IGNORE_INDEX, UNPAIRED_COLUMNS
-from mindspeed_rl.data.templates import Rendering
+from mindspeed_rl.data.handlers.instruction import alpaca_question
+from mindspeed_rl.data.indexed import UNPAIRED_COLUMNS
+from mindspeed_rl.data.messages import OPENAI, MessageForm, choose_form, read_messages, sharegpt_form
+from mindspeed_rl.data.templates import Rendering, join_text
+
+#: column of the prompt in TRL's form
+_TRL_PROMPT = "prompt"
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """Messages before the answers that are judged, the system prompt and the tools; without messages the prompt is implicit."""
+
+    messages: tuple[Message, ...]
+    system: str | None
+    tools: tuple[JsonObject, ...]
 
 
 class _AnswerHandler(Handler):
-    """Base of the handlers that read a prompt and whole answers to it."""
+    """Base of the handlers that read a prompt and what follows it: an answer, or messages that end with one.
+
+    TRL's forms: with an explicit prompt the columns of answers hold what follows it, or the prompt once more; with an implicit
+    one they hold conversations.
+    """
 
     can_append_eod = True
+    #: key of map_keys for the column of the prompt
+    prompt_key: ClassVar[str]
 
-    def draft(self, prompt: Conversation, answers: Sequence[Message], note: object = None) -> Draft:
-        """Render the prompt with each of the answers.
+    def message_forms(self) -> Sequence[MessageForm]:
+        """Return the forms of messages, the default one first."""
+        return (OPENAI, sharegpt_form(DEFAULT_TAGS))
+
+    def prompt(self, row: Row) -> _Prompt:
+        """Read the prompt.
 
         Raises:
-            MalformedRowError: the prompt does not end with the user.
-            DroppedRowError: prompt or answer are empty.
+            MalformedRowError: its column has another form.
         """
-        if not prompt.messages or prompt.messages[-1].role not in SOURCE_ROLES:
+        tools = self.read_tools(row)
+        name = self.map[self.prompt_key]
+        if name not in row and self.prompt_key not in self._explicit:
+            # the name of TRL's column, if the row has it, or no column: an implicit prompt
+            value = self.value(row, _TRL_PROMPT) if _TRL_PROMPT in row else None
+        else:
+            value = self.column(row, self.prompt_key, required=True)
+        is_text = not isinstance(value, (list, tuple)) and (value is not None or name in row)
+        if not is_text and "history" in self.map and self.column(row, "history"):
+            raise MalformedRowError(
+                f"has a history in column {self.map['history']!r} next to lists of messages; put it into the lists"
+            )
+        if value is None and not is_text:
+            return _Prompt((), self.read_system(row), tools)
+        if not is_text:
+            system, messages = read_messages(value, choose_form(value, self.message_forms()))
+            return _Prompt(tuple(messages), self.read_system(row, system), tools)
+        messages, system, question = self.text_prompt(row, value)
+        return _Prompt((*messages, user(question)), system, tools)
+
+    def text_prompt(self, row: Row, value: object) -> tuple[list[Message], str | None, str]:
+        """Read (messages before the question, system, question) of a prompt that is no list of messages.
+
+        Raises:
+            MalformedRowError: it must be a list.
+        """
+        raise MalformedRowError(f"column {self.map[self.prompt_key]!r}: the conversation must be a list of messages")
+
+    def answers(self, row: Row, key: str) -> tuple[str | None, list[Message]]:
+        """Read (system, messages) of a column of answers: a text, one message, or a list of messages.
+
+        Raises:
+            MalformedRowError: none of these, or the last message is not from the assistant.
+        """
+        value, name = self.column(row, key, required=True), self.map[key]
+        if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(value[0], Mapping):
+            (value,) = value
+        if isinstance(value, str):
+            return None, [assistant(value)]
+        entries = [value] if isinstance(value, Mapping) else value
+        if not isinstance(entries, (list, tuple)) or not entries or not all(isinstance(entry, Mapping) for entry in entries):
+            raise MalformedRowError(f"column {name!r} must hold an answer: a text, or messages with 'value' or 'content'")
+        forms = self.message_forms()
+        if len(entries) == 1 and not any(form.role_key in entries[0] for form in forms):
+            entries, forms = self._add_role(entries[0], forms, name)
+        try:
+            system, messages = read_messages(entries, choose_form(entries, forms))
+        except MalformedRowError as error:
+            raise MalformedRowError(f"column {name!r}: {error}") from error
+        if not messages or messages[-1].role in SOURCE_ROLES:
+            raise MalformedRowError(f"column {name!r}: the last message is not from the assistant")
+        return system, messages
+
+    @staticmethod
+    def _add_role(entry: Row, forms: Sequence[MessageForm], name: str) -> tuple[list[Row], Sequence[MessageForm]]:
+        """Make an answer without a role the assistant's."""
+        for form in forms:
+            if form.content_key in entry:
+                role = next(role for role, speaker in form.roles.items() if speaker == "assistant")
+                return [{**entry, form.role_key: role}], (form,)
+        raise MalformedRowError(f"column {name!r} must hold an answer: a text, or a message with 'value' or 'content'")
+
+    def join(self, row: Row, prompt: _Prompt, keys: Sequence[str]) -> list[Conversation]:
+        """Return a conversation for each column of answers; what all of them begin with is context, the answers after it train.
+
+        Raises:
+            MalformedRowError: the prompt does not end with the user, an answer does not follow it, or system prompts differ.
+            DroppedRowError: the prompt or an answer is empty.
+        """
+        system, sides = prompt.system, []
+        for key in keys:
+            own_system, messages = self.answers(row, key)
+            if None not in (system, own_system) and system != own_system:
+                raise MalformedRowError(f"column {self.map[key]!r} has another system prompt than the row or the other answer")
+            system = own_system if system is None else system
+            sides.append(self._follow(prompt.messages, messages, self.map[key]))
+        shortest = min(len(side) for side in sides)
+        shared = next((i for i in range(shortest) if any(_body(side[i]) != _body(sides[0][i]) for side in sides)), shortest)
+        # at least the last answer trains; without a pair to compare, what follows an explicit prompt
+        context = min(shared, shortest - 1) if len(sides) > 1 or not prompt.messages else len(prompt.messages)
+        conversations = []
+        for side in sides:
+            rest = [message for message in side[context:] if message.role not in SOURCE_ROLES]
+            if any(not message.content.strip() and not message.calls for message in rest):
+                raise DroppedRowError(DropReason.EMPTY_ANSWER)
+            if not any(message.trains for message in rest):
+                raise DroppedRowError("no answer to train")
+            first = next(index for index in range(context, len(side)) if side[index].role not in SOURCE_ROLES)
+            questions = [message for message in side[:first] if message.role in SOURCE_ROLES]
+            if not questions:
+                raise MalformedRowError(
+                    f"has no prompt: neither a column {self.map[self.prompt_key]!r} nor messages before the answer"
+                )
+            if not questions[-1].content.strip():
+                raise DroppedRowError(DropReason.EMPTY_PROMPT)
+            read = [replace(message, trains=False) for message in side[:context]]
+            conversations.append(Conversation([*read, *side[context:]], system, prompt.tools))
+        return conversations
+
+    def _follow(self, prompt: Sequence[Message], answers: list[Message], name: str) -> list[Message]:
+        """Return the prompt with the messages after it, which may begin with the prompt.
+
+        Raises:
+            MalformedRowError: they do not follow each other.
+        """
+        if not prompt:
+            return answers
+        if [_body(message) for message in answers[: len(prompt)]] == [_body(message) for message in prompt]:
+            return answers
+        if prompt[-1].role not in SOURCE_ROLES:
             raise MalformedRowError("the prompt's last message is not from the user")
-        if any(not answer.content.strip() and not answer.calls for answer in answers):
-            raise DroppedRowError(DropReason.EMPTY_ANSWER)
-        if not prompt.messages[-1].content.strip():
-            raise DroppedRowError(DropReason.EMPTY_PROMPT)
-        full = (Conversation([*prompt.messages, answer], prompt.system, prompt.tools) for answer in answers)
-        return Draft(tuple(self.render_conversation(conversation) for conversation in full), note)
+        if answers[0].role in SOURCE_ROLES:
+            raise MalformedRowError(
+                f"column {name!r} begins with a message that is not the assistant's, and not with the messages of the prompt"
+            )
+        return [*prompt, *answers]
+
+    def render_answers(self, conversation: Conversation) -> Rendering:
+        """Render a conversation of which each answer that trains has its thought.
+
+        Raises:
+            MalformedRowError: the template leaves one out, as templates do before the last question.
+        """
+        rendering = self.render_conversation(conversation)
+        if self.settings.enable_thinking == "false":
+            return rendering
+        written = "".join(join_text((*turn.source, *turn.target)) for turn in rendering.turns)
+        for message in conversation.messages:
+            in_text, closing, _ = message.content.rpartition("</think>")
+            thought = message.reasoning or (in_text.replace("<think>", "") if closing else "")
+            if message.role not in SOURCE_ROLES and message.trains and thought.strip() not in written:
+                raise MalformedRowError(
+                    f"template {self.template.name!r} leaves out the thought {thought.strip()[:60]!r} of an answer that trains,"
+                    " as it stands before the last question; let the row end with this answer"
+                )
+        return rendering
 
     def join_answer(self, rendering: Rendering, turns: list[TurnIds]) -> tuple[list[int] | np.ndarray, np.ndarray]:
-        """Return input_ids, and labels of only the last answer.
+        """Return input_ids, and labels of the answers that train.
 
         Raises:
             DroppedRowError: there are seq_length tokens or more.
         """
-        answers = [number for number, (_, target) in enumerate(turns) if target]
-        prompt_tokens = sum(len(source) + len(target) for source, target in turns[: answers[-1]]) + len(turns[answers[-1]][0])
         input_ids, labels, _ = join_turns(
             turns,
             eos_id=self.encoder.eos_id,
@@ -70,34 +220,49 @@ class _AnswerHandler(Handler):
         )
         if len(input_ids) >= self.max_tokens:
             raise DroppedRowError(DropReason.TOO_LONG)
-        labels[:prompt_tokens] = IGNORE_INDEX
         return input_ids, labels
+
+
+def _body(message: Message) -> tuple[object, ...]:
+    """Return what two equal messages have in common, in whatever form they are written."""
+    return message.role, tuple(text.strip() for text in message.contents), message.calls, message.reasoning.strip()
+
+
+class _AlpacaAnswerHandler(_AnswerHandler):
+    """Base of the handlers whose prompt is an Alpaca row's, or a list of messages in its place."""
+
+    prompt_key = "prompt"
+
+    def text_prompt(self, row: Row, value: object) -> tuple[list[Message], str | None, str]:
+        name = self.map["prompt"]
+        return alpaca_question(self, row if name in row else {**row, name: value})
+
+
+class _SharegptAnswerHandler(_AnswerHandler):
+    """Base of the handlers whose prompt is a ShareGPT list."""
+
+    prompt_key = "messages"
+
+    def message_forms(self) -> Sequence[MessageForm]:
+        return (sharegpt_form(self.tags), OPENAI)
 
 
 class PairwiseHandler(_AnswerHandler):
     """Base of the pairwise handlers.
 
-    Both samples hold the whole prompt and one answer; only the last answer has labels. A pair of which one sample has
-    seq_length tokens or more is dropped and counted.
+    Both samples hold the prompt and one answer, or messages that end with one; what both begin with has no labels. A pair
+    of which one sample has seq_length tokens or more is dropped and counted.
     """
 
     columns = ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels")
     length_column = "chosen_input_ids"
 
-    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
-        """Read (prompt, chosen, rejected).
-
-        Raises:
-            MalformedRowError: the row's structure is wrong.
-        """
-        raise NotImplementedError
-
     def render(self, row: Row) -> Draft:
-        prompt, chosen, rejected = self.pair(row)
-        draft = self.draft(prompt, (chosen, rejected))
+        self.check_columns(row)
+        chosen, rejected = self.join(row, self.prompt(row), ("chosen", "rejected"))
         if chosen == rejected:
             raise DroppedRowError("chosen equals rejected")
-        return draft
+        return Draft(tuple(self.render_answers(conversation) for conversation in (chosen, rejected)))
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         columns: dict[str, np.ndarray | list[int]] = {}
@@ -106,44 +271,8 @@ class PairwiseHandler(_AnswerHandler):
         return EncodedRow(columns)
 
 
-def _read_answer(value: object, name: str) -> str:
-    """Text of an answer: a text, a {value} or {content} turn, or a list whose last turn is the answer.
-
-    Raises:
-        MalformedRowError: none of these.
-    """
-    if isinstance(value, (list, tuple)) and value:
-        value = value[-1]
-    if isinstance(value, Mapping):
-        value = value.get("value", value.get("content"))
-    if not isinstance(value, str):
-        raise MalformedRowError(f"column {name!r} must hold an answer: a text, or a turn with 'value' or 'content'")
-    return value
-
-
-#: messages of TRL and of OpenAI's interface
-_MESSAGE_TAGS = {
-    "role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system",
-    "observation_tag": "tool", "function_tag": "function_call",
-}  # fmt: skip
-
-
-def _read_prompt(handler: Handler, row: Row) -> Conversation:
-    """Read the prompt of an Alpaca row, which may also be a list of messages with role and content.
-
-    Raises:
-        MalformedRowError: a column is missing or has the wrong form.
-    """
-    value = handler.column(row, "prompt", required=True)
-    if isinstance(value, (list, tuple)):
-        system, turns = sharegpt_messages(value, _MESSAGE_TAGS)
-        return Conversation(turns, system)
-    messages, system, question = alpaca_question(handler, row)
-    return Conversation([*messages, user(question)], system)
-
-
-class AlpacaStylePairwiseHandler(PairwiseHandler):
-    """instruction (+ input), chosen, rejected; optional system and history."""
+class AlpacaStylePairwiseHandler(_AlpacaAnswerHandler, PairwiseHandler):
+    """instruction (+ input), chosen, rejected; optional system, history and tools."""
 
     default_map: ClassVar = {
         "prompt": "instruction",
@@ -152,16 +281,11 @@ class AlpacaStylePairwiseHandler(PairwiseHandler):
         "rejected": "rejected",
         "system": "system",
         "history": "history",
+        "tools": "tools",
     }
 
-    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
-        chosen, rejected = (
-            assistant(_read_answer(self.column(row, key, required=True), self.map[key])) for key in ("chosen", "rejected")
-        )
-        return _read_prompt(self, row), chosen, rejected
 
-
-class SharegptStylePairwiseHandler(PairwiseHandler):
+class SharegptStylePairwiseHandler(_SharegptAnswerHandler, PairwiseHandler):
     """`conversations` up to the user's last turn, chosen and rejected turns; optional system and tools."""
 
     default_map: ClassVar = {
@@ -173,52 +297,30 @@ class SharegptStylePairwiseHandler(PairwiseHandler):
         "tags": None,
     }
 
-    def pair(self, row: Row) -> tuple[Conversation, Message, Message]:
-        system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
-        system = self.text_column(row, "system") or system
-        prompt = Conversation(messages, system, parse_tools(self.column(row, "tools")))
-        return prompt, self._answer(row, "chosen"), self._answer(row, "rejected")
-
-    def _answer(self, row: Row, key: str) -> Message:
-        value = self.column(row, key, required=True)
-        turn = value[-1] if isinstance(value, (list, tuple)) and value else value
-        if isinstance(turn, Mapping) and turn.get(self.tags["role_tag"]) == self.tags["function_tag"]:
-            _, messages = sharegpt_messages([turn], self.tags)
-            return messages[0]
-        if isinstance(turn, Mapping) and self.tags["content_tag"] in turn:
-            turn = turn[self.tags["content_tag"]]
-        return assistant(_read_answer(turn, self.map[key]))
-
 
 class UnpairedHandler(_AnswerHandler):
     """Base of the handlers of stage kto: a prompt, one answer, and in `label` whether it is desirable."""
 
     columns = UNPAIRED_COLUMNS
-
-    def answer(self, row: Row) -> tuple[Conversation, Message]:
-        """Read (prompt, answer).
-
-        Raises:
-            MalformedRowError: the row's structure is wrong.
-        """
-        raise NotImplementedError
+    answer_key: ClassVar[str] = "response"
 
     def render(self, row: Row) -> Draft:
-        prompt, answer = self.answer(row)
+        self.check_columns(row)
+        (conversation,) = self.join(row, self.prompt(row), (self.answer_key,))
         value = self.column(row, "label", required=True)
         known = {"true": True, "1": True, "false": False, "0": False}
         desirable = known.get(str(value).lower())
         if desirable is None:
             raise MalformedRowError(f"column {self.map['label']!r} must be true or false, not {value!r}")
-        return self.draft(prompt, (answer,), desirable)
+        return Draft((self.render_answers(conversation),), desirable)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         input_ids, labels = self.join_answer(draft.renderings[0], encoded[0])
         return EncodedRow(dict(zip(self.columns, (input_ids, labels, [int(draft.note)]), strict=True)))
 
 
-class AlpacaStyleUnpairedHandler(UnpairedHandler):
-    """instruction (+ input), output and label; optional system and history."""
+class AlpacaStyleUnpairedHandler(_AlpacaAnswerHandler, UnpairedHandler):
+    """instruction (+ input), output and label; optional system, history and tools."""
 
     default_map: ClassVar = {
         "prompt": "instruction",
@@ -227,15 +329,14 @@ class AlpacaStyleUnpairedHandler(UnpairedHandler):
         "label": "label",
         "system": "system",
         "history": "history",
+        "tools": "tools",
     }
 
-    def answer(self, row: Row) -> tuple[Conversation, Message]:
-        answer = _read_answer(self.column(row, "response", required=True), self.map["response"])
-        return _read_prompt(self, row), assistant(answer)
 
-
-class SharegptStyleUnpairedHandler(UnpairedHandler):
+class SharegptStyleUnpairedHandler(_SharegptAnswerHandler, UnpairedHandler):
     """`conversations` that ends with the answer, and label; optional system and tools."""
+
+    answer_key = "messages"
 
     default_map: ClassVar = {
         "messages": "conversations",
@@ -245,9 +346,6 @@ class SharegptStyleUnpairedHandler(UnpairedHandler):
         "tags": None,
     }
 
-    def answer(self, row: Row) -> tuple[Conversation, Message]:
-        system, messages = sharegpt_messages(self.column(row, "messages", required=True), self.tags)
-        if messages[-1:] and messages[-1].role in SOURCE_ROLES:
-            raise MalformedRowError("the last message is not from the assistant")
-        system = self.text_column(row, "system") or system
-        return Conversation(messages[:-1], system, parse_tools(self.column(row, "tools"))), messages[-1]
+    def prompt(self, row: Row) -> _Prompt:
+        # the list of answers has it
+        return _Prompt((), self.read_system(row), self.read_tools(row))

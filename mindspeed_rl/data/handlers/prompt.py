@@ -17,10 +17,11 @@ from mindspeed_rl.data.handlers.base import (
     Handler,
     HandlerSettings,
 )
-from mindspeed_rl.data.handlers.instruction import alpaca_question, openai_messages, sharegpt_messages
+from mindspeed_rl.data.handlers.instruction import alpaca_question
 from mindspeed_rl.data.images import IMAGES, build_image_columns
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, TEXT_BYTES
 from mindspeed_rl.data.json_columns import has_messages, read_messages, read_object
+from mindspeed_rl.data.messages import openai_messages, sharegpt_messages
 from mindspeed_rl.data.templates import Rendering, Turn
 
 LABELS = "labels"
@@ -68,7 +69,7 @@ class PromptHandler(Handler):
                 " Math17kAlpacaStyleInstructionHandler"
             )
         messages, system, question = alpaca_question(self, row)
-        return Conversation([*messages, user(question)], system)
+        return Conversation([*messages, user(question)], system, self.read_tools(row))
 
     def label(self, row: Row) -> object:
         """Read the reference answer: the column, or the ground_truth of an object in it."""
@@ -99,13 +100,16 @@ class PromptHandler(Handler):
                 raise MalformedRowError(f"has no column {name!r} of dataset_additional_keys; it has {', '.join(map(str, row))}")
         return values
 
-    def render(self, row: Row) -> Draft:
-        conversation = self.read_conversation(row)
+    def add_settings(self, conversation: Conversation) -> Conversation:
+        """Return the conversation with the run's system prompt and tools, where it has none of its own."""
         if conversation.system is None and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
-        template = self.settings.template
-        if self.settings.tools and not conversation.tools and template is not None and template.writes_tools:
+        if self.settings.tools and not conversation.tools and self.template.writes_tools:
             conversation = replace(conversation, tools=tuple(map(dict, self.settings.tools)))
+        return conversation
+
+    def render(self, row: Row) -> Draft:
+        conversation = self.add_settings(self.read_conversation(row))
         if not conversation.messages[-1].content.strip():
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
         values = self.extra_values(row)
@@ -140,6 +144,7 @@ _ALPACA_PROMPT_MAP = {
     "response": "output",
     "system": "system",
     "history": "history",
+    "tools": "tools",
 }
 
 
@@ -160,7 +165,13 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
     """`conversations` without its last answer, which is the reference answer unless `response` names another column."""
 
     writes_label = True
-    default_map: ClassVar = {"messages": "conversations", "response": "conversations", "system": "system", "tags": None}
+    default_map: ClassVar = {
+        "messages": "conversations",
+        "response": "conversations",
+        "system": "system",
+        "tools": "tools",
+        "tags": None,
+    }
 
     def conversation(self, row: Row) -> Conversation:
         system, messages = self._messages(row, "messages")
@@ -168,7 +179,7 @@ class R1SharegptStyleInstructionHandler(PromptHandler):
             messages.pop()
         if not messages or messages[-1].role != "user":
             raise MalformedRowError("the prompt's last message is not from the user")
-        return Conversation(messages, self.text_column(row, "system") or system)
+        return Conversation(messages, self.read_system(row, system), self.read_tools(row))
 
     def label(self, row: Row) -> object:
         value = self.column(row, "response", required=True)
@@ -189,7 +200,14 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
     """`prompt` is a list of chat messages, the reference answer is `reward_model.ground_truth` (the DAPO-Math-17k layout)."""
 
     writes_label = True
-    default_map: ClassVar = {"prompt": "prompt", "query": "", "response": "reward_model", "system": "", "history": ""}
+    default_map: ClassVar = {
+        "prompt": "prompt",
+        "query": "",
+        "response": "reward_model",
+        "system": "system",
+        "history": "",
+        "tools": "tools",
+    }
 
     def read_conversation(self, row: Row) -> Conversation:
         # before images are read, which are parts of messages
@@ -200,9 +218,9 @@ class Math17kAlpacaStyleInstructionHandler(PromptHandler):
     def conversation(self, row: Row) -> Conversation:
         prompt = self.column(row, "prompt", required=True)
         if isinstance(prompt, str):
-            return Conversation([user(prompt)], self.text_column(row, "system") or None)
+            return Conversation([user(prompt)], self.read_system(row), self.read_tools(row))
         system, messages = openai_messages(prompt)
-        conversation = Conversation(messages, self.text_column(row, "system") or system)
+        conversation = Conversation(messages, self.read_system(row, system), self.read_tools(row))
         if len(messages) % 2 == 0:
             raise MalformedRowError("the prompt's last message is not from the user")
         return conversation

@@ -16,7 +16,7 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, ToolCall, assistant, user
 from mindspeed_rl.data.encoding import TextEncoder
-from mindspeed_rl.data.handlers.instruction import openai_messages
+from mindspeed_rl.data.messages import openai_messages
 from mindspeed_rl.data.templates import join_text, load_template
 
 FOLDER = TEST_DATA / "chat_templates"
@@ -384,7 +384,9 @@ def random_row(rng):
 
 
 def without_flags(messages):
-    return [{key: value for key, value in message.items() if key != "weight"} for message in messages]
+    """Messages as vLLM gives them to a template: without flags of training, null contents as empty texts."""
+    flags = ({key: value for key, value in message.items() if key != "weight"} for message in messages)
+    return [{**message, "content": message["content"] or ""} for message in flags]
 
 
 PUBLISHED = sorted((FOLDER / "vllm").glob("*.jinja"))

@@ -13,7 +13,7 @@ from mindspeed_rl.data import HANDLERS, handler_class
 from mindspeed_rl.data.conversation import Conversation, assistant, user
 from mindspeed_rl.data.encoding import join_turns
 from mindspeed_rl.data.handlers.base import HandlerSettings
-from mindspeed_rl.data.handlers.instruction import openai_messages
+from mindspeed_rl.data.messages import openai_messages
 from mindspeed_rl.data.prompts import open_prompts
 from mindspeed_rl.data.sources import drop_nulls, open_source, read_rows
 from mindspeed_rl.data.templates import join_text, load_template
@@ -97,7 +97,7 @@ SHAREGPT = [
     ([("human", "Q"), ("gpt", "A")], None, ["Human: Q\nAssistant:", Trained("A</s>")]),
     ([("system", "S"), ("human", "Q"), ("gpt", "A")], None, ["S\nHuman: Q\nAssistant:", Trained("A</s>")]),
     ([("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", Trained("A</s>")]),
-    ([("system", "S"), ("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", Trained("A</s>")]),
+    ([("system", "C"), ("human", "Q"), ("gpt", "A")], "C", ["C\nHuman: Q\nAssistant:", Trained("A</s>")]),
     (
         [("human", "1"), ("gpt", "2"), ("human", "3"), ("gpt", "4")],
         None,
@@ -239,7 +239,7 @@ def test_keys_that_arrow_adds_to_messages_calls_and_schemas_are_not_there(tmp_pa
         _, messages = openai_messages(drop_nulls(row["messages"]))
         assert messages[1].calls[0].arguments == arguments
         entry = messages[1].entries[0]
-        assert set(entry) == {"role", "content", "tool_calls"} and entry["content"] is None
+        assert set(entry) == {"role", "content", "tool_calls"} and entry["content"] == ""
         assert set(messages[2].entries[0]) == {"role", "content", "tool_call_id"}
 
 
@@ -572,7 +572,7 @@ def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
             {"conversations": [{"from": "human", "value": "Q"}, {"from": "function_call", "value": "{oops"}]},
             "a function call turn is not JSON",
         ),
-        ("OpenAIInstructionHandler", {"messages": [{"role": "robot", "content": "x"}]}, "message 0 has role 'robot'"),
+        ("OpenAIInstructionHandler", {"messages": [{"role": "robot", "content": "x"}]}, "message 0 is from 'robot'"),
         ("OpenAIInstructionHandler", {"messages": [{"role": "user", "content": {"a": 1}}]}, "content that is not text"),
         ("R1AlpacaStyleInstructionHandler", {"instruction": "Q"}, "has no column 'output'"),
         ("Math17kAlpacaStyleInstructionHandler", {"prompt": "Q", "reward_model": {}}, "has no ground_truth"),
