@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mindspeed_rl.rewards import REWARDS, find
+from mindspeed_rl.rewards.choices import extract_label_letters
 
 #: labels that are tried, at equal distances
 _MAX_LABELS = 512
@@ -33,7 +34,7 @@ def _is_answer(label: str) -> bool:
 
 
 def _can_match_answer(label: object, columns: Mapping[str, Any]) -> bool:
-    from mindspeed_rl.rewards.answers.extraction import list_accepted_answers
+    from mindspeed_rl.rewards.answers.extraction import list_accepted_answers  # loads sympy, which only these rewards need
 
     return any(_is_answer(answer) for answer in list_accepted_answers(label))
 
@@ -43,26 +44,24 @@ def _can_match_text(label: object, columns: Mapping[str, Any]) -> bool:
 
 
 def _can_match_solution(label: object, columns: Mapping[str, Any]) -> bool:
-    from mindspeed_rl.rewards.math_scores import accuracy
+    from mindspeed_rl.rewards.math_scores import accuracy  # loads sympy, which only these rewards need
 
     solution = columns.get("solution", label)
     return bool(str(solution).strip()) and accuracy(str(solution), solution) >= 1.0 or _can_match_answer(solution, columns)
 
 
 def _can_match_choice(label: object, columns: Mapping[str, Any]) -> bool:
-    from mindspeed_rl.rewards.choices import extract_label_letters
-
     return bool(extract_label_letters(label))
 
 
 def _can_match_number(label: object, columns: Mapping[str, Any]) -> bool:
-    from mindspeed_rl.rewards.math_scores import gsm8k
+    from mindspeed_rl.rewards.math_scores import gsm8k  # loads sympy, which only these rewards need
 
     return gsm8k(f"#### {str(label).rpartition('####')[2].strip()}", label) >= 1.0
 
 
 def _can_match_tests(label: object, columns: Mapping[str, Any]) -> bool:
-    from mindspeed_rl.rewards.code import read_tests
+    from mindspeed_rl.rewards.code import read_tests  # loads the harness, which only this reward needs
 
     try:
         read_tests(columns.get("tests") or label)

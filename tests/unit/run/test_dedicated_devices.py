@@ -83,7 +83,7 @@ def test_a_role_on_the_actors_devices_has_the_actors_layout() -> None:
         (
             {R: {"judge_model": "/m", "verifier_function": ["acc", "judge"], "verifier_weight": [1.0, 1.0]}},
             "served_judge_name",
-            "a judge that the run serves is added by judge_model alone",
+            "a judge that the run serves is added only by judge_model",
         ),
         ({R: {**SEPARATE, "rollout_resource": own(0)}}, "apart_positive", "rollout_resource.num_npus (0) must be at least 1"),
         (

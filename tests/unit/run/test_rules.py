@@ -83,7 +83,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     (
         {R: {"use_integrated_worker": False, "reference_resource": {"num_npus": 8}}},
         "own_role_group",
-        ["reference_resource is set", "no group ref_config"],
+        ["reference_resource is set", "without a group ref_config"],
     ),
     ({R: {"share_backbone": True}}, "share_backbone_lora", ["share_backbone", "lora_target_modules"]),
     (

@@ -56,7 +56,7 @@ def test_another_service_at_the_address_is_named() -> None:
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
     threading.Thread(target=answer, daemon=True).start()
-    with server, pytest.raises(TimeoutError, match="what answers there is no server of Ray"):
+    with server, pytest.raises(TimeoutError, match="what answers there is not a server of Ray"):
         cluster.join_cluster(address, timeout_s=1)
 
 

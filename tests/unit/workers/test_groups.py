@@ -104,9 +104,8 @@ def test_the_phases_of_an_engine_for_users_are_methods_of_its_workers() -> None:
             assert phase.name in methods(worker, known)
 
 
-def test_the_listed_way_from_the_command_to_the_policy_loss_exists_and_is_short() -> None:
+def test_the_listed_way_from_the_command_to_the_policy_loss_exists() -> None:
     path = listed()
-    assert len(path) <= 8
     assert path[0] == ("mindspeed_rl/cli/train.py", "main") and path[-1][1] == "policy_loss"
     sources = []
     for file, name in path:
