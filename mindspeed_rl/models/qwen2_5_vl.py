@@ -34,8 +34,13 @@ def _read_model_config(hf_config: HfConfig) -> ModelConfig:
 def _add_published_tower(text: ModelConfig) -> ModelConfig:
     """Return the model with the tower of all published sizes, which are not transformers' defaults."""
     sizes: HfConfig = {"hidden_size": 1280, "out_hidden_size": text.hidden_size}
-    config: HfConfig = {"image_token_id": 151655, "video_token_id": 151656, "vision_config": sizes}
-    config |= {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+    config: HfConfig = {
+        "image_token_id": 151655,
+        "video_token_id": 151656,
+        "vision_start_token_id": 151652,
+        "vision_end_token_id": 151653,
+        "vision_config": sizes,
+    }
     return read_vision(config, replace(text, architecture="qwen2_5_vl"), _TOWER, _SECTIONS, interleaved=False)
 
 
