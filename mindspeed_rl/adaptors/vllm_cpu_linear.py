@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -34,11 +34,11 @@ class LiveLinear:
     The weight may change between `forget` and the next product, and at no other time.
 
     Args:
-        min_elements: a weight of so many elements is packed; None packs none.
+        packs: a weight is packed if it is large, always, or never.
     """
 
-    def __init__(self, *, min_elements: int | None = PACKED_ELEMENTS) -> None:
-        self._min_elements, self._is_prepared = min_elements, False
+    def __init__(self, *, packs: Literal["large", "always", "never"] = "large") -> None:
+        self._packs, self._is_prepared = packs, False
         self._packed: Any = None
         self._packed_bytes = 0
 
@@ -46,7 +46,7 @@ class LiveLinear:
         if not self._is_prepared:
             # once: what cannot be packed now cannot be until another weight is there
             self._is_prepared = True
-            if self._min_elements is not None and _is_packable(weight, x, self._min_elements):
+            if self._packs != "never" and _is_packable(weight, x, PACKED_ELEMENTS if self._packs == "large" else 0):
                 self._pack(weight)
         if self._packed is None:
             return nn.functional.linear(x, weight, bias)

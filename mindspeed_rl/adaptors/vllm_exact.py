@@ -28,7 +28,6 @@ from torch.nn import functional
 from mindspeed_rl.adaptors import exact_kernels
 from mindspeed_rl.adaptors.exact_kernels import KEY_BLOCK
 from mindspeed_rl.adaptors.vllm_cpu_linear import LiveLinear
-from mindspeed_rl.config.device_limits import PACKED_ELEMENTS
 
 _applied = False
 #: attribute of a step's metadata: its `_Step`
@@ -40,7 +39,7 @@ class _ExactLinear(LiveLinear):
 
     def __init__(self, slices: int, packs: bool) -> None:
         super().__init__()
-        self._slices = [LiveLinear(min_elements=PACKED_ELEMENTS if packs else None) for _ in range(slices)]
+        self._slices = [LiveLinear(packs="large" if packs else "never") for _ in range(slices)]
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         count, rows, parts = len(self._slices), x.reshape(-1, x.size(-1)), []
@@ -118,7 +117,7 @@ def apply(slices: int) -> None:
     exact_kernels.check(slices=slices)
 
     def multiply_packed(rows: Tensor, matrix: Tensor) -> Tensor:
-        return LiveLinear(min_elements=0)(rows, matrix.t(), None)
+        return LiveLinear(packs="always")(rows, matrix.t(), None)
 
     # where torch multiplies by MKL (Intel's processors), packed matrices, which are oneDNN's, have other bits
     packs = kernels._supports_onednn and exact_kernels.equals_torch(multiply_packed, slices)
