@@ -26,7 +26,7 @@ recovered run computes exactly the figures of a run without the fault.
 
 This page is generated from the results (`python tests/faults/fault_page.py`). Seconds are measured from the fault to the next
 complete iteration, or to the end of the command. If a worker is lost, most of this time is spent on Python imports. Console
-lines are those of the last recorded run.
+lines come from the last recorded run.
 
 | Fault | Process | Phase | Result | Seconds | Console line |
 |---|---|---|---|---|---|
