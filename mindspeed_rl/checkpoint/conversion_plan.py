@@ -178,7 +178,7 @@ _Listing = list[tuple[Path, list[tuple[str, tuple[int, ...], torch.dtype]]]]
 
 @dataclass(frozen=True)
 class _Content:
-    """What the checkpoint will hold.
+    """The content of the checkpoint.
 
     Args:
         model_config: shape of the model, with the vocabulary as the destination pads it.

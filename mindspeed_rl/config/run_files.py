@@ -222,7 +222,9 @@ def _read_defaults(path: Path, group: str) -> Iterator[str]:
     except (yaml.YAMLError, ValueError, RecursionError):  # composing reports it
         return
     defaults = tree.get("defaults") if isinstance(tree, dict) else None
-    for entry in defaults if isinstance(defaults, list) else ():
+    if not isinstance(defaults, list):  # composing reports it
+        return
+    for entry in defaults:
         for choice, names in entry.items() if isinstance(entry, dict) else [("", entry)]:
             # "override /model@package" is the choice "/model"
             choice = (str(choice).partition("@")[0].split() or [""])[-1]

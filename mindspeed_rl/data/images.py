@@ -249,7 +249,7 @@ def read_image(reference: str) -> bytes:
     """Return the encoded bytes of an image.
 
     Raises:
-        ImageError: there is no such file, or the text is not base64.
+        ImageError: the file does not exist, or the text is not base64.
     """
     if match := _DATA.match(reference):
         try:

@@ -210,7 +210,7 @@ def _parse_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split a function turn into the text (a thought) before the JSON and the calls in it.
 
     Raises:
-        MalformedRowError: there is no JSON object or list of calls at the end.
+        MalformedRowError: the text does not end with a JSON object or list of calls.
     """
     starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     start = min(starts, default=-1)

@@ -381,7 +381,7 @@ def open_hub(
         loaded = load_dataset(repo, cache_dir=cache_dir, streaming=streaming, **arguments)
     except (OSError, ValueError) as error:
         lines = (str(error).strip() or type(error).__name__).splitlines()
-        # the second line has the names of the configurations, or those of the splits
+        # the second line has the names of the configurations, or of the splits
         reason = " ".join(lines[:2] if lines[0].startswith(("Config name is missing", "BuilderConfig")) else lines[:1])
         raise ValueError(f"input={name!r} is not a file or folder, and no dataset of that name loads: {reason}") from error
     if streaming:

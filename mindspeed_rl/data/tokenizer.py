@@ -110,7 +110,7 @@ _SAMPLE_TEXTS = (
 def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     """Compare the tokens of some texts with those of tokenizer.json itself, and their texts.
 
-    transformers builds the steps of a known model_type by itself and ignores those of the file.
+    transformers builds the steps of a known model_type by itself and ignores the steps in the file.
 
     Raises:
         ValueError: tokens or text of a sample differ.

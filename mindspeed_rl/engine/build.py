@@ -201,7 +201,7 @@ class _ChunkBuilder:
         return model.to(platform.current().current_device())
 
     def _list_blocks(self, place: tuple[int, int], norm: type[nn.Module]) -> list[TransformerBlockSubmodules]:
-        """Return the spec of the layers of a chunk, and that of the layers that predict further tokens where it has them."""
+        """Return the spec of the layers of a chunk, and after it the spec of its prediction layers where it has any."""
         model_config, layout = self.plan.model_config, self.plan.layout
         core_attention = CoreAttention if model_config.sparse_attention is None else SparseCoreAttention
         pp_rank, stage = place

@@ -499,7 +499,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     with _explaining_failures(f"load: {path} does not fit this run"), reading_with(DistReader, load_common):
         # a tuple is returned only where keys may be missing
         state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
-    if fresh_head and subset != "adapters":  # the head of adapters is that of the base weights
+    if fresh_head and subset != "adapters":  # adapters have the head of the base weights
         for index, model in enumerate(engine.model.models):
             _add_zero_head(model, state[f"model{index}"])
     engine.load_weights(state, strict=subset == "all")

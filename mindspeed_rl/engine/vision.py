@@ -77,7 +77,7 @@ def find_images(
         sequences: tokens of the prompt and of all of each sequence. None: one prompt.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: no choice of runs fits.
     """
     runs = _list_runs(ids, vision, sequences or [(len(ids), len(ids))])
     counts = [vision.count_tokens(image.grid) for image in images]
@@ -120,7 +120,7 @@ def _list_runs(ids: Tensor, vision: VisionConfig, sequences: Sequence[tuple[int,
 
 
 def _find_missing(runs: Sequence[tuple[int, int, int]], counts: Sequence[int]) -> int:
-    """Return the first image without a run of its length after those of the images before it."""
+    """Return the first image without a run of its length after the runs of earlier images."""
     lengths = (length for _, length, _ in runs)
     return next(index for index, count in enumerate(counts) if count not in lengths)
 

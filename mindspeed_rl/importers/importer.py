@@ -20,7 +20,7 @@ from mindspeed_rl.run.rules.violation import format_value
 
 
 def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
-    """Return the run file of a command or script, whose plan is that of the command.
+    """Return the run file of a command or script; both have the same plan.
 
     Args:
         text: of a script, or a command; nothing of it is executed.

@@ -87,7 +87,7 @@ class _AnswerHandler(Handler):
         return _Prompt((*messages, user(question)), system, tools)
 
     def text_prompt(self, row: Row, value: object) -> tuple[list[Message], str | None, str]:
-        """Read (messages before the question, system, question) of a prompt that is no list of messages.
+        """Read (messages before the question, system, question) of a prompt that is not a list of messages.
 
         Raises:
             MalformedRowError: it must be a list.

@@ -408,7 +408,8 @@ def _teacher_servers(run: Run, has_devices: bool) -> Iterator[Broken]:
 def _teacher_columns(run: Run) -> Iterator[Broken]:
     """Check the columns of a row that its teacher reads."""
     rl, keys, kept = run.rl, run.rl.distillation, run.config.actor_config.dataset_additional_keys
-    for name in ("teacher_prompt", *(("teacher_key",) if keys.teacher_keys else ())):
+    names = ["teacher_prompt", "teacher_key"] if keys.teacher_keys else ["teacher_prompt"]
+    for name in names:
         if (column := getattr(keys, name)) is not None and column not in kept:
             yield violate(
                 "teacher_columns",
