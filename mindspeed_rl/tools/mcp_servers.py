@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,6 +22,7 @@ from urllib.parse import urlsplit
 from mindspeed_rl import registry
 from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
+from mindspeed_rl.isolation.variables import expand_variables
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
 _LOG = logging.getLogger(__name__)
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _CONNECT_LIMIT_S = 60.0
 #: a call is cancelled this much later than by the library itself
 _GRACE_S = 1.0
@@ -84,16 +82,8 @@ def _read_server(name: str, values: object, where: str) -> _Server:
         raise ValueError(f"{where}.url is '{url}', but must look like http://host:port/mcp")
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    env, headers = _expand_variables(env, f"{where}.env"), _expand_variables(headers, f"{where}.headers")
+    env, headers = expand_variables(env, f"{where}.env"), expand_variables(headers, f"{where}.headers")
     return _Server(name, command, tuple(args), env, cwd, url, headers, prefix)
-
-
-def _expand_variables(values: Mapping[str, str], where: str) -> dict[str, str]:
-    for key, value in values.items():
-        for name in _VARIABLE.findall(value):
-            if name not in os.environ:
-                raise ValueError(f"{where}.{key}: the environment variable {name} is not set")
-    return {key: _VARIABLE.sub(lambda match: os.environ[match[1]], value) for key, value in values.items()}
 
 
 class McpServers(Tool):

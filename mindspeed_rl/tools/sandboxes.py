@@ -11,187 +11,25 @@ import contextlib
 import json
 import logging
 import shlex
-import shutil
 import struct
-import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
-from mindspeed_rl.isolation.pool import WorkerError, WorkerPool
-from mindspeed_rl.tools.agent_program import run_command
 from mindspeed_rl.tools.interface import JsonObject
+from mindspeed_rl.tools.local_sandbox import LocalProvider
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.running import run_in_thread
-from mindspeed_rl.tools.tool import ToolError
+from mindspeed_rl.tools.sandbox_interface import CommandResult, Provider, Sandbox, SandboxError
 
 _LOG = logging.getLogger(__name__)
 #: a provider that failed is tried again after so long, or where no other works
 _PAUSE_S = 60.0
 _START_LIMIT_S, _STOP_LIMIT_S, _GRACE_S = 120.0, 20.0, 15.0
 _MAX_REPLY_BYTES = 64 << 20
-_RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
-
-
-class SandboxError(ToolError):
-    """A sandbox or its provider failed; a command that fails is no such error."""
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """Result of a command in a sandbox.
-
-    Attributes:
-        status: exit status; 124 where it took too long.
-        output: standard output and errors.
-    """
-
-    status: int
-    output: str
-
-
-class Sandbox(ABC):
-    """One sandbox. Paths are relative to its working folder; each method raises `SandboxError` where the sandbox fails."""
-
-    @abstractmethod
-    async def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Run a shell command in the working folder."""
-
-    @abstractmethod
-    async def read(self, path: str) -> bytes:
-        """Return the content of a file."""
-
-    @abstractmethod
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file, with its folders."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """End all processes and remove all files."""
-
-    async def snapshot(self) -> str:
-        """Keep the files, and return the name from which `Provider.start` begins another sandbox with them."""
-        raise SandboxError(f"{type(self).__name__.strip('_')} has no snapshots")
-
-
-class Provider(ABC):
-    """Starts sandboxes of one kind.
-
-    Attributes:
-        keys: of a tool file -> meaning; for errors.
-    """
-
-    keys: ClassVar[str] = ""
-
-    def __init__(self, options: OptionReader, where: str) -> None:
-        """Read the options.
-
-        Raises:
-            ValueError: one is wrong.
-        """
-        self.memory_mib = options.read_integer("memory_mib", 2048, 16, 1 << 20)
-        self.lifetime_s = options.read_float("lifetime_s", 3600.0, 1.0, 86400.0)
-
-    @abstractmethod
-    async def start(self, snapshot: str = "") -> Sandbox:
-        """Start a sandbox, from a snapshot where one is named.
-
-        Raises:
-            SandboxError: it does not start.
-        """
-
-    async def close(self) -> None:  # noqa: B027  # most have nothing to remove
-        """Remove what sandboxes share."""
-
-
-# ---------------------------------------------------------------------- on this machine
-
-
-class _Local(Provider):
-    """Commands of this machine in a temporary folder: limits of time and memory, no network where the kernel can take it away.
-
-    They run with the permissions of the run; code that must not read other files belongs into a container.
-    """
-
-    def __init__(self, options: OptionReader, where: str) -> None:
-        super().__init__(options, where)
-        self.network = bool(options.read("network", False))
-        self.processes: WorkerPool  # of the toolbox; set before the first start
-        self._snapshots: list[str] = []
-
-    async def start(self, snapshot: str = "") -> Sandbox:
-        folder = tempfile.mkdtemp(prefix="sandbox-")
-        if snapshot:
-            await run_in_thread(lambda: shutil.copytree(snapshot, folder, symlinks=True, dirs_exist_ok=True))
-        return _LocalSandbox(self, Path(folder))
-
-    def keep(self, folder: Path) -> str:
-        """Copy the files of a sandbox and return their folder."""
-        copy = tempfile.mkdtemp(prefix="snapshot-")
-        self._snapshots.append(copy)
-        shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
-        return copy
-
-    async def close(self) -> None:
-        for folder in self._snapshots:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-class _LocalSandbox(Sandbox):
-    def __init__(self, provider: _Local, folder: Path) -> None:
-        self._provider, self._folder = provider, folder
-
-    async def run(self, command: str, timeout_s: float) -> CommandResult:
-        provider = self._provider
-        arguments = {
-            "command": ["/bin/sh", "-c", command],
-            "folder": str(self._folder),
-            "env": {"HOME": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"},
-            "timeout_s": timeout_s,
-            "memory_bytes": provider.memory_mib << 20,
-            "network": provider.network,
-            "merge": True,
-        }
-        try:
-            request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
-            reply = await provider.processes.call(request, timeout_s + _GRACE_S)
-        except WorkerError as error:
-            if error.problem == "timeout":
-                return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
-            raise SandboxError(str(error), error.problem) from None
-        ended = json.loads(reply["text"])
-        return CommandResult(ended["status"], ended["output"])
-
-    def _place(self, path: str) -> Path:
-        place = (self._folder / path).resolve()
-        if not place.is_relative_to(self._folder.resolve()):
-            raise SandboxError(f"'{path}' is outside of the sandbox")
-        return place
-
-    async def read(self, path: str) -> bytes:
-        try:
-            return self._place(path).read_bytes()
-        except OSError as error:
-            raise SandboxError(f"'{path}' cannot be read: {error.strerror}") from None
-
-    async def write(self, path: str, data: bytes) -> None:
-        place = self._place(path)
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
-        except OSError as error:
-            raise SandboxError(f"'{path}' cannot be written: {error.strerror}") from None
-
-    async def snapshot(self) -> str:
-        return await run_in_thread(lambda: self._provider.keep(self._folder))
-
-    async def stop(self) -> None:
-        await run_in_thread(lambda: shutil.rmtree(self._folder, ignore_errors=True))
 
 
 class _Container(Provider):
@@ -546,7 +384,7 @@ class _DaytonaSandbox(Sandbox):
 
 
 PROVIDERS: dict[str, type[Provider]] = {
-    "local": _Local,
+    "local": LocalProvider,
     "container": _Container,
     "sandbox_fusion": SandboxFusion,
     "e2b": _E2b,
@@ -604,11 +442,14 @@ class SandboxPool:
             options.reject_unknown()
         return cls(offers, warm)
 
-    def start(self, processes: WorkerPool) -> None:
-        """Use the processes of the toolbox for local commands, and start sandboxes ahead."""
+    async def start(self) -> None:
+        """Prepare the providers, and start sandboxes ahead.
+
+        Raises:
+            ValueError: a provider cannot be prepared.
+        """
         for offer in self.offers:
-            if isinstance(offer.provider, _Local):
-                offer.provider.processes = processes
+            await offer.provider.open()
         self._fill()
 
     async def acquire(self) -> Sandbox:
