@@ -9,6 +9,7 @@ import math
 import os
 import stat
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,11 +68,11 @@ def remove_folder(folder: str | os.PathLike[str], limit_s: float = math.inf) -> 
 
 
 def _empty(top: int, deadline: float) -> None:
-    """Remove the entries of an open folder; those that resist are tried once."""
-    moved, resisting = 0, set[str]()
+    """Remove the entries of an open folder; those that resist are tried twice."""
+    moved, attempts = 0, Counter[str]()
     while True:
         with os.scandir(top) as entries:
-            names = [entry.name for entry in entries if entry.name not in resisting]
+            names = [entry.name for entry in entries if attempts[entry.name] < 2]
         if not names:
             return
         for name in names:
@@ -82,12 +83,12 @@ def _empty(top: int, deadline: float) -> None:
                 try:
                     os.rmdir(name, dir_fd=top)
                 except OSError:
-                    resisting.add(name)
+                    attempts[name] += 1
+                    _make_mutable(name, top)
 
 
 def _flatten(name: str, top: int, moved: int, deadline: float) -> int:
     """Remove the files of a folder below `top` and move its folders to `top`; return the number of moves so far."""
-    _make_mutable(name, top)
     try:
         os.chmod(name, 0o700, dir_fd=top)
         folder = os.open(name, _OPEN_FOLDER, dir_fd=top)

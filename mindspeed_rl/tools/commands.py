@@ -156,9 +156,7 @@ def run_command(
     return ToolResult(json.dumps({"status": process.returncode, "output": texts[0], "errors": "".join(texts[1:])}))
 
 
-def _follow(
-    process: subprocess.Popen[bytes], outputs: list[_Tail], deadline: float, watch: _DiskWatch | None
-) -> str | None:
+def _follow(process: subprocess.Popen[bytes], outputs: list[_Tail], deadline: float, watch: _DiskWatch | None) -> str | None:
     """Read the outputs until the process has ended; return the reason why it has to end before, or None."""
     with selectors.DefaultSelector() as selector:
         ended = os.pidfd_open(process.pid)

@@ -45,7 +45,8 @@ class LocalProvider(Provider):
         self.network = bool(options.read("network", False))
         self.disk_mib = options.read_integer("disk_mib", 4096, 1, 1 << 24)
         self.variables = select_variables(os.environ) | expand_variables(options.read_mapping("env"), f"{where}.env")
-        self._folder, self._remove = Path(), lambda: None
+        self._folder = Path()
+        self._remove: Callable[[], object] = bool
         self._pool: WorkerPool | None = None
         self._starting = asyncio.Lock()
 

@@ -24,6 +24,7 @@ from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.isolation.variables import expand_variables
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
+from mindspeed_rl.tools.mcp_transport import UNCOMPRESSED, bound_reply, build_relay_command
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
 from mindspeed_rl.tools.schemas import validate_schema
@@ -38,6 +39,7 @@ _CONNECT_LIMIT_S = 60.0
 #: a call is cancelled this much later than by the library itself
 _GRACE_S = 1.0
 _PING_LIMIT_S = 2.0
+_MAX_PAGES, _MAX_TOOLS = 100, 1000
 #: the library waits about seven seconds for a server that does not end
 _CLOSE_LIMIT_S = 12.0
 
@@ -179,18 +181,31 @@ class _Connection:
         Raises:
             ToolError: the server cannot be reached or does not reply.
         """
-        client, tools, cursor = await self._connect(), list[JsonObject](), None
+        client = await self._connect()
         try:
-            while True:
-                page = await asyncio.wait_for(client.list_tools(cursor=cursor), _CONNECT_LIMIT_S)
-                for tool in page.tools:
-                    tools.append({"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema})
-                cursor = page.next_cursor
-                if not cursor:
-                    return tools
+            return await asyncio.wait_for(self._list_pages(client), _CONNECT_LIMIT_S)
+        except ToolError:
+            raise
         except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
             reason = _describe(error)
             raise ToolError(f"MCP server {self._server.name} does not list its tools: {reason}", "crashed") from None
+
+    async def _list_pages(self, client: Client) -> list[JsonObject]:
+        tools, cursors = list[JsonObject](), set[str]()
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                tools.append({"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema})
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            reason = f"more than {_MAX_TOOLS:,} tools" if len(tools) > _MAX_TOOLS else ""
+            reason = reason or (f"more than {_MAX_PAGES} pages of tools" if len(cursors) == _MAX_PAGES else "")
+            reason = reason or ("the same page of tools twice" if cursor in cursors else "")
+            if reason:
+                raise ToolError(f"MCP server {self._server.name} lists {reason}", "crashed")
+            cursors.add(cursor)
 
     async def call(self, name: str, arguments: JsonObject, timeout_s: float) -> ToolResult:
         """Call a tool of the server and return its text and images.
@@ -291,9 +306,8 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server.command is not None:
-        parameters = StdioServerParameters(
-            command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd
-        )
+        command, arguments = build_relay_command(server.command, server.args)
+        parameters = StdioServerParameters(command=command, args=arguments, env=dict(server.env) or None, cwd=server.cwd)
         async with Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)) as client:
             yield client
         return
@@ -303,7 +317,8 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
     assert server.url is not None  # one of the two is set
     # the deadline of a call is the limit; until then minutes may pass without data
     timeout = httpx2.Timeout(CONNECT_LIMIT_S, read=None)
-    async with httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout) as http:
+    headers, hooks = UNCOMPRESSED | dict(server.headers), {"response": [bound_reply]}
+    async with httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http:
         async with Client(streamable_http_client(server.url, http_client=http)) as client:
             yield client
 

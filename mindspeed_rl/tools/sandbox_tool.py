@@ -9,7 +9,8 @@ from typing import Any, ClassVar, TypeVar
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.sandboxes import CommandResult, Sandbox, SandboxError, SandboxPool
+from mindspeed_rl.tools.sandbox_interface import MAX_FILE_BYTES, CommandResult, Sandbox, SandboxError
+from mindspeed_rl.tools.sandboxes import SandboxPool
 from mindspeed_rl.tools.tool import AcceptedOptions, CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
 _GRACE_S = 20.0
@@ -128,7 +129,10 @@ class SandboxTool(Tool):
         if call.name == "write":
             await _within(sandbox.write(path, _encode(arguments["content"])), timeout_s)
             return ToolResult("written")
-        text = (await _within(sandbox.read(path), timeout_s)).decode("utf-8", "replace")
+        data = await _within(sandbox.read(path), timeout_s)
+        if len(data) > MAX_FILE_BYTES:
+            raise ToolError(f"{path} has more than {MAX_FILE_BYTES:,} bytes, which are the most that are read")
+        text = data.decode("utf-8", "replace")
         if call.name == "read":
             return ToolResult(text)
         if (count := text.count(arguments["old"])) != 1 or not arguments["old"]:
