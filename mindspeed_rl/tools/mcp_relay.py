@@ -8,13 +8,17 @@ and starts quickly.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 
-#: bytes of a message, and commas and opening brackets in it
-MAX_MESSAGE_BYTES, MAX_MARKS = 16 << 20, 300_000
+#: bytes of a message, values in it, and levels of lists and objects, of which the client reads no more
+MAX_MESSAGE_BYTES, MAX_VALUES, MAX_DEPTH = 16 << 20, 20_000, 190
+#: commas and brackets, some of which may be in texts
+_MAX_MARKS = 2_000_000
 _READ_BYTES = 1 << 18
 
 
@@ -22,9 +26,30 @@ def find_excess(message: bytes | bytearray) -> str | None:
     """Return the reason why a message is not passed on; None for one within the limits."""
     if len(message) > MAX_MESSAGE_BYTES:
         return f"a message of more than {MAX_MESSAGE_BYTES:,} bytes"
-    if len(message) > MAX_MARKS and sum(message.count(mark) for mark in (b",", b"[", b"{")) > MAX_MARKS:
-        return f"a message with more than {MAX_MARKS:,} values"
-    return None
+    num_marks = sum(message.count(mark) for mark in (b",", b"[", b"{"))
+    if num_marks <= MAX_DEPTH:
+        return None
+    if num_marks > _MAX_MARKS:
+        return f"a message with more than {MAX_VALUES:,} values"
+    try:
+        level: list[object] = [json.loads(message)]
+    except RecursionError:
+        return f"a message nested more than {MAX_DEPTH} deep"
+    except ValueError:
+        return None  # other output of the server, which the client ignores
+    num_values = 0
+    for _ in range(MAX_DEPTH):
+        level = [item for value in level for item in _list_items(value)]
+        num_values += len(level)
+        if num_values > MAX_VALUES:
+            return f"a message with more than {MAX_VALUES:,} values"
+        if not level:
+            return None
+    return f"a message nested more than {MAX_DEPTH} deep"
+
+
+def _list_items(value: object) -> Iterable[object]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _relay(source: int, target: int) -> str | None:

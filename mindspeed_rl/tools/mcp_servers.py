@@ -27,6 +27,7 @@ from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.mcp_transport import UNCOMPRESSED, bound_reply, build_relay_command
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
+from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -139,7 +140,8 @@ class McpServers(Tool):
                     other = self._servers[self._sources[name][0]].name
                     raise ValueError(f"{self._where}: {other} and {server.name} both have the tool {name!r}; give one a prefix")
                 self._sources[name] = (index, tool["name"])
-                self.schemas.append(validate_schema({**tool, "name": name}, f"{self._where}.servers.{server.name}"))
+                validate = partial(validate_schema, {**tool, "name": name}, f"{self._where}.servers.{server.name}")
+                self.schemas.append(await run_in_thread(validate))
         if self._scope == "trajectory":  # each one has its own connections
             await self.close()
 
@@ -195,16 +197,19 @@ class _Connection:
         cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
+            excesses = {
+                f"more than {_MAX_TOOLS:,} tools": len(tools) + len(page.tools) > _MAX_TOOLS,
+                f"more than {_MAX_PAGES} pages of tools": len(cursors) == _MAX_PAGES,
+                "the same page of tools twice": page.next_cursor in cursors,
+            }
+            for excess, is_there in excesses.items():
+                if is_there:
+                    raise ToolError(f"MCP server {self._server.name} lists {excess}", "crashed")
             for tool in page.tools:
                 tools.append({"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema})
             cursor = page.next_cursor
             if not cursor:
                 return tools
-            reason = f"more than {_MAX_TOOLS:,} tools" if len(tools) > _MAX_TOOLS else ""
-            reason = reason or (f"more than {_MAX_PAGES} pages of tools" if len(cursors) == _MAX_PAGES else "")
-            reason = reason or ("the same page of tools twice" if cursor in cursors else "")
-            if reason:
-                raise ToolError(f"MCP server {self._server.name} lists {reason}", "crashed")
             cursors.add(cursor)
 
     async def call(self, name: str, arguments: JsonObject, timeout_s: float) -> ToolResult:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.tools import mcp_relay
+from mindspeed_rl.tools.running import run_in_thread
 
 if TYPE_CHECKING:
     import httpx2
@@ -40,7 +41,7 @@ async def bound_reply(response: httpx2.Response) -> None:
                 body += data
                 if len(body) > mcp_relay.MAX_MESSAGE_BYTES:
                     break
-            if reason := mcp_relay.find_excess(body):
+            if reason := await run_in_thread(lambda: mcp_relay.find_excess(body)):
                 raise httpx2.ReadError(f"the server sent {reason}")
             yield bytes(body)
 
