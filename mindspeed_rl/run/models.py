@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_rl.adaptors.exact_kernels import find_violation
 from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
 from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
@@ -59,7 +60,12 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
         ValueError: the run file is wrong; all violations are named.
     """
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
-    return resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    if run.platform == "cpu" and cfg.exact_slices:
+        threads = 1 if run.threads is None else run.threads.count
+        if (problem := find_violation(cfg.exact_slices, threads)) is not None:
+            raise ConfigError([problem])
+    return run
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
