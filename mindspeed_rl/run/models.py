@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_rl.adaptors.cpu_attention import keep_kernel, try_kernels
 from mindspeed_rl.adaptors.exact_kernels import find_violation
 from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
 from mindspeed_rl.checkpoint.model_source import (
@@ -330,7 +331,13 @@ def plan_models(run: Run) -> Run:
     if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
     cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
-    return dataclasses.replace(run, config=cfg, models=models, resume=resume)
+    attention = None
+    if run.platform == "cpu":
+        # other last bits than before would make a resumed run another run
+        recorded = resume.state.get("cpu_attention")
+        threads = 1 if run.threads is None else run.threads.count
+        attention = try_kernels(threads) if recorded is None else keep_kernel(recorded)
+    return dataclasses.replace(run, config=cfg, attention=attention, models=models, resume=resume)
 
 
 def _plan_critic(cfg: RunConfig, resumes_after: int | None) -> RoleModel:
