@@ -147,7 +147,7 @@ class PromptDataset:
                 raise ValueError(f"{where}: column {column!r} is not a prompt of a teacher: {error}") from error
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
-            renderings.append(handler.render_conversation(conversation))
+            renderings.append(handler.render_conversation(conversation.as_context()))
         self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):

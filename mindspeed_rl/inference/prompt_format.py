@@ -127,7 +127,7 @@ class PromptFormat:
             if [] in plain:
                 raise ValueError(f"prompt {plain.index([]) + 1} is empty: its text has no tokens")
             return plain
-        complete = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
+        complete = [replace(each, tools=each.tools or tuple(self.tools)).as_context() for each in conversations]
         renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
         encoded = raise_encoding_errors(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
