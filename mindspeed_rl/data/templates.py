@@ -72,6 +72,13 @@ Thinking = Literal["true", "false", "none"]
 # Contents of artificial messages (question, answer, next message): equally long, and unchanged by templates.
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
 _MAX_BORDERS = 4096
+#: argument of chat templates that has a key of its own
+THINKING_ARGUMENT = "enable_thinking"
+#: arguments of apply_chat_template that are set for each conversation
+_SET_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 _REWRITES = "the tokenizer's chat template writes earlier turns differently after later ones are added; use prompt_type"
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
@@ -411,8 +418,11 @@ class HfTemplate:
     token between it and the next message, if that token ends messages. The ends are found with artificial messages, so that
     no text of a row can be taken for an end.
 
+    Args:
+        arguments: chat_template_kwargs, which every rendering has; `choose_thinking` reads enable_thinking.
+
     Raises:
-        ValueError: the tokenizer has no chat template, or it writes nothing after an answer.
+        ValueError: the tokenizer has no chat template, it does not read an argument, or it writes nothing after an answer.
     """
 
     name = HF_TEMPLATE
@@ -423,9 +433,15 @@ class HfTemplate:
     writes_tools = True
     tool_format: str | None = None  # unknown for the tokenizer's template
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object] | None = None) -> None:
         if not tokenizer.chat_template:
             raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+        self._arguments: dict[str, Any] = {key: value for key, value in (arguments or {}).items() if key != THINKING_ARGUMENT}
+        for name in self._arguments:
+            if name in _SET_ARGUMENTS:
+                raise ValueError(f"chat_template_kwargs has {name!r}, which is set for each conversation; leave it out")
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ValueError(f"chat_template_kwargs has {name!r}, which the tokenizer's chat template does not read")
         self._tokenizer = tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         # the longest first: an alternation takes the first match, which may be a prefix of another
@@ -458,7 +474,7 @@ class HfTemplate:
         from jinja2.exceptions import TemplateError
 
         # left out, not null: templates test whether it is defined, and have a default
-        extra: JsonObject = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
+        extra: JsonObject = {} if thinking == "none" else {THINKING_ARGUMENT: thinking == "true"}
         try:
             # None, not an empty list: Llama 3.1's template tests `tools is not none` and would write its header of tools
             text = self._tokenizer.apply_chat_template(
@@ -466,6 +482,7 @@ class HfTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self._arguments,
                 **extra,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -822,22 +839,50 @@ def _list_template_names(path: str | Path | None = None) -> list[str]:
     return [*_load_template_file(str(path or _TEMPLATE_FILE)), HF_TEMPLATE]
 
 
+def choose_thinking(thinking: Thinking | bool | None, arguments: Mapping[str, object] | None) -> Thinking:
+    """Return the thinking mode of enable_thinking and of the argument of that name in chat_template_kwargs.
+
+    Raises:
+        ValueError: they differ, or the argument is not true or false.
+    """
+    names: dict[object, Thinking] = {True: "true", False: "false", None: "none"}
+    mode = names[thinking] if thinking is None or isinstance(thinking, bool) else thinking
+    value = (arguments or {}).get(THINKING_ARGUMENT)
+    if value is None:
+        return mode
+    if not isinstance(value, bool):
+        raise ValueError(f"chat_template_kwargs.enable_thinking is {value!r}, but must be true or false")
+    if mode not in ("none", names[value]):
+        raise ValueError(f"enable_thinking is {mode}, but chat_template_kwargs.enable_thinking is {names[value]}; set one")
+    return names[value]
+
+
 def load_template(
-    name: str, tokenizer: PreTrainedTokenizerBase | None = None, *, path: str | Path | None = None
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    path: str | Path | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Template | HfTemplate:
     """Return a template by name.
 
     Args:
         tokenizer: needed for "hf" only.
         path: a template file of the user, in place of the shipped one.
+        arguments: chat_template_kwargs.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name; the message lists the known ones. Or the template does not read an argument.
     """
     if name == HF_TEMPLATE:
         if tokenizer is None:
             raise ValueError("prompt_type='hf' needs a tokenizer")
-        return HfTemplate(tokenizer)
+        return HfTemplate(tokenizer, arguments)
+    if unread := [key for key in arguments or () if key != THINKING_ARGUMENT]:
+        raise ValueError(
+            f"chat_template_kwargs has {unread[0]!r}, but prompt_type={name!r} reads only enable_thinking; prompt_type hf is"
+            " the tokenizer's own template"
+        )
     entries = _load_template_file(str(path or _TEMPLATE_FILE))
     if name not in entries:
         hint = registry.did_you_mean(name, entries)

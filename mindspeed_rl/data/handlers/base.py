@@ -342,18 +342,18 @@ class Handler(ABC):
         for number, own in drafts:
             # taken even if the row is dropped, or the next one would get its texts
             turns = [[next(encoded) for _ in draft.renderings] for draft in own]
-            rows: list[EncodedRow] = []
+            kept: list[EncodedRow] = []
             dropped: Counter[str] = Counter()
             try:
                 for draft, turns_of_draft in zip(own, turns, strict=True):
                     try:
-                        rows.append(self.assemble(draft, raise_encoding_errors(turns_of_draft)))
+                        kept.append(self.assemble(draft, raise_encoding_errors(turns_of_draft)))
                     except DroppedRowError as drop:
                         dropped[drop.reason] += 1
             except MalformedRowError as error:  # all of the row is left out
                 batch.bad.append((number, str(error)))
                 continue
-            batch.rows += rows
+            batch.rows += kept
             batch.dropped += dropped
             batch.added += len(own) - 1
         # rows that cannot be rendered come before rows that cannot be encoded; a run stops at the first of the file
