@@ -565,8 +565,14 @@ class ImageReader:
 
     def write_markers(self, conversation: Conversation) -> Conversation:
         """Return the conversation with this reader's marker in the place of each IMAGE_MARK."""
-        texts = [tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents) for one in conversation.messages]
-        messages = [replace(one, contents=contents) for one, contents in zip(conversation.messages, texts)]
+        messages = [
+            replace(
+                one,
+                contents=tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents),
+                entries=tuple({**entry, "content": entry["content"].replace(IMAGE_MARK, self.marker)} for entry in one.entries),
+            )
+            for one in conversation.messages
+        ]
         system = conversation.system and conversation.system.replace(IMAGE_MARK, self.marker)
         return replace(conversation, messages=messages, system=system)
 
