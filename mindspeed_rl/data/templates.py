@@ -59,7 +59,7 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.messages import THOUGHT_KEYS
 from mindspeed_rl.data.tools import get_tool_style
-from mindspeed_rl.thoughts import THINK, remove_thought, split_thought
+from mindspeed_rl.thoughts import THINK, build_marks, find_marks, find_template_marks, remove_thought, split_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,6 +205,8 @@ class Template:
         self.observation_join: str = entry.get("observation_join", "\n")
         opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
         self.thought_words: tuple[str, str] = (opening, closing)
+        #: marks of a thought: a known family, or one of its own
+        self.marks = find_marks(opening.strip()) or build_marks(opening.strip(), closing.strip())
         self.thought_empty: str = entry.get("thought_empty", opening + closing)
         self.thought_in_source = bool(entry.get("thought_in_source", False))
         self.drop_thinking = bool(entry.get("drop_thinking", False))
@@ -416,13 +418,15 @@ class HfTemplate:
     Each answer starts at the end of the template's generation prompt. It ends with the text that the template writes after a
     last answer, up to and including the tokenizer's end token; if an earlier answer ends differently, with the first special
     token between it and the next message, if that token ends messages. The ends are found with artificial messages, so that
-    no text of a row can be taken for an end.
+    no text of a row can be taken for an end. Where the template writes nothing after an answer (GLM), the tokenizer's end
+    token is learned there, as with `efficient_eos`.
 
     Args:
         arguments: chat_template_kwargs, which every rendering has; `choose_thinking` reads enable_thinking.
 
     Raises:
-        ValueError: the tokenizer has no chat template, it does not read an argument, or it writes nothing after an answer.
+        ValueError: the tokenizer has no chat template, it does not read an argument, or it writes nothing after an answer, and
+            the tokenizer has no end token.
     """
 
     name = HF_TEMPLATE
@@ -449,6 +453,7 @@ class HfTemplate:
         self._special = re.compile("|".join(map(re.escape, special)))
         self._borders: dict[tuple[str, str, bool, Thinking], _Border] = {}
         self._source = str(tokenizer.chat_template)
+        self.marks = find_template_marks(self._source, (str(token) for token in tokenizer.added_tokens_decoder.values()))
         # the name under which the template reads thoughts, as most do where it reads none
         self._thought_key = next((key for key in THOUGHT_KEYS if self._reads(key)), THOUGHT_KEYS[0])
         self._terminator = self._find_terminator()
@@ -506,7 +511,7 @@ class HfTemplate:
         if eos and eos in terminator:
             # generation stops at the end token, so the text after it (ChatML's newline) is never sampled
             terminator = terminator[: terminator.index(eos) + len(eos)]
-        if not probe or not terminator:
+        if not probe or not (terminator or eos):
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
         return terminator
 
@@ -546,12 +551,22 @@ class HfTemplate:
             # the probes are equally long, so the end is the same for either
             text = text[start + len(answer) :]
             between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if index else text
+        if not self._terminator:
+            cut = self._find_next_message(between, is_last=not after) if calls else 0
+            return _Border("", between[cut:], prompt)
         position = between.find(self._terminator)
         if position == 0 or (position > 0 and calls):
             cut = position + len(self._terminator)
         else:
             position, cut = self._find_other_end(between, prompt, calls=bool(calls))
         return _Border(between[position:cut], between[cut:], prompt)
+
+    def _find_next_message(self, between: str, *, is_last: bool) -> int:
+        """Return the position after a call in `between`, where the template writes no end."""
+        match = None if is_last else self._special.search(between)
+        if match is None and not is_last:
+            raise MalformedRowError("the tokenizer's chat template writes nothing that ends function calls")
+        return len(between) if match is None else match.start()
 
     def _find_other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
         """Return (start, end) in `between` of the end of an answer that does not end as the last answer does."""
@@ -641,7 +656,8 @@ class HfTemplate:
             turns.append(Turn(_merge_texts([full_text[position:]]), ()))
         written = "".join(join_text((*turn.source, *turn.target)) for turn in turns)
         assert written == full_text, (written, full_text)
-        return Rendering(tuple(turns), as_one_text=True, without_thought=tuple(without_thought))
+        without = tuple(without_thought)
+        return Rendering(tuple(turns), efficient_eos=not self._terminator, as_one_text=True, without_thought=without)
 
     def _find_end(
         self,

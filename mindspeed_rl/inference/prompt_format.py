@@ -25,8 +25,6 @@ from mindspeed_rl.data.templates import (
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.thoughts import (
-    ThoughtMarks,
-    build_marks,
     find_marks,
     find_template_marks,
     list_mark_tokens,
@@ -40,12 +38,6 @@ if TYPE_CHECKING:
 
 #: tokens at the end of a prompt in which an opened thought has its mark
 _MARK_TOKENS = 16
-
-
-def read_template_marks(template: Template) -> ThoughtMarks:
-    """Return the thought marks of a template: a known family, or one of its own."""
-    opening, closing = (text.strip() for text in template.thought_words)
-    return find_marks(opening) or build_marks(opening, closing)
 
 
 class PromptFormat:
@@ -100,14 +92,14 @@ class PromptFormat:
         self._template: Template | HfTemplate | None = None
         stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        marks = find_template_marks(str(tokenizer.chat_template or "") if name == HF_TEMPLATE else "", added)
+        marks = find_template_marks("", added)
         if name is not None:
             self._template = load_template(name, tokenizer, path=template_path, arguments=arguments)
             if self._template.eos_token is not None:
                 set_eos_token(tokenizer, self._template.eos_token)
                 stops.add(tokenizer.eos_token_id)
-            if isinstance(self._template, Template) and self._template.can_think:
-                marks = read_template_marks(self._template)
+            if self._template.can_think:
+                marks = self._template.marks
         elif arguments:
             raise ValueError("--chat-template-kwargs needs a chat template: --hf-chat-template")
         elif thinking != "none":

@@ -84,7 +84,10 @@ def test_messages_are_read_as_in_training() -> None:
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
             "f, line 2: the last message is from the assistant: there is nothing to answer",
         ),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', "f, line 2: the first message is a tool's result, without a question before it"),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "f, line 2: the first message is a tool's result, without a question before it",
+        ),
     ],
 )
 def test_a_malformed_row_is_an_error_that_names_its_line(line: str, error: str) -> None:
