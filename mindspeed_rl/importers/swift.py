@@ -31,7 +31,13 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
-from mindspeed_rl.importers.translators import describe_preprocessing, name_prompts, name_tokens, read_option_file
+from mindspeed_rl.importers.translators import (
+    describe_preprocessing,
+    name_prompts,
+    name_tokens,
+    read_option_file,
+    take_template_words,
+)
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
@@ -602,7 +608,8 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf"
+        template = take_template_words(run)
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf{template}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
     else:

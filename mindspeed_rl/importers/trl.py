@@ -345,7 +345,7 @@ _ROLLOUT: dict[str, Option] = {
     "generation_kwargs": refused("further arguments of generation"),
     "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
     "shuffle_dataset": negated(f"{ACTOR}.no_shuffle"),
-    "chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "mask_truncated_completions": to(f"{RL}.overlong_filter"),
     "log_completions": to(f"{RL}.log_completions"),
     "num_completions_to_print": to(f"{RL}.log_completions_keep"),
