@@ -755,7 +755,9 @@ def _load_template_file(path: str) -> dict[str, JsonObject]:
         entries = read_json_value(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"prompt_type_path={path!r} cannot be read: {error}") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    ):
         raise ValueError(f"prompt_type_path={path!r} must be a JSON list of objects that have a name")
     by_name = {entry["name"]: entry for entry in entries}
     if len(by_name) < len(entries):
