@@ -5,7 +5,6 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import (
     Option,
     SourceCommand,
@@ -733,7 +733,7 @@ def _count_prediction_layers(command: SourceCommand, prefix: str) -> int:
     if not config.is_file():
         return 1
     try:
-        shape = json.loads(config.read_text(encoding="utf-8"))
+        shape = read_json(config)
     except ValueError as error:
         raise ConfigError([f"{prefix}path: {config} is no JSON: {error}"]) from error
     shape |= shape.get("text_config", {})

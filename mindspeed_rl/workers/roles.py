@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json, set_end_token
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, set_end_token
 from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
@@ -47,6 +47,7 @@ from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights, load_weights
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
