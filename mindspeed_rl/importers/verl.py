@@ -17,13 +17,13 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.importers.options import (
+    UNSET,
     Option,
     SourceCommand,
     SourceProject,
     by,
     no_effect,
     part,
-    read_scalar,
     refused,
     to,
     with_others,
@@ -46,8 +46,10 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format
+from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, UNSET_RANK, find_lora_targets, note_prediction, start_from_adapter
 
@@ -129,7 +131,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         no_effect("memory of the optimizer; see swap_optimizer"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
-    (r"(?:\w+\.)*turbo_config\.[\w.]+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
+    (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
     (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),
     (
         r"(?:\w+\.)*model\.override_config\.(?:attn_implementation|_attn_implementation)",
@@ -225,52 +227,52 @@ def _find_argument(name: str) -> Option | None:
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the command of verl among those of a script, or keys alone."""
+    """Return the command of verl among those of a script, a file of its configuration, or keys alone."""
+    if len(commands) == 1 and len(commands[0].words) == 1 and Path(commands[0].words[0]).suffix in (".yaml", ".yml"):
+        composition = Composition(commands[0])
+        composition.read_file(require_file(commands[0], "verl", commands[0].words[0]))
+        program = "ppo" if any(name.startswith("actor_rollout_ref.") for name in composition.options) else "sft"
+        return _complete(program, composition.options, devices, commands[0].environment)
     # keys alone, or keys on lines of their own after the program
-    keys = [command for command in commands if all(_is_key(word) for word in command.words)]
-    program, command = _find_command(commands, keys)
-    words = [*command.words, *(word for item in keys if item is not command for word in item.words)]
-    options: dict[str, object] = {}
+    keys = [command for command in commands if all(is_key(word) for word in command.words)]
+    program, command, place = _find_command(commands, keys)
+    words = [*command.words[place:], *(word for item in keys if item is not command for word in item.words)]
     # a word that is nothing but a variable may stand for any option
-    start = next((index for index, word in enumerate(words) if "=" not in word and "verl" in word or "main_" in word), 0)
-    trailing = [word for word in words[start:] if not _is_key(word) and word.startswith("\0")]
-    for word in words:
-        if word.startswith("--config-name"):
-            options["--config-name"] = word.partition("=")[2]
-        elif _is_key(word) or re.match(r"\+*model_engine=", word):
-            name, _, text = word.partition("=")
-            # Hydra's + and ++ only mark a key as new
-            options[_rename(name.lstrip("+"))] = read_scalar(text)
-    launched = _count_processes(command.words) if program == "sft" else None
-    if unknown := [item for word in trailing for item in list_unknown(word)]:
+    if unknown := [item for word in words if word.startswith("\0") for item in list_unknown(word)]:
         raise request_variables(unknown)
+    launched = _count_processes(command.words) if program == "sft" else None
+    composition = Composition(command)
+    composition.read_words(words)
     recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
-    is_disaggregated = any("one_step_off" in word for word in command.words)
-    return _complete(program, options, launched or devices, recipe, is_disaggregated=is_disaggregated)
+    return _complete(
+        program, composition.options, launched or devices, command.environment, recipe,
+        is_disaggregated=any("one_step_off" in word for word in command.words),
+    )  # fmt: skip
 
 
-def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Command]:
-    """Return the table of a program and its command; the first of the keys without a program.
+def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Command, int]:
+    """Return the table of a program, its command and the place after the program; the first of the keys without a program.
 
     Raises:
         ConfigError: there is none, or several, or one that has no counterpart.
     """
-    found: list[tuple[str, Command]] = []
+    found: list[tuple[str, Command, int]] = []
     for command in commands:
-        modules = [re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "=" not in word]
+        modules = [set(re.split(r"[./=]", word.removesuffix(".py"))) for word in command.words[:40] if not is_key(word)]
         parts = {part for module in modules for part in module}
         if feature := next((feature for name, feature in _REFUSED_PROGRAMS.items() if name in parts), None):
             raise ConfigError([f"line {command.line}: not available here: {feature}"])
-        found += [(table, command) for name, table in _PROGRAMS.items() if name in parts][:1]
-    if len({command.line for _, command in found}) > 1:
-        lines = ", ".join(str(command.line) for _, command in found)
+        names = [(table, name) for name, table in _PROGRAMS.items() if name in parts][:1]
+        found += [(table, command, 1 + next(i for i, module in enumerate(modules) if name in module)) for table, name in names]
+    if len({command.line for _, command, _ in found}) > 1:
+        lines = ", ".join(str(command.line) for _, command, _ in found)
         raise ConfigError([f"the script has several commands of verl, in lines {lines}; import one of them"])
     if not found and not keys:
         raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
-    program, command = found[0] if found else ("ppo", keys[0])
+    program, command, place = found[0] if found else ("ppo", keys[0], 0)
     if command.uncertain:
         raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
-    return program, command
+    return program, command, place
 
 
 def _count_processes(words: Sequence[str]) -> int | None:
@@ -282,10 +284,6 @@ def _count_processes(words: Sequence[str]) -> int | None:
     return None if counts[0] is None else int(counts[0][1]) * (int(counts[1][1]) if counts[1] else 1)
 
 
-def _is_key(word: str) -> bool:
-    return re.match(r"[+]*[A-Za-z_]\w*(\.[\w-]+)+=", word) is not None
-
-
 def _rename(name: str) -> str:
     for pattern, here in _RENAMED:
         name = re.sub(f"^{pattern}", here, name)
@@ -293,22 +291,31 @@ def _rename(name: str) -> str:
 
 
 def _complete(
-    program: str, options: dict[str, object], devices: int | None, recipe: str, *, is_disaggregated: bool
+    program: str,
+    composed: Mapping[str, object],
+    devices: int | None,
+    environment: Mapping[str, str],
+    recipe: str = "",
+    *,
+    is_disaggregated: bool = False,
 ) -> SourceCommand:
-    """Return the command with values of other keys in place of their names, its table and its devices."""
-    config_name = str(options.pop("--config-name", ""))
+    """Return the command with values of other options in place of their names, its table and its devices."""
+    options = {_rename(name): value for name, value in composed.items()}
     # those keys exist in the configuration of that engine alone
-    if "megatron" in config_name or any(name.startswith(f"{_ACTOR}megatron.") for name in options):
+    if any(name.startswith(f"{_ACTOR}megatron.") for name in options):
         options.setdefault("model_engine", "megatron")
-    for name, value in options.items():
-        if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            if match.group(1) not in options:
-                raise ConfigError([f"{name}={value}: {match.group(1)} is not in the command; write its value"])
-            options[name] = options[match.group(1)]
     table = dict(TABLES[program])
     for name in options:
         if name not in table and (record := _find_record(name)) is not None:
             table[name] = record
+
+    def look_up(name: str) -> tuple[bool, object]:
+        record = table.get(name)
+        if record is not None and record.default is UNSET:
+            raise ConfigError([f"the value of {name}, which another option refers to, is verl's default; write it"])
+        return record is not None, None if record is None else record.default
+
+    options = References(options, environment, look_up).resolve()
     if is_disaggregated and program == "ppo":
         options.setdefault("actor_rollout_ref.hybrid_engine", False)
         # the configuration of that trainer sets it
