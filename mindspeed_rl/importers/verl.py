@@ -444,8 +444,50 @@ def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float
 
 
 @dataclass(frozen=True)
+class LossMode:
+    """What a `loss_mode` of verl is, as its function in core_algos.py computes it.
+
+    Attributes:
+        loss: policy loss here; empty for the clipped one that has the aggregation.
+        name: of its formula.
+        level: what the ratio is computed over.
+        aggregation: that its function has whatever loss_agg_mode says; None where it takes that of loss_agg_mode.
+        clips: it reads clip_ratio_low and clip_ratio_high.
+        has_dual: it reads clip_ratio_c.
+        takes: aggregations that the loss has here.
+    """
+
+    loss: str
+    name: str
+    level: Literal["token", "sequence_token"] = "token"
+    aggregation: str | None = None
+    clips: bool = True
+    has_dual: bool = False
+    takes: tuple[str, ...] = ("token",)
+
+
+LOSS_MODES = {
+    "vanilla": LossMode("", "grpo", has_dual=True, takes=("token", "sequence", "constant", "summed")),
+    "gspo": LossMode("gspo", "grpo", "sequence_token", "sequence"),
+    "sapo": LossMode("sapo", "sapo", aggregation="sequence", clips=False),
+    "geo_mean": LossMode("gmpo", "gmpo", aggregation="sequence"),
+    "cispo": LossMode("cispo", "cispo"),
+    "dppo_tv": LossMode("dppo_tv", "dppo_tv", has_dual=True),
+    "dppo_kl": LossMode("dppo_kl", "dppo_kl", has_dual=True),
+    "gpg": LossMode("gpg", "gpg", clips=False),
+    "dro": LossMode("dro", "dro", clips=False),
+    "clip_cov": LossMode("clip_cov", "clip_cov"),
+    "kl_cov": LossMode("kl_cov", "kl_cov", clips=False),
+}
+
+
+@dataclass(frozen=True)
 class _Loss:
-    """The loss of verl's actor: names of the catalogue, and bounds of the ratio."""
+    """The loss of verl's actor: names of the catalogue, and bounds of the ratio.
+
+    Attributes:
+        fixes: the aggregation is the function's own, which loss_agg_mode does not change.
+    """
 
     loss_type: str
     name: str
@@ -454,6 +496,7 @@ class _Loss:
     low: float | None
     high: float | None
     dual: float | None
+    fixes: bool
 
     @classmethod
     def from_command(cls, command: SourceCommand) -> _Loss:
@@ -462,47 +505,38 @@ class _Loss:
         Raises:
             ConfigError: it, or its aggregation, is not available.
         """
-        mode, aggregation = (
+        name, aggregation = (
             command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
             command.text(f"{_ACTOR}loss_agg_mode", "token-mean"),
         )
-        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
-        either = command.number(f"{_ACTOR}clip_ratio", 0.2)
-        low, high = (
-            either if command.has(name) and command.options[name] is None else command.number(name, 0.2)
-            for name in (f"{_ACTOR}clip_ratio_low", f"{_ACTOR}clip_ratio_high")
-        )
+        if name not in LOSS_MODES:
+            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: this policy loss"])
         if aggregation not in _AGGREGATIONS:
             raise ConfigError([f"{_ACTOR}loss_agg_mode={aggregation}: not available here: this sum over tokens"])
-        normalizer, clipped = _AGGREGATIONS[aggregation]
-        scale = command.get(f"{_ACTOR}loss_scale_factor")
-        length = command.count("data.max_response_length", 512)
+        mode, (normalizer, clipped) = LOSS_MODES[name], _AGGREGATIONS[aggregation]
+        if mode.aggregation is None and normalizer not in mode.takes:
+            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: with {aggregation}"])
+        scale, length = command.get(f"{_ACTOR}loss_scale_factor"), command.count("data.max_response_length", 512)
         if scale is not None and normalizer == "constant" and scale != length:
             raise ConfigError(
                 [f"{_ACTOR}loss_scale_factor={scale}: not available here: another divisor than max_response_length"]
             )
-        dual = command.number(f"{_ACTOR}clip_ratio_c", 3.0)
-        if mode == "vanilla":
-            return cls(clipped, "grpo", "token", normalizer, low, high, dual)
-        if mode == "gspo":
-            return cls("gspo" if normalizer == "sequence" else clipped, "grpo", "sequence_token", normalizer, low, high, None)
-        # these two have an aggregation of their own
-        if mode == "sapo":
-            return cls("sapo", "sapo", "token", "sequence", None, None, None)
-        if mode == "geo_mean":
-            return cls("gmpo", "gmpo", "token", "sequence", low, high, None)
-        if mode in ("cispo", "dppo_tv", "dppo_kl", "gpg", "dro", *_OF_COVARIANCE) and normalizer == "token":
-            clips = mode in ("cispo", "dppo_tv", "dppo_kl", "clip_cov")
-            return cls(
-                mode,
-                mode,
-                "token",
-                "token",
-                *((low, high) if clips else (None, None)),
-                dual if mode[0] == "d" and clips else None,
-            )
-        feature = "this policy loss" if mode == "bypass_mode" else f"with {aggregation}"
-        raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={mode}: not available here: {feature}"])
+        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
+        either = command.number(f"{_ACTOR}clip_ratio", 0.2)
+        low, high = (
+            either if command.has(side) and command.options[side] is None else command.number(side, 0.2)
+            for side in (f"{_ACTOR}clip_ratio_low", f"{_ACTOR}clip_ratio_high")
+        )
+        return cls(
+            mode.loss or clipped,
+            mode.name,
+            mode.level,
+            mode.aggregation or normalizer,
+            low if mode.clips else None,
+            high if mode.clips else None,
+            command.number(f"{_ACTOR}clip_ratio_c", 3.0) if mode.has_dual else None,
+            mode.aggregation is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -887,7 +921,8 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
-            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}",
+            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}"
+            + (f"; {loss.loss_type} has it there too, whatever loss_agg_mode is" if loss.fixes else ""),
             "clip_ratio_low": "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
             "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
         },
@@ -955,7 +990,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
     """Refuse what the objective has and no loss here."""
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
-    if loss.loss_type in ("sapo", "gmpo") and adds_terms and aggregation != "seq-mean-token-mean":
+    if loss.fixes and adds_terms and aggregation != "seq-mean-token-mean":
         feature = f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"
         run.refuse(f"{_ACTOR}loss_agg_mode", feature)
     if kl.place == "loss" and has_critic:

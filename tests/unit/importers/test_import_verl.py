@@ -175,7 +175,7 @@ def test_an_estimator_that_is_not_here_is_refused_by_name(name: str) -> None:
 #: loss_mode of verl -> loss, level, aggregation with token-mean, dual clip
 LOSSES = {
     "vanilla": ("grpo", "token", "token", 3.0),
-    "gspo": ("grpo", "sequence_token", "token", None),
+    "gspo": ("grpo", "sequence_token", "sequence", None),
     "cispo": ("cispo", "token", "token", None),
     "sapo": ("sapo", "token", "sequence", None),
     "geo_mean": ("gmpo", "token", "sequence", None),
@@ -196,6 +196,19 @@ def test_a_policy_loss_is_its_like_here(name: str) -> None:
         assert (plan.loss, plan.level, plan.aggregation, plan.clip_c) == LOSSES[name]
     assert run.get("rl_config.dro_beta") == (0.3 if name == "dro" else None)
     assert run.get("rl_config.tau_pos") == (1.1 if name == "sapo" else None)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(("name", "loss"), [("gspo", "gspo"), ("sapo", "sapo"), ("geo_mean", "gmpo")])
+def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggregation: str) -> None:
+    changes = f"{A}.policy_loss.loss_mode={name} {A}.loss_agg_mode={aggregation}"
+    run = imported(changes)
+    assert run.plans is not None and [plan.aggregation for plan in run.plans] == ["sequence", "sequence"]
+    assert run.get("rl_config.loss_type") == loss
+    # the KL and the entropy of the same loss are averaged as loss_agg_mode has it
+    for term in (f"{A}.use_kl_loss=True", f"{A}.entropy_coeff=0.01"):
+        assert f"next to the mean of sequences of {loss}" in refusal(f"{changes} {term}")
+        assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
 
 
 def test_numbers_of_the_covariance_losses_are_those_of_the_command_or_verl_s_defaults() -> None:

@@ -72,7 +72,12 @@ def values(run: Import, *names: str) -> list[object]:
 def test_a_file_of_the_users_own_is_read_and_the_words_win(tmp_path: Path, words: str) -> None:
     write(tmp_path / "own", {"own.yaml": OWN})
     run = imported(f"{MAIN} {words.replace('ROOT', str(tmp_path))} {REQUIRED} data.max_prompt_length=512")
-    assert values(run, "multi_turn_enable", "max_turns", "tool_config_path", "max_prompt_length") == [True, 5, "tools.yaml", 512]
+    assert values(run, "multi_turn_enable", "max_turns", "tool_config_path", "max_prompt_length") == [
+        True,
+        5,
+        "tools.yaml",
+        512,
+    ]
     assert run.get("generate_config.sampling_config.max_tokens") == 1000
 
 
@@ -143,7 +148,10 @@ actor_rollout_ref:
   rollout: {n: 4, max_model_len: "${.max_len}", max_len: 2048}
 trainer: {experiment_name: "run_${data.train_batch_size}"}
 """
-    write(tmp_path, {"own.yaml": text.replace(", max_len: 2048", "").replace('"${.max_len}"', '"${.max_num_seqs}", max_num_seqs: 2048')})
+    write(
+        tmp_path,
+        {"own.yaml": text.replace(", max_len: 2048", "").replace('"${.max_len}"', '"${.max_num_seqs}", max_num_seqs: 2048')},
+    )
     required = "algorithm.adv_estimator=grpo data.train_files=/data/gsm8k/train.parquet actor_rollout_ref.model.path=m"
     run = imported(f"{MAIN} --config-path={tmp_path} --config-name=own {required} data.train_batch_size=64")
     assert values(run, "mini_batch_size", "n_samples_per_prompt", "wandb_exp_name") == [16, 4, "run_64"]
