@@ -11,7 +11,7 @@ from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, read_scalar, refused
+from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, read_scalar, refused, to
 from mindspeed_rl.importers.recipe import (
     ACTOR,
     ENGINE,
@@ -36,6 +36,7 @@ from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     find_lora_targets,
+    list_expert_defaults,
     note_prediction,
     start_from_adapter,
 )
@@ -83,7 +84,6 @@ _VISION = re.compile(
 )
 #: models of images that there are, and data of images
 _IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl|rlaif-v")
-_EXPERTS = re.compile(r"(?i)-a\d+b|moe|mixtral|deepseek-v[23]")
 #: reward function there -> here
 _FUNCTIONS = {
     "accuracy": "accuracy",
@@ -113,6 +113,7 @@ _BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS fo
 _RETIRED: dict[str, Option] = {
     "vllm_device": no_effect("the rollout shares the actor's devices, or has rl_config.rollout_resource", "auto"),
     "num_infer_workers": no_effect("it follows from the devices / generate_config.infer_tensor_parallel_size"),
+    "moe_router_bias_update_rate": to(f"{ACTOR}.moe_router_bias_update_rate"),
     "gc_collect_after_offload": no_effect("memory that is freed is always returned to the device"),
     "multi_turn_func": refused("a function of several turns; see rl_config.multi_turn_scheduler"),
 }
@@ -409,8 +410,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
     if command.text("optimizer") == "muon":
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
-    if _EXPERTS.search(command.text("model")):
-        defaults.append((f"{ACTOR}.moe_aux_loss_coeff", 0.0, "ms-swift trains without a balancing loss"))
+    defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
         run.refuse("--virtual_pipeline_model_parallel_size", form)

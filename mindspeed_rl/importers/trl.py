@@ -60,7 +60,7 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     set_trackers,
 )
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
 _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
@@ -621,7 +621,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     path, written_by = _find_data(command)
     if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: --model_name_or_path is missing"])
-    has_limit = (limit := command.number("max_steps", -1)) > 0
+    model, has_limit = command.text("model_name_or_path"), (limit := command.number("max_steps", -1)) > 0
+    recomputed = ((key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items())
     strategy, saved = command.get("save_strategy", "steps"), command.number("save_steps", 500)
     synced = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
     shared = Recipe(
@@ -635,7 +636,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
         data=(path,),
-        model=command.text("model_name_or_path"),
+        model=model,
         placement=Placement(actor=command.devices),
         batch=Batch(sizes.micro, sizes.group, None if sizes.rollout is None else sizes.iterations),
         rates=(_read_rate(run, command, sizes, schedule),),
@@ -655,10 +656,9 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lr_warmup_fraction": "as a fraction of the run",
             "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
         },
-        defaults=()
-        if command.has("gradient_checkpointing")
-        else tuple(
-            (key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items()
+        defaults=(
+            *list_expert_defaults(model, "TRL", coefficient=0.0 if command.program == "reward" else 0.001),
+            *(() if command.has("gradient_checkpointing") else recomputed),
         ),
     ).follow(schedule)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)

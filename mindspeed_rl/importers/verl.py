@@ -51,7 +51,14 @@ from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, UNSET_RANK, find_lora_targets, note_prediction, start_from_adapter
+from mindspeed_rl.importers.writer import (
+    RECOMPUTE_LAYERS,
+    UNSET_RANK,
+    find_lora_targets,
+    list_expert_defaults,
+    note_prediction,
+    start_from_adapter,
+)
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout", "model"))
 _CORRECTION = "algorithm.rollout_correction."
@@ -730,7 +737,11 @@ def _read_model(
     engine = f"{'engine.' if command.program == 'sft' else _ACTOR}strategy"
     note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine == "fsdp" else ""
     run.note_given(engine, f"Megatron-core is the engine{note}", changes_nothing=False)
+    written = run.get(f"{ACTOR}.moe_aux_loss_coeff") is not None
+    if written and run.get(f"{ACTOR}.moe_router_load_balancing_type") is None:
+        keys[f"{ACTOR}.moe_router_load_balancing_type"] = "none"  # verl's Megatron engine has it, whatever the weight is
     return keys, (
+        *list_expert_defaults(str(path), "verl"),
         (f"{ACTOR}.finetune", True, "only weights are read"),
         (f"{ACTOR}.use_distributed_optimizer", True, reason),
     )

@@ -83,7 +83,8 @@ def test_a_file_of_the_users_own_is_read_and_the_words_win(tmp_path: Path, words
 
 def test_relative_paths_start_from_the_folders_above_the_script_as_from_its_working_directory(tmp_path: Path) -> None:
     write(tmp_path / "examples" / "multi", {"config/own.yaml": OWN})
-    script = f'PROJECT_DIR="$(pwd)"\nCONFIG="$PROJECT_DIR/examples/multi/config"\n{MAIN} --config-path="$CONFIG" --config-name=own {REQUIRED}'
+    lines = ['PROJECT_DIR="$(pwd)"', 'CONFIG="$PROJECT_DIR/examples/multi/config"']
+    script = "\n".join([*lines, f'{MAIN} --config-path="$CONFIG" --config-name=own {REQUIRED}'])
     run = imported(script, tmp_path / "examples" / "multi", {"PWD": str(tmp_path)})
     assert values(run, "max_turns") == [5]
     relative = f"{MAIN} --config-path=examples/multi/config --config-name=own {REQUIRED}"
@@ -111,9 +112,10 @@ def test_the_releases_own_files_need_no_copy_and_choose_the_engine() -> None:
 
 
 def test_defaults_lists_are_followed_through_the_users_files_in_order(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref:\n  actor:\n"
     files = {
-        "own.yaml": "defaults:\n  - base\n  - lengths@data: short\n  - _self_\nactor_rollout_ref:\n  actor:\n    clip_ratio_high: 0.3\n",
-        "base.yaml": "defaults: [ppo_megatron_trainer]\nactor_rollout_ref:\n  actor:\n    clip_ratio_high: 0.28\n    clip_ratio_low: 0.1\n",
+        "own.yaml": f"defaults:\n  - base\n  - lengths@data: short\n  - _self_\n{actor}    clip_ratio_high: 0.3\n",
+        "base.yaml": f"defaults: [ppo_megatron_trainer]\n{actor}    clip_ratio_high: 0.28\n    clip_ratio_low: 0.1\n",
         "lengths/short.yaml": "max_prompt_length: 128\nmax_response_length: 256\n",
     }
     write(tmp_path, files)
