@@ -951,7 +951,8 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
-    if command.flag(f"{_ROLLOUT}multi_turn.enable"):
+    turns = _read_turns(command)
+    if turns:
         defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
     return replace(
         shared,
@@ -976,6 +977,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **shared.keys,
             **_read_engine(run, command, tensor),
             **_read_filters(run, command, batch, rewards),
+            **turns,
             **_read_teacher(run, command),
             **_read_profiler(run, command),
             **tokens,
@@ -990,6 +992,10 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
             **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
             "trainer_mode": "the rollout has devices of its own",
+            "max_turns": "a turn of the tools is followed by one of the model, which is the last",
+            "max_parallel_calls": "further calls of a turn get an error as their reply; verl drops them",
+            "max_tool_response_characters": "verl counts characters, of which a longer reply keeps so many",
+            "tool_response_truncate_side": "verl names the side that is cut, ours the one that is kept",
             "overlong_buffer": "grows over the last `len` tokens before max_resp_len",
             "critic_warmup": "rollouts",
         },
@@ -1034,6 +1040,44 @@ def _read_file(run: Import, command: SourceCommand) -> str:
         reason = "prompts of max_prompt_length tokens and more are left out, where verl would cut them"
         run.note("data.truncation", reason)
     return files[0] if limit is None else f"{files[0]}#{limit}"
+
+
+#: side of a long reply that verl cuts, since 0.8 -> side that is kept here
+_SIDES = {"left": "right", "right": "left", "middle": "middle"}
+
+
+def _read_turns(command: SourceCommand) -> dict[str, object]:
+    """Return the limits of turns and tools; nothing where a sample has one turn.
+
+    Raises:
+        ConfigError: the side has another name.
+    """
+    prefix = f"{_ROLLOUT}multi_turn."
+    uses_tools = command.text(f"{_ROLLOUT}agent.default_agent_loop") == "tool_agent"
+    if not command.flag(f"{prefix}enable") and not uses_tools:
+        return {}
+    # the model's turn after the last one of the tools ends the sample there
+    limits = [
+        command.count(f"{prefix}{name}", 1) + extra
+        for name, extra in (("max_assistant_turns", 0), ("max_user_turns", 1))
+        if command.get(f"{prefix}{name}")
+    ]
+    side = command.text(f"{prefix}tool_response_truncate_side", "middle")
+    if side not in _SIDES:
+        raise ConfigError([f"{prefix}tool_response_truncate_side is {side}, but must be left, middle or right"])
+    calls = int(command.number(f"{prefix}max_parallel_calls", 1))
+    length = int(command.number(f"{prefix}max_tool_response_length", 256))
+    if calls < 1 or length < 1:
+        raise ConfigError([f"{prefix}max_parallel_calls and max_tool_response_length must be at least 1"])
+    values = {
+        # its loop of tools does not read multi_turn.enable
+        "multi_turn_enable": True if uses_tools else None,
+        "max_turns": min(limits, default=None),
+        "max_parallel_calls": calls,
+        "max_tool_response_characters": length,
+        "tool_response_truncate_side": _SIDES[side],
+    }
+    return {f"{RL}.{name}": value for name, value in values.items()}
 
 
 def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, dict[str, object]]:

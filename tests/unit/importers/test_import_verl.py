@@ -211,6 +211,40 @@ def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggr
         assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
 
 
+TOOLS = f"{R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml"
+_CALLS = ("max_parallel_calls", "max_tool_response_characters", "tool_response_truncate_side", "max_turns")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ("", [1, 256, "middle", None]),
+        (f"{R}.multi_turn.max_parallel_calls=3 {R}.multi_turn.max_tool_response_length=1000", [3, 1000, "middle", None]),
+        # since 0.8 left is the side that verl cuts
+        (f"{R}.multi_turn.tool_response_truncate_side=left", [1, 256, "right", None]),
+        (f"{R}.multi_turn.tool_response_truncate_side=right", [1, 256, "left", None]),
+        # after two turns of the tools the third of the model is the last one
+        (f"{R}.multi_turn.max_user_turns=2", [1, 256, "middle", 3]),
+        (f"{R}.multi_turn.max_user_turns=4 {R}.multi_turn.max_assistant_turns=3", [1, 256, "middle", 3]),
+        (f"{R}.multi_turn.max_user_turns=null {R}.multi_turn.max_assistant_turns=3", [1, 256, "middle", 3]),
+    ],
+)
+def test_tools_have_verls_limits_which_count_characters(changes: str, expected: list[object]) -> None:
+    run = imported(f"{TOOLS} {changes}")
+    assert values(run, *(f"rl_config.{name}" for name in _CALLS)) == expected
+    assert run.get("rl_config.max_tool_response_length") is None
+
+
+def test_the_loop_of_tools_is_on_where_it_is_the_default_loop() -> None:
+    run = imported(f"{R}.agent.default_agent_loop=tool_agent {R}.multi_turn.tool_config_path=tools.yaml")
+    assert values(run, "rl_config.multi_turn_enable", *(f"rl_config.{name}" for name in _CALLS[:2])) == [True, 1, 256]
+
+
+def test_a_run_of_one_turn_has_no_limits_of_tools() -> None:
+    assert values(imported(f"{R}.multi_turn.max_parallel_calls=3"), *(f"rl_config.{name}" for name in _CALLS)) == [None] * 4
+    assert "left, middle or right" in refusal(f"{TOOLS} {R}.multi_turn.tool_response_truncate_side=both")
+
+
 def test_numbers_of_the_covariance_losses_are_those_of_the_command_or_verl_s_defaults() -> None:
     run = imported(f"{A}.policy_loss.loss_mode=kl_cov {A}.policy_loss.kl_cov_ratio=0.002")
     assert (run.get("rl_config.kl_cov_ratio"), run.get("rl_config.ppo_kl_coef")) == (0.002, 0.1)
