@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell_text import Command, list_unknown
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
@@ -45,6 +47,26 @@ def require_file(command: Command, option: str, name: str) -> Path:
              "its path starts from, or write the path of a copy"]
         )  # fmt: skip
     return path
+
+
+def add_runtime_environment(command: Command) -> Command:
+    """Return the command with the variables of Ray's --runtime-env-json, and of the file of --runtime-env where it is here."""
+    variables: dict[str, str] = {}
+    for place, word in enumerate(command.words):
+        name, equals, value = word.partition("=")
+        value = value if equals else next(iter(command.words[place + 1 : place + 2]), "")
+        if name == "--runtime-env-json" and not list_unknown(value):
+            try:
+                content = json.loads(value)
+            except ValueError as error:
+                raise ConfigError([f"--runtime-env-json of line {command.line} is no JSON: {error}"]) from None
+        elif name == "--runtime-env" and (path := find_file(command, value)) is not None:
+            content = load_yaml(path)
+        else:
+            continue
+        listed = content.get("env_vars") if isinstance(content, dict) else None
+        variables |= {str(key): str(item) for key, item in (listed or {}).items()}
+    return replace(command, environment={**command.environment, **variables}) if variables else command
 
 
 def load_yaml(path: Path) -> dict[str, object]:

@@ -45,8 +45,10 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
+    count_accelerated,
     describe_preprocessing,
     join_words,
     name_prompts,
@@ -74,7 +76,9 @@ _OTHER_PROGRAMS = {
     "skills": "it trains nothing",
 }
 #: configuration of accelerate by the name that TRL has for it -> processes
-_ACCELERATE = dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8) | {"single_gpu": 1}
+_ACCELERATE = dict.fromkeys(
+    "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2".split(), 8
+) | {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
 #: flags of accelerate and torchrun without a value
 _LAUNCHER_FLAGS = frozenset(
     "multi_gpu cpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet module no_python standalone m "
@@ -106,14 +110,14 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             files.append(words[place])
         values: dict[str, object] = {}
         for file in files:
-            values |= read_option_file(Path(str(file)))
+            values |= read_option_file(require_file(command, "--config", str(file)))
         values.pop("env", None)
         # the parser has --no_x for a flag x that is on
         for name in [name for name in options if name.startswith("no_")]:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(launch, command.environment)
+        world = devices or _count_processes(command, launch)
         if not program:
             program = _guess_program(values | options)
         return SourceCommand(program, values | options, command.environment, world, _TABLES[program])
@@ -154,18 +158,11 @@ def _split_options(words: list[str]) -> dict[str, object]:
     return join_words(options)
 
 
-def _count_processes(launch: Mapping[str, object], environment: Mapping[str, str]) -> int:
+def _count_processes(command: Command, launch: Mapping[str, object]) -> int:
     """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
-    if (config := launch.get("accelerate_config", launch.get("config_file"))) is not None:
-        name = Path(str(config)).stem
-        content = read_option_file(Path(str(config))) if Path(str(config)).is_file() else {}
-        found = launch.get("num_processes", content.get("num_processes", _ACCELERATE.get(name)))
-        if found is None:
-            raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
-        return read_count("num_processes", found)
-    if "num_processes" in launch:
-        return read_count("num_processes", launch["num_processes"])
-    per_node = launch.get("nproc_per_node")
+    if (count := count_accelerated(command, launch, _ACCELERATE)) is not None:
+        return count
+    environment, per_node = command.environment, launch.get("nproc_per_node")
     if per_node is not None:
         return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
