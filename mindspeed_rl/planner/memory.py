@@ -178,11 +178,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     state = {"gradients": actor.gradients(elements), "optimizer": actor.optimizer(elements)}
     others = {name: _ModelBytes.count(model, model.stage(stage, stages)) for name, model in run.others.items()}
     totals = {name: count.total for name, count in others.items()}
-    # all are built before one is offloaded
-    fresh = {
-        name: _ModelBytes.count(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()
-    }
-    start = _make_phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(elements, stepped=False)}, fresh)
+    start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     if engine is None:
@@ -219,6 +215,36 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
+
+
+def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
+    """Return the fullest moment in which a model is built: one after the other, each beside what the earlier ones left.
+
+    A model that trains has its gradients' buffer until its weights are in Megatron's, and its optimizer after that.
+    """
+    stages = run.actor.plan.layout.pp
+    built = sorted(run.others, key=("reference", "critic").count, reverse=True)  # teachers and the reward model are last
+    fullest, resident = Phase("start", {}), dict(fixed)
+    for name, model in {"": run.actor, **{name: run.others[name] for name in built}}.items():
+        count = asdict(_ModelBytes.count(model, model.stage(stage, stages), stepped=False))
+        for absent in ("optimizer", "gradients"):
+            moment = _make_phase("start", resident, _name_owners(name, {**count, absent: 0}))
+            fullest = max(fullest, moment, key=lambda phase: phase.total)
+        resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
+    return fullest
+
+
+def _name_owners(name: str, parts: dict[str, int]) -> dict[str, int]:
+    """Return the bytes of a model by owner: its parts are the actor's owners, and one owner of every other model."""
+    return {name: sum(parts.values())} if name else parts
+
+
+def _stays(run: RunShape, part: str) -> bool:
+    """Return whether a part of a model stays on the device once the model is built; gradients begin with the first step."""
+    offloaded = {"weights": False, "optimizer": False, "gradients": True}
+    if run.generate is not None:
+        offloaded |= {"weights": run.generate.offload_train_param, "optimizer": run.generate.offload_train_optimizer}
+    return not offloaded[part]
 
 
 def count_judge_bytes(run: RunShape) -> dict[str, int]:
