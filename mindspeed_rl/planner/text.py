@@ -55,6 +55,8 @@ class MemoryReport:
                 f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
                 f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
             ]
+        if plan.host is not None and plan.host.owners:
+            lines += ["", plan.host.format()]
         lines += [f"  - {problem}" for problem in plan.problems]
         if self.changes:
             enough = self.changes[0].plan.verdict == "fits"
@@ -92,6 +94,7 @@ class MemoryReport:
                 for group in plan.groups
             ],
             "kv_cache": None if plan.cache is None else vars(plan.cache),
+            "host": None if plan.host is None else {**vars(plan.host), "bytes": plan.host.total},
             "problems": list(plan.problems),
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
             "assumed": [vars(assumption) for assumption in self.assumed],
