@@ -11,6 +11,7 @@ from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
+from mindspeed_rl.planner.smallest import StageMachines, list_costs
 from mindspeed_rl.run.rules.violation import format_value
 
 _JsonObject = dict[str, object]
@@ -254,4 +255,66 @@ class FitReport:
                 }
                 for result in self.results
             ]
+        }
+
+
+@dataclass(frozen=True)
+class SmallestReport:
+    """The output of `mindspeed-rl plan smallest`."""
+
+    request: FitRequest
+    device: Device
+    stages: Sequence[StageMachines]
+
+    def format(self) -> str:
+        """Return a table with the machines of each stage, the smallest first."""
+        request = self.request
+        titles = ["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "longer than on twice as many"]
+        rows = [titles]
+        for stage in self.stages:
+            costs = [f"{cost:.1f} x" for cost in list_costs(stage.layouts)]
+            for index, (count, result) in enumerate(stage.layouts):
+                memory, peak = result.memory, result.memory.fullest.peak
+                host = "" if memory.host is None else f"{memory.host.total / GIB:.0f}"
+                numbers = [f"{peak.total / GIB:.0f}", peak.name, host, result.time.format_bounds(result.time.total)]
+                cost = costs[index] if index < len(costs) else ""
+                rows.append(["" if index else stage.stage, str(count), memory.verdict, *numbers, cost])
+            if not stage.layouts:
+                rows.append([stage.stage, "none", "", "", "", "", "", ""])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            f"{request.model} on {self.device.name}, prompts to {request.prompt} and responses to {request.response} tokens, "
+            f"{request.prompts} x {request.samples} an iteration; host GiB are of one machine",
+            "",
+            *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+        ]
+        return "\n".join([*lines, *self._list_reasons()])
+
+    def _list_reasons(self) -> list[str]:
+        """Return why fewer devices are too few, stage by stage."""
+        reasons = [f"  {stage.stage}: {stage.reason.removeprefix('--npus: ')}" for stage in self.stages if stage.reason]
+        return ["", "Fewer devices are too few:", *reasons] if reasons else []
+
+    def encode(self) -> _JsonObject:
+        """Return the machines as a JSON object."""
+        return {
+            "chip": self.device.name,
+            "stages": {
+                stage.stage: {
+                    "machines": [
+                        {
+                            "devices": count,
+                            "values": result.values,
+                            "verdict": result.memory.verdict,
+                            "bytes": result.memory.fullest.peak.total,
+                            "phase": result.memory.fullest.peak.name,
+                            "host_bytes": None if result.memory.host is None else result.memory.host.total,
+                            "seconds": _encode_bounds(result.time, result.time.total),
+                        }
+                        for count, result in stage.layouts
+                    ],
+                    "reason": stage.reason,
+                }
+                for stage in self.stages
+            },
         }
