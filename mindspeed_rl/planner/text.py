@@ -269,7 +269,7 @@ class SmallestReport:
     def format(self) -> str:
         """Return a table with the machines of each stage, the smallest first."""
         request = self.request
-        titles = ["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "longer than on twice as many"]
+        titles = ["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "x twice as many"]
         rows = [titles]
         for stage in self.stages:
             costs = [f"{cost:.1f} x" for cost in list_costs(stage.layouts)]
