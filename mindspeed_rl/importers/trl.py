@@ -76,7 +76,7 @@ _OTHER_PROGRAMS = {
     "skills": "it trains nothing",
 }
 #: configuration of accelerate by the name that TRL has for it -> processes
-_ACCELERATE = dict.fromkeys(
+_ACCELERATE: dict[str, int] = dict.fromkeys(
     "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2".split(), 8
 ) | {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
 #: flags of accelerate and torchrun without a value

@@ -288,9 +288,9 @@ def count_experts(model: str) -> int | None:
     if not model or not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except ValueError as error:
-        raise ConfigError([f"{path} is no JSON: {error}"]) from error
+        raise ConfigError([str(error)]) from error
     shape = config.get("text_config") or config
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     return next((int(shape[name]) for name in names if shape.get(name)), 0)
