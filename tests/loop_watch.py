@@ -1,9 +1,9 @@
 """Finds event loops of the product that stand: one callback that computes, or waits in the kernel, for longer than a limit.
 
-A thread looks at the callbacks that run, 20 times a second. It counts the processor time of the loop's thread, so a busy machine
-changes nothing, and the time in which the thread sleeps in the same instruction, which is a call that blocks. It counts only
-where the innermost frame of this repository belongs to the product: tests may wait in their coroutines. Imports and collections
-of garbage do not count.
+A thread looks at the callbacks that run, 20 times a second. It counts the processor time of the loop's thread, so a busy
+machine changes nothing, and the time in which the thread sleeps in the same instruction, which is a call that blocks. It counts
+only where the innermost frame of this repository belongs to the product: tests may wait in their coroutines. Imports and
+collections of garbage do not count.
 """
 
 from __future__ import annotations
