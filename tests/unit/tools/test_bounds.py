@@ -183,6 +183,7 @@ def function(parameters: dict[str, Any]) -> dict[str, Any]:
         ({"properties": {"a": {"$ref": "http://127.0.0.1:9/x"}}}, "must not leave the schema"),
         ({"properties": {"a": {"description": "x" * 300_000}}}, "as JSON, but at most 262,144 fit"),
         ({"properties": {"a": {"type": "nothing"}}}, "are no JSON schema"),
+        ({"properties": {"a": {"pattern": "a{99999999999}"}}}, "are no JSON schema"),
     ],
 )
 def test_schemas_that_cannot_be_used_are_refused(parameters: dict[str, Any], reason: str) -> None:
@@ -204,6 +205,7 @@ def test_checks_are_quick_only_without_costly_keywords_and_for_few_values() -> N
     assert find_problem(function({"properties": {"a": {"$ref": "#/no"}}})["parameters"], {"a": 1}) is not None
     endless = {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}, "$defs": {"b": {"$ref": "#/$defs/b"}}}
     assert find_problem(endless, {"a": 1}) == "the arguments are nested too deeply"
+    assert "cannot be checked" in (find_problem({"properties": {"a": {"multipleOf": 0.1}}}, {"a": 10**400}) or "")
     assert "no regular expression" in (find_problem({"properties": {"a": {"pattern": "("}}}, {"a": "x"}) or "")
 
 
