@@ -96,6 +96,7 @@ class AgentProgram:
         given = {str(name): str(value) for name, value in (keys.env or {}).items()}
         self._given = expand_variables(given, f"{_SUBJECT}.env")
         self._scratch: Path | None = None
+        self._making_scratch = asyncio.Lock()
         self.pool = build_tool_pool([run_command.__module__], int(keys.memory_gib * 2**30), select_variables(os.environ))
 
     async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
@@ -136,8 +137,9 @@ class AgentProgram:
     @asynccontextmanager
     async def _open_folder(self) -> AsyncIterator[Path]:
         """Make a folder for a sample, and remove it after the block, however deep the program has nested folders there."""
-        if self._scratch is None:
-            self._scratch, _ = make_owned_folder(self, "agents-")
+        async with self._making_scratch:
+            if self._scratch is None:  # in a thread: folders of runs that were killed are removed first
+                self._scratch, _ = await run_in_thread(partial(make_owned_folder, self, "agents-"))
         folder = Path(tempfile.mkdtemp(prefix="agent-", dir=self._scratch)).resolve()
         try:
             yield folder
