@@ -233,14 +233,17 @@ def test_the_run_file_says_how_far_the_rollout_may_be_ahead(tmp_path: Path, keys
     assert (Schedule(run)._agreement is not None) == (admission.bound == 0)
 
 
+HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16"]
+
+
 @pytest.mark.parametrize(
     ("keys", "mean", "largest", "stops"),
     [
         # auto: the mean, by format; a single token may differ by much in bfloat16
         ([], 0.04, 3.0, ""),
         ([], 0.06, 0.06, "differ by 0.06 in the mean, more than the 0.05 that log_probs_diff_limit auto allows in float32"),
-        (["generate_config.dtype=bfloat16"], 0.4, 9.0, ""),
-        (["generate_config.dtype=bfloat16"], 0.6, 9.0, "more than the 0.5 that log_probs_diff_limit auto allows in bfloat16"),
+        (HALF, 0.4, 9.0, ""),
+        (HALF, 0.6, 9.0, "more than the 0.5 that log_probs_diff_limit auto allows in bfloat16"),
         (["generate_config.quantization=int8"], 0.15, 1.0, ""),
         (["generate_config.quantization=int8"], 0.25, 1.0, "more than the 0.2 that"),
         (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.2, "differ by 0.2, more than log_probs_diff_limit 0.1"),
