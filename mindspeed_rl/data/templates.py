@@ -59,6 +59,7 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.messages import THOUGHT_KEYS
 from mindspeed_rl.data.tools import get_tool_style
+from mindspeed_rl.files import read_json_value
 from mindspeed_rl.thoughts import THINK, build_marks, find_marks, find_template_marks, remove_thought, split_thought
 
 if TYPE_CHECKING:
@@ -839,10 +840,12 @@ def _load_template_file(path: str) -> dict[str, JsonObject]:
         ValueError: the file is missing, not a JSON list of objects with names, or has a name twice.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        entries = read_json_value(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"prompt_type_path={path!r} cannot be read: {error}") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    ):
         raise ValueError(f"prompt_type_path={path!r} must be a JSON list of objects that have a name")
     by_name = {entry["name"]: entry for entry in entries}
     if len(by_name) < len(entries):
@@ -901,9 +904,12 @@ def load_template(
         )
     entries = _load_template_file(str(path or _TEMPLATE_FILE))
     if name not in entries:
-        hint = registry.did_you_mean(name, entries)
-        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}")
-    return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+        hint, place = registry.did_you_mean(name, entries), f" ({path})" if path else ""
+        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}{place}")
+    try:
+        return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"prompt_type={name!r} in {path}: a value has another type than is expected: {error}") from error
 
 
 def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:

@@ -674,4 +674,6 @@ def _read_lengths(command: SourceCommand, shared: Recipe) -> tuple[int, dict[str
     return limit, notes, sizes
 
 
-PROJECT = SourceProject("slime", "slime", "0.3.1", {"train": _TABLE}, _read, _describe)
+_SWITCHES = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "training with weights that are rounded to int4 in each forward pass"}
+
+PROJECT = SourceProject("slime", "slime", "0.3.1", {"train": _TABLE}, _read, _describe, switches=_SWITCHES)

@@ -11,10 +11,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, by, read_scalar
+from mindspeed_rl.importers.options import Option, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 
 #: trackers by their names elsewhere
@@ -33,6 +34,31 @@ def join_words(flags: Mapping[str, list[str]]) -> dict[str, object]:
 def read_options(words: Iterable[str]) -> dict[str, object]:
     """Return the options of a command line."""
     return join_words(read_flags(tuple(words))[0])
+
+
+def count_accelerated(command: Command, launch: Mapping[str, object], known: Mapping[str, int] | None = None) -> int | None:
+    """Return the processes that accelerate starts: of its option, else of its file; None where neither is given.
+
+    Args:
+        launch: options of the launcher by name.
+        known: names of files that a project ships -> their processes.
+
+    Raises:
+        ConfigError: the file is not here, or does not say the number.
+    """
+    # further words are those of the program that it starts
+    first = {name: value[0] if isinstance(value, list) else value for name, value in launch.items()}
+    if "num_processes" in first:
+        return read_count("num_processes", first["num_processes"])
+    config = first.get("accelerate_config", first.get("config_file"))
+    if config is None:
+        return None
+    if (found := find_file(command, str(config))) is not None:
+        return read_count(f"num_processes of {config}", read_option_file(found).get("num_processes", 1))
+    path = Path(str(config))
+    if known and path.stem in known and path.parent.name in ("", "accelerate_configs"):
+        return known[path.stem]
+    raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
 
 
 def read_option_file(path: Path) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from mindspeed_rl.data.templates import (
 )
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.files import read_json
 from mindspeed_rl.thoughts import (
     find_marks,
     find_template_marks,
@@ -202,5 +202,5 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None,
 def _generation_stops(hf_folder: Path | None) -> list[int]:
     """Read the end tokens in generation_config.json."""
     path = None if hf_folder is None else hf_folder / "generation_config.json"
-    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path is not None and path.is_file() else None
+    stops = read_json(path).get("eos_token_id") if path is not None and path.is_file() else None
     return [] if stops is None else stops if isinstance(stops, list) else [stops]

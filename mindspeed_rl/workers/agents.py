@@ -88,7 +88,11 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     name = choose_parser(rl, turns)
     thinks = turns is not None and turns.opens_thought
     limits = CallLimits(
-        rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
+        rl.max_tool_calls,
+        rl.max_parallel_calls,
+        rl.max_tool_response_length,
+        rl.tool_response_truncate_side or "middle",
+        rl.max_tool_response_characters,
     )
     return Toolbox(
         build_tools(read_tools(rl.tool_config_path, rl.deadlines.tool or DEFAULTS["tool"])),

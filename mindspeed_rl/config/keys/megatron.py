@@ -296,6 +296,9 @@ class _MemoryKeys:
     swap_attention: bool = key(False, "move attention activations to host memory", "把注意力的激活移到主机内存", only_on="npu",
         on_resume="exact")
     swap_optimizer: bool = key(False, "keep optimizer state in host memory", "优化器状态放在主机内存", on_resume="exact")
+    swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
+        "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
+        on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",

@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, str] = {
     "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
-    "max_tool_response_length tool_response_truncate_side",
+    "max_tool_response_length max_tool_response_characters tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path exact_log_probs",
     "workers/remote_group.py": "num_cpus_for_placement_group",
