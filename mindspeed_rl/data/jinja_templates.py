@@ -154,7 +154,7 @@ def _write_thought(template: Template) -> list[str]:
     """Write the thought of an answer, from a key or its text, and leave the rest of its text in `content`."""
     keys = " or ".join(f"message.{key}" for key in THOUGHT_KEYS)
     lines = [f"{{%- set thought = {keys} or '' %}}", "{%- set found = false %}"]
-    for first, last in template.marks:
+    for first, last in template.thought_marks:
         opened, closed = _quote(first), _quote(last)
         lines += [
             f"{{%- if not found and {closed} in content %}}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -22,6 +21,7 @@ from mindspeed_rl.config import ConfigError, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
@@ -260,7 +260,7 @@ def check_judge_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{key}: {folder} has no weights (*.safetensors)")
-    if "quantization_config" in json.loads(path.read_text(encoding="utf-8")):
+    if "quantization_config" in read_json(path):
         raise ValueError(
             f"{key}: the weights in {folder} are quantized, which engines of a run do not load; serve it with `vllm serve` and "
             "set rl_config.judge_url"

@@ -91,7 +91,7 @@ class RemoteGroup:
         remove_status_files(self._folder, self.names)
         limit_s = self.monitor.limit_s("placement")
         self._placement = placement_group([needs] * size, strategy="PACK")
-        if not self._placement.wait(timeout_seconds=limit_s):
+        if not self.monitor.wait_for_placement(self._placement, self.names):
             raise TimeoutError(
                 f"Ray could not place {size} {title}s with {needs} each within {limit_s:.0f} s (rl_config.deadlines.placement)."
             )
