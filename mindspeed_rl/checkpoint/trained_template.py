@@ -9,11 +9,12 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.checkpoint.hf import copy_companions, read_json, set_end_token, write_json
+from mindspeed_rl.checkpoint.hf import copy_companions, set_end_token, write_json
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.jinja_templates import renders_alike, write_jinja
 from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, Template, Thinking, find_end_token, load_template
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.files import read_json
 
 #: files of a tokenizer and its chat template
 _TOKENIZER_FILES = (
