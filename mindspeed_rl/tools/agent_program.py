@@ -27,6 +27,7 @@ from mindspeed_rl.folders import FileRefusedError, read_beneath, remove_folder
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.isolation.variables import expand_variables, select_variables
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.tools.commands import run_command
 from mindspeed_rl.tools.interface import JsonObject
@@ -188,15 +189,16 @@ class AgentProgram:
             "model": model,
         }
         url, body = str(self._keys.url), json.dumps(request, default=str).encode()
+        shown = hide_in_text(url)
 
         def read(reply: HttpReply) -> ProgramResult:
             if reply.status != 200:
-                raise ProgramError(f"{url} replied with status {reply.status}: {reply.text[:_MAX_REASON]}")
+                raise ProgramError(f"{shown} replied with status {reply.status}: {reply.text[:_MAX_REASON]}")
             try:
                 value = reply.read_json()
             except ValueError:
-                raise ProgramError(f"the reply of {url} is no JSON: {reply.text[:200]!r}") from None
-            return _read_report(value, f"the reply of {url}")
+                raise ProgramError(f"the reply of {shown} is no JSON: {reply.text[:200]!r}") from None
+            return _read_report(value, f"the reply of {shown}")
 
         headers, timeout_s = {"content-type": "application/json"}, self._keys.timeout_s
         async with HttpClient(_MAX_REPLY_BYTES, headers=headers, follows_redirects=True) as client:
@@ -204,7 +206,7 @@ class AgentProgram:
                 return await client.request("POST", url, read, data=body, timeout_s=timeout_s)
             except HttpError as error:
                 reason = f" took longer than {timeout_s:g} s" if error.late else f": {error}"
-                raise ProgramError(f"{url}{reason}") from None
+                raise ProgramError(f"{shown}{reason}") from None
 
 
 def check_program(keys: AgentKeys) -> None:

@@ -40,12 +40,14 @@ class EnvironmentSpec:
         args: of the class, or of the library's load_environment.
         python: an interpreter that has the library; None for this one.
         timeout_s: of one reset or step, or of an episode of a program; None for the default.
+        variables: environment variables of a program, `env` of the file; ${NAME} is one of the run.
     """
 
     target: str
     args: Mapping[str, object] = field(default_factory=dict)
     python: str | None = None
     timeout_s: float | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_program(self) -> bool:
@@ -70,12 +72,13 @@ def read_environment(spec: str) -> EnvironmentSpec:
     options = OptionReader(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     target, args, python = options.read_text("environment"), options.read("args", {}), options.read_text("python")
     timeout_s = options.read_float("timeout_s", 0.0, 0.0, _MAX_TIMEOUT_S)
+    variables = options.read_mapping("env")
     options.reject_unknown()
     if target is None:
         raise ValueError(f"{path}: it has no key 'environment', module:Class or verifiers:NAME")
     if not isinstance(args, Mapping):
         raise ValueError(f"{path}.args must be a mapping, not {type(args).__name__}")
-    return EnvironmentSpec(target, dict(args), python, timeout_s or None)
+    return EnvironmentSpec(target, dict(args), python, timeout_s or None, variables)
 
 
 class InvalidEnvironmentError(RuntimeError):

@@ -62,7 +62,7 @@ class VerifiersEpisodes:
     """
 
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
-        self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders)
+        self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders, spec.variables)
         self._endpoint = RecordingEndpoint()
         self.resources = self._program, self._endpoint
         self._settings, self._target = settings, spec.target

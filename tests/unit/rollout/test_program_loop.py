@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import threading
@@ -272,3 +273,18 @@ def test_a_wrong_program_is_found_before_workers_start() -> None:
     with pytest.raises(ValueError, match="rl_config.agent.url is 'localhost:80'"):
         check_program(AgentKeys(url="localhost:80"))
     check_program(AgentKeys(command=["{program}"], grader=["true"]))
+
+
+def test_programs_and_graders_get_no_variable_of_the_run_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "http_proxy", "PGPASSWORD", "MY_SETTING"):
+        monkeypatch.setenv(name, "planted")
+    look = "import json, os, pathlib; pathlib.Path(os.environ['MARKS'], '{}').write_text(json.dumps(dict(os.environ)))"
+    command, grader = ([sys.executable, "-c", look.format(name)] for name in ("program", "grader"))
+    env = {"MARKS": "{marks}", "NAMED": "<${HF_TOKEN}>"}
+    programmed(tmp_path, [{}], "42", command=command, grader=grader, env=env)
+    for name in ("program", "grader"):
+        found = json.loads((tmp_path / "marks" / name).read_text())
+        assert found.pop("NAMED") == "<planted>" and "PATH" in found
+        assert "planted" not in str(found)
