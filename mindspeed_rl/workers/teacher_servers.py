@@ -61,14 +61,14 @@ def _read_id(name: str) -> int:
     return int(name)
 
 
-def _read_log_prob(value: object) -> float:
+def _read_log_prob(value: Any) -> float:
     """Return a log-prob; null, which JSON has for minus infinity, is that."""
     if value is None:
         return -math.inf
     # no comparison holds for NaN
-    if type(value) not in (int, float) or not value <= _MAX_LOG_PROB:  # type: ignore[operator]
+    if type(value) not in (int, float) or not value <= _MAX_LOG_PROB:
         raise ValueError(f"{str(value)[:40]} is no log-prob")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 def _read_entry(entry: Mapping[str, Mapping[str, Any]], token: int, top_k: int) -> list[tuple[float, int]]:
@@ -77,9 +77,11 @@ def _read_entry(entry: Mapping[str, Mapping[str, Any]], token: int, top_k: int) 
     Raises:
         ValueError: an id or a log-prob is wrong.
     """
-    read = {_read_id(name): _read_log_prob(record.get("logprob")) for name, record in entry.items()}
+    read = {_read_id(name): _read_log_prob(record["logprob"]) for name, record in entry.items()}
     if not top_k:
         return [(read[token], token)]
+    if not read:
+        raise ValueError("a position has no tokens")
     best = sorted(((value, name) for name, value in read.items()), key=lambda pair: (-pair[0], pair[1]))[:top_k]
     return best + [(-math.inf, -1)] * (top_k - len(best))
 

@@ -172,7 +172,7 @@ def test_a_malformed_reply_of_a_teacher_is_one_sentence() -> None:
     class Odd(_Handler):
         replies: Iterator[Any] = iter(())
 
-        def do_POST(self) -> None:
+        def do_POST(self) -> None:  # noqa: N802 - the name of http.server
             content = json.dumps(next(type(self).replies)).encode()
             self.rfile.read(int(self.headers["Content-Length"]))
             self.send_response(200)
@@ -188,7 +188,7 @@ def test_a_malformed_reply_of_a_teacher_is_one_sentence() -> None:
     try:
         for reply in replies:
             with pytest.raises(TeacherServerError):
-                print(client.request(client._term.teachers[0], [([1, 3], 1)]), reply)
+                pytest.fail(f"{client.request(client._term.teachers[0], [([1, 3], 1)])} of {reply}")
     finally:
         server.shutdown()
     for models in ODD:
