@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN
 from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.process_worker import build_tool_pool
@@ -30,8 +31,6 @@ _CLOSE_LIMIT_S = 15.0
 _RETRIED: tuple[Problem, ...] = ("timeout", "crashed", "failed")
 _Side = Literal["left", "right", "middle"]
 _TRUNCATION_MARK = "(truncated)"
-#: no tokenizer has fewer tokens for a useful text; longer texts are truncated before their tokens are counted
-_MAX_CHARACTERS_PER_TOKEN = 32
 
 
 @dataclass(frozen=True)
@@ -374,10 +373,10 @@ def truncate(text: str, limit: int, side: _Side, count: Callable[[str], int]) ->
         head = (length + 1) // 2
         return text[:head] + (mark and f"...{mark}...") + text[len(text) - (length - head) :]
 
-    if limit <= 0 or (len(text) <= limit * _MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
+    if limit <= 0 or (len(text) <= limit * MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
         return text
     mark = _TRUNCATION_MARK if count(shorten(0, _TRUNCATION_MARK)) <= limit else ""
-    low, high = 0, min(len(text), limit * _MAX_CHARACTERS_PER_TOKEN)
+    low, high = 0, min(len(text), limit * MAX_CHARACTERS_PER_TOKEN)
     while low < high:  # binary search for the largest number of characters that fits
         middle = (low + high + 1) // 2
         if count(shorten(middle, mark)) <= limit:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_rl.config.keys.rl import AgentKeys
@@ -66,6 +68,9 @@ class LoopSettings:
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
         images: image reader of a model of images; None for a model of text.
         max_images: largest number of images of a context.
+        vocab_size: ids that the model can read are below it; None: those of the tokenizer.
+        texts: one thread for the chat template and the tokenizer, which are used by one at a time: texts of programs may be
+            long, and the event loop keeps the deadlines of all samples.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,6 +85,13 @@ class LoopSettings:
     tool_parser: str = DEFAULT_PARSER
     images: ImageReader | None = None
     max_images: int = 0
+    vocab_size: int | None = None
+    texts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "texts"), compare=False, repr=False)
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Number of token ids that the model can read."""
+        return max(self.tokenizer.get_vocab().values()) + 1 if self.vocab_size is None else self.vocab_size
 
 
 class AgentLoop(ABC):
