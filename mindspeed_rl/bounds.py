@@ -56,9 +56,10 @@ def add_numbers(values: Iterable[float], name: str) -> float:
         ValueError: float32 cannot hold it.
     """
     try:
-        return read_number(math.fsum(values), name)
-    except OverflowError:
-        raise ValueError(f"{name} is too large, but must be a finite number of at most 3.4e38") from None
+        total = math.fsum(values)
+    except (OverflowError, ValueError):  # of finite numbers, and of infinite ones of both signs
+        total = math.nan
+    return read_number(total, name)
 
 
 def read_metrics(values: object, where: str) -> dict[str, float]:

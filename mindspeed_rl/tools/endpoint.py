@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl.bounds import check_depth, read_number, show
@@ -97,6 +98,7 @@ class _Address:
 
     Attributes:
         serves_turns, takes_rewards: requests that are accepted here.
+        secret_files: removed before the first turn is sampled, so that nothing the model says can read them.
         responses: id -> messages that a request with previous_response_id continues.
         num_open, num_requests: requests at this time, and in all.
     """
@@ -104,9 +106,15 @@ class _Address:
     session: ChatSession
     serves_turns: bool = True
     takes_rewards: bool = True
+    secret_files: list[Path] = field(default_factory=list)
     responses: dict[str, tuple[JsonObject, ...]] = field(default_factory=dict)
     num_open: int = 0
     num_requests: int = 0
+
+    def remove_secrets(self) -> None:
+        """Remove the secret files."""
+        while self.secret_files:
+            self.secret_files.pop().unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def count_request(self) -> Iterator[None]:
@@ -125,6 +133,21 @@ class _Address:
             yield
         finally:
             self.num_open -= 1
+
+
+@dataclass(frozen=True)
+class ProgramAddress:
+    """The addresses of a trajectory for a program.
+
+    Attributes:
+        base_url: serves turns.
+        reward_url: takes rewards; a secret of the program. "" where the base URL takes them.
+        secret_files: files that are removed before the first turn is sampled; the program's host adds them.
+    """
+
+    base_url: str
+    reward_url: str = ""
+    secret_files: list[Path] = field(default_factory=list)
 
 
 class _RefusedError(Exception):
@@ -178,17 +201,15 @@ class RecordingEndpoint:
                 raise RuntimeError(f"the endpoint of agents at {self._address} does not start")
             await asyncio.sleep(0.01)
 
-    def open(self, session: ChatSession, *, takes_rewards: bool = True) -> str:
-        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves.
+    def open(self, session: ChatSession) -> str:
+        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves."""
+        return self._open(_Address(session))
 
-        Args:
-            takes_rewards: rewards may be posted there too; False where the model's own commands may know the URL.
-        """
-        return self._open(_Address(session, takes_rewards=takes_rewards))
-
-    def open_rewards(self, session: ChatSession) -> str:
-        """Return the URL to which rewards of a trajectory are posted, and nothing else; valid until `remove`."""
-        return f"{self._open(_Address(session, serves_turns=False))}/reward"
+    def open_apart(self, session: ChatSession) -> ProgramAddress:
+        """Return the addresses of a trajectory whose base URL takes no rewards: commands of the model may know that one."""
+        turns = _Address(session, takes_rewards=False)
+        rewards = _Address(session, serves_turns=False)
+        return ProgramAddress(self._open(turns), f"{self._open(rewards)}/reward", turns.secret_files)
 
     def _open(self, address: _Address) -> str:
         key = secrets.token_urlsafe(24)
@@ -267,7 +288,7 @@ class _Exchange:
             _RefusedError: it does not.
         """
         if self.path == "reward" and not self.address.takes_rewards:
-            text = "rewards are posted to the URL that the program reads from the file descriptor AGENT_REWARD_FD"
+            text = "rewards are posted to the URL in the file AGENT_REWARD_URL_FILE, which is there until the first turn"
             raise _RefusedError(403, text)
         if self.path != "reward" and not self.address.serves_turns:
             raise _RefusedError(403, "rewards alone are posted to this URL")
@@ -297,6 +318,7 @@ class _Exchange:
                 self.send, 200, count | ({} if self.path.startswith("messages") else {"object": "response.input_tokens"})
             )
             return
+        self.address.remove_secrets()
         replies = await self._wait_for(request)
         if replies is None:
             return

@@ -281,7 +281,7 @@ class Tools:
     async def close(self) -> float | None:
         """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
         if not self._is_closed:
-            for tool in {function.tool for function in self._functions.values() if function.tool.grades}:
+            for tool in {function.tool for function in self._functions.values() if function.tool.grades(self._options)}:
                 self._sessions.setdefault(id(tool), tool.open(self._options))
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
