@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.files import read_json
 from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.isolation.variables import expand_variables
@@ -342,7 +343,7 @@ def _read_servers_file(path: str, where: str) -> JsonObject:
     if not file.is_file():
         raise ValueError(f"{where}.mcp_servers_config_path: there is no file '{path}'")
     try:
-        servers = json.loads(file.read_text(encoding="utf-8"))["mcpServers"]
+        servers = read_json(file)["mcpServers"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}.mcp_servers_config_path: '{path}' has no servers under mcpServers: {error}") from None
     if not isinstance(servers, dict):

@@ -42,6 +42,7 @@ class CallLimits:
         max_calls: in a trajectory (max_tool_calls).
         max_parallel_calls: in a turn; further ones are refused.
         max_response_tokens: of one reply (max_tool_response_length).
+        max_response_characters: that a longer reply keeps (max_tool_response_characters).
         truncate_side: see `truncate`.
     """
 
@@ -49,6 +50,7 @@ class CallLimits:
     max_parallel_calls: int = 0
     max_response_tokens: int = 0
     truncate_side: _Side = "middle"
+    max_response_characters: int = 0
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,7 @@ class Tools:
         except ToolError as error:
             text, problem = f"Error: {error}", error.problem
         limits, text = self._limits, truncate_middle(text)
+        text = truncate_characters(text, limits.max_response_characters, limits.truncate_side)
         shorten = partial(truncate, text, limits.max_response_tokens, limits.truncate_side, self._count)
         # a long text takes the tokenizer a while
         text = shorten() if len(text) < _MAX_INLINE_CHARACTERS else await run_in_thread(shorten)
@@ -352,10 +355,25 @@ def _read_column(columns: Mapping[str, object], name: str, default: object) -> A
     return default if value is None else value
 
 
+def truncate_characters(text: str, limit: int, side: _Side) -> str:
+    """Return the text, or so many of its characters and a mark where text was removed; 0 for no limit.
+
+    In the middle both sides keep half of them, rounded down, as in verl. See `truncate` for the names of the sides.
+    """
+    if limit <= 0 or len(text) <= limit:
+        return text
+    half, dots = limit // 2, "..."
+    return {
+        "left": f"{text[:limit]}{dots}{_TRUNCATION_MARK}",
+        "right": f"{_TRUNCATION_MARK}{dots}{text[len(text) - limit :]}",
+        "middle": f"{text[:half]}{dots}{_TRUNCATION_MARK}{dots}{text[len(text) - half :]}",
+    }[side]
+
+
 def truncate(text: str, limit: int, side: _Side, count: Callable[[str], int]) -> str:
     """Return the text, or the part that fits, with a mark where text was removed.
 
-    The sides have their names in MindSpeed-RL and verl: "left" keeps the start, "right" the end, "middle" both.
+    The sides have their names in MindSpeed-RL and in verl before 0.8: "left" keeps the start, "right" the end, "middle" both.
 
     Args:
         limit: tokens of the result, including the mark; 0 for no limit.

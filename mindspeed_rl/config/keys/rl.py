@@ -705,6 +705,11 @@ class _ToolKeys:
         range=Range.TOKENS_FROM_0, needs=_TOOLS, on_resume="in_flight")
     max_tool_response_length: int = key(0, "tokens of one tool reply", "一次工具回复的 token 数", range=Range.TOKENS_FROM_0,
         needs=_TOOLS, on_resume="in_flight")
+    max_tool_response_characters: int = key(0,
+        "characters of one tool reply, as verl counts them: a longer one keeps so many, and has a mark where text was removed; "
+        "0: no limit",
+        "一次工具回复的字符数（verl 的计法）：更长的回复保留这么多字符，并在删去处加标记；0：不限", range=Range.TOKENS_FROM_0,
+        needs=_TOOLS, on_resume="in_flight")
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(None, "part of a long reply that is cut",
         "过长的回复截掉哪一部分", needs=_TOOLS, on_resume="in_flight")
 
