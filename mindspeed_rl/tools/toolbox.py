@@ -13,13 +13,14 @@ from functools import partial
 from typing import Any, Literal
 
 from mindspeed_rl import registry
-from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN
+from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN, read_number
 from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.argument_checks import ArgumentChecks
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.process_worker import build_tool_pool, truncate_middle
 from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.schemas import ArgumentSchema
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
 
 _LOG = logging.getLogger(__name__)
@@ -288,18 +289,20 @@ class Tools:
                 self._sessions.setdefault(id(tool), tool.open(self._options))
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
-        rewards = []
+        rewards: list[float] = []
         try:
             for session, closing in [(session, asyncio.ensure_future(session.close())) for session in sessions]:
+                closing.add_done_callback(retrieve_exception)  # one that ends after its time may still raise
                 try:
                     # shielded: otherwise wait_for would wait for a task that ignores its cancellation
-                    rewards.append(await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s))
+                    reward = await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s)
+                    if reward is not None:
+                        rewards.append(read_number(reward, "the reward of the final state"))
                 except Exception as error:  # noqa: BLE001 (the user's code, or a timeout; the other sessions are still closed)
                     closing.cancel()
                     _LOG.warning("a tool's end of a conversation failed: %s: %s", type(error).__name__, error)
         finally:
             self._on_close(self)
-        rewards = [reward for reward in rewards if reward is not None]
         return sum(rewards) if rewards else None
 
 
