@@ -34,6 +34,7 @@ from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_ob
 from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
 from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
+from mindspeed_rl.files import describe_missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,10 +109,18 @@ class PromptDataset:
         self.dropped = dict(dropped)
         self.num_too_long = len(lengths) - len(self._row_indices)
         self.num_read = len(lengths) + sum(dropped.values())
+        self.longest = int(lengths.max(initial=0))
+        if self.num_read == 0:
+            raise ValueError("no prompt is left: the data has no row at all, not one line with content")
+        if len(lengths) == 0:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
+            raise ValueError(f"no prompt is left: all {self.num_read} rows are left out ({reasons})")
         if len(self._row_indices) == 0:
             raise ValueError(
                 f"no prompt is left: {self.num_too_long} of {self.num_read} rows have max_prompt_length={max_prompt_length}"
-                " tokens or more"
+                f" tokens or more: they have {lengths.min()} to {self.longest}, half of them {np.median(lengths):g} or more;"
+                f" set rl_config.max_prompt_length to {self.longest + 1} for all, and generate_config.max_model_len to it"
+                " plus the tokens of a response"
             )
 
     def __len__(self) -> int:
@@ -333,8 +342,11 @@ def open_prompts(
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
 
 
-def check_prompt_files(data_path: str | Path) -> None:
+def check_prompt_files(data_path: str | Path, key: str = "data_path") -> None:
     """Check that data exists at `data_path`; see `open_prompts`.
+
+    Args:
+        key: where the user wrote it, for the message.
 
     Raises:
         ValueError: it does not exist.
@@ -342,9 +354,9 @@ def check_prompt_files(data_path: str | Path) -> None:
     path, _, _ = split_slice(str(data_path))
     if not list_packed_columns(path) and not path.startswith(HUBS) and not has_files(path):
         raise ValueError(
-            f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data (also"
-            " data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
+            f"{key}={path!r} is neither a raw file or folder, nor a prefix of files named"
+            f" {path}_packed_input_ids_document.bin: {describe_missing(path)}; give the --output-prefix of preprocessing, raw"
+            " data (also data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
         )
 
 

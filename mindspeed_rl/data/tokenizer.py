@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.hub import fetch, parse_hub_name
-from mindspeed_rl.files import read_json
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.importing import auto_tokenizer
 
 if TYPE_CHECKING:
@@ -50,7 +51,10 @@ def _is_folder(path: str | Path) -> bool:
     looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
     # a mistyped folder must not become a request to the hub
     if looks_local and not folder.is_dir():
-        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
+        problem = "" if os.path.exists(folder) else f": {describe_missing(path)}"
+        raise ValueError(
+            f"tokenizer_name_or_path={str(path)!r} is not a folder{problem}; give the folder that holds tokenizer.json"
+        )
     return looks_local
 
 

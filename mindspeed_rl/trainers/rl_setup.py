@@ -201,9 +201,9 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield from list_source_checks(run)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
-    for path in (actor.data_path, actor.eval_data_path):
-        if isinstance(path, str):
-            yield partial(check_prompt_files, path)
+    for key in ("data_path", "eval_data_path"):
+        if isinstance(path := getattr(actor, key), str):
+            yield partial(check_prompt_files, path, key)
 
 
 def _check_engine_files(run: Run) -> None:
