@@ -93,8 +93,8 @@ def _describe_no_weights(value: str) -> str:
     if any(folder.glob("*.safetensors")):
         return f"{where} has weights and no config.json; copy it from the published model."
     return (
-        f"{value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint ({TRACKER_NAME}); it is "
-        f"{where}."
+        f"{value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint ({TRACKER_NAME}); it "
+        f"is {where}."
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
+from mindspeed_rl import registry
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
@@ -66,7 +67,7 @@ class PromptSettings:
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
     can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
-    relative paths.
+    relative paths. vocab_size is that of the model, which has every token of a prompt.
     """
 
     prompt_type: str | None = None
@@ -79,6 +80,7 @@ class PromptSettings:
     tools: tuple[Mapping[str, object], ...] = ()
     image_rules: ImageRules | None = None
     image_folder: str | None = None
+    vocab_size: int | None = None
 
 
 class PromptDataset:
@@ -410,6 +412,7 @@ def _load_raw(
             is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
             if settings.map_keys is None and is_plain and "instruction" not in first:
                 settings = replace(settings, map_keys=_PLAIN_COLUMNS)
+            _check_label_column(first, settings.map_keys)
             if keys is None:
                 guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
                 has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
@@ -454,6 +457,12 @@ def _load_raw(
                 bad.append((number, error))
                 continue
             tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+            if settings.vocab_size is not None and max(tokens, default=0) >= settings.vocab_size:
+                # before lengths, which another tokenizer makes too long
+                raise ValueError(
+                    f"{path}, row {number}: the tokenizer writes token {max(tokens)}, but the model's vocabulary has"
+                    f" {settings.vocab_size}; give the tokenizer of the model (tokenizer_name_or_path)"
+                )
             values = draft.note if images is None else {**draft.note, IMAGES: References(image.key for image in stored)}
             rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
@@ -464,6 +473,17 @@ def _load_raw(
             dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
     return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped, note=source.note)
+
+
+def _check_label_column(row: Row, map_keys: Mapping[str, object] | None) -> None:
+    """Raise ValueError where map_keys names a column of labels that the rows do not have."""
+    column = (map_keys or {}).get("response")
+    if column and row and column not in row and map_keys is not _PLAIN_COLUMNS:
+        hint = registry.did_you_mean(column, map(str, row))
+        raise ValueError(
+            f"map_keys: response names the column {column!r} for labels, which the rows do not have; they have"
+            f" {', '.join(map(str, row))}{hint}; leave response out of map_keys for data without labels"
+        )
 
 
 def _choose_handler(row: Row, keys: Sequence[str], map_keys: Mapping[str, object] | None) -> str:
