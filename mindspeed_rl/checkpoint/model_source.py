@@ -144,6 +144,8 @@ def weights_kind(folder: Path, iteration: int | None = None) -> _WeightsKind | N
     Raises:
         ValueError: what names the newest checkpoint is missing beside checkpoints or names none, or the one meant is absent.
     """
+    if folder.exists() and not folder.is_dir():
+        return None
     newest = newest_checkpoint(folder) if iteration is None else str(iteration)
     if newest is not None:
         checkpoint = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")

@@ -54,9 +54,13 @@ def main(argv: list[str]) -> int:
     _add_fit(fit_parser)
     experts = kinds.add_parser("experts", help="assignment of experts to devices, from counts of a rollout")
     _add_experts(experts)
-    arguments = _parse(parser, argv)
+    both = kinds.add_parser("run", help="memory, then time: what `mindspeed-rl plan --config-name FILE` prints")
+    _add_run(both)
+    _add_lengths(both)
+    # without a kind, the first word is an option of the run
+    arguments = _parse(parser, ["run", *argv] if argv and argv[0].startswith("--config") else argv)
     try:
-        return {"memory": _memory, "time": _time, "fit": _fit, "experts": _experts}[arguments.kind](arguments)
+        return {"run": _both, "memory": _memory, "time": _time, "fit": _fit, "experts": _experts}[arguments.kind](arguments)
     except ConfigError as error:
         print("error: " + "\nerror: ".join(error.errors), file=sys.stderr)
     except ValueError as error:
@@ -177,6 +181,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     assumed = list(list_memory_assumptions(run.config, device))
     _print(MemoryReport(plan, changes, assumed), arguments)
     return 0 if plan.verdict in ("fits", "tight") else 1
+
+
+def _both(arguments: argparse.Namespace) -> int:
+    fits = _memory(arguments)
+    if not arguments.json:
+        print(flush=True)
+    return max(fits, _time(arguments))
 
 
 def _time(arguments: argparse.Namespace) -> int:

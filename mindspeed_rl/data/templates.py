@@ -408,7 +408,10 @@ class HfTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+            raise ValueError(
+                "prompt_type='hf' needs a tokenizer with a chat template; this one has none: take a template by name"
+                " (prompt_type: chatml, or empty for plain text), or copy chat_template.jinja of the published model"
+            )
         self._tokenizer = tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         # the longest first: an alternation takes the first match, which may be a prefix of another

@@ -57,8 +57,8 @@ def _check_cache(run: Run) -> None:
     needed, total = replicas * generate.kv_cache_memory_gib, psutil.virtual_memory().total / _GIB
     if needed >= total:
         raise ValueError(
-            f"generate_config.kv_cache_memory_gib: {generate.kv_cache_memory_gib:g} GiB for each of {replicas} engines are"
-            f" {needed:g} GiB, and this machine has {total:.1f} GiB for everything; leave it out for a size that follows"
+            f"generate_config.kv_cache_memory_gib: {generate.kv_cache_memory_gib:g} GiB x {replicas} (engines on this machine)"
+            f" = {needed:g} GiB, and it has {total:.1f} GiB for everything; leave it out for a size that follows"
             " max_num_seqs and max_model_len"
         )
 

@@ -148,6 +148,9 @@ def describe_prompts(prompts: PromptDataset, batch: int) -> list[str]:
             f"{prompts.num_too_long} of {prompts.num_read} rows are left out: their prompts are too long; the longest has"
             f" {prompts.longest} tokens, which need rl_config.max_prompt_length={prompts.longest + 1}"
         )
+    if prompts.dropped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(prompts.dropped.items()))
+        warnings.append(f"{sum(prompts.dropped.values())} of {prompts.num_read} rows are left out: {reasons}")
     some = range(0, len(prompts), -(-len(prompts) // _CHECKED_LABELS))
     empty = [index for index in some if (label := prompts[index]["label"]) is not None and not label.strip()]
     if empty:
