@@ -590,10 +590,21 @@ class ImageReader:
         check_images(references)
         return replace(conversation, messages=messages, images=references)
 
+    def select(self, conversation: Conversation) -> Conversation:
+        """Return the beginning of a conversation with the images of its markers only."""
+        texts = [conversation.system or "", *(text for message in conversation.messages for text in message.contents)]
+        return replace(conversation, images=conversation.images[: sum(text.count(self.marker) for text in texts)])
+
     def write_markers(self, conversation: Conversation) -> Conversation:
         """Return the conversation with this reader's marker in the place of each IMAGE_MARK."""
-        texts = [tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents) for one in conversation.messages]
-        messages = [replace(one, contents=contents) for one, contents in zip(conversation.messages, texts)]
+        messages = [
+            replace(
+                one,
+                contents=tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents),
+                entries=tuple({**entry, "content": entry["content"].replace(IMAGE_MARK, self.marker)} for entry in one.entries),
+            )
+            for one in conversation.messages
+        ]
         system = conversation.system and conversation.system.replace(IMAGE_MARK, self.marker)
         return replace(conversation, messages=messages, system=system)
 

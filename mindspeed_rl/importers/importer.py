@@ -12,11 +12,15 @@ from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceP
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
+from mindspeed_rl.importers.source_files import add_runtime_environment
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import format_value
+
+#: values of a variable that leave its feature off
+_OFF = ("", "0", "false", "False")
 
 
 def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
@@ -31,12 +35,16 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     """
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
-    command = project.read(read_script(text, settings.variables, settings.folder), settings.devices)
+    commands = [add_runtime_environment(item) for item in read_script(text, settings.variables, settings.folder)]
+    command = project.read(commands, settings.devices)
     # what the user says is known to the formulas of the plan too
     command = replace(command, environment={**command.environment, **settings.variables})
     run = Import(project.title, settings, project.prefix, command.options)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]
+    for name, feature in project.switches.items():
+        if command.environment.get(name, "") not in _OFF:
+            run.refuse(f"{name}={command.environment[name]}", feature)
     _request_unknown(command, table)
     for name, value in command.options.items():
         option = project.prefix + name

@@ -253,6 +253,7 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
         command.number("min_lr", 0.0),
     )
     tensor, pipeline, context, experts, replicas = read_layout(command)
+    no_balance = (f"{ACTOR}.moe_aux_loss_coeff", 0.0, "Megatron's default, whatever config.json has")
     counts = {f"{ACTOR}.{name}": count for name, count in _count_iterations(run, command, recipe.steps_per_rollout).items()}
     return replace(
         recipe,
@@ -264,6 +265,7 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
         weight_decay=command.number("weight_decay", 0.01),
         clip_grad=command.number("clip_grad", 1.0),
         keys={**counts, f"{ACTOR}.num_layer_list": _list_layers(run, command), **recipe.keys},
+        defaults=(*recipe.defaults, *((no_balance,) if command.get("num_experts") else ())),
     ).follow(schedule)
 
 

@@ -57,7 +57,7 @@ from mindspeed_rl.importers.translators import (
     set_recomputation,
     set_tensorboard,
 )
-from mindspeed_rl.importers.writer import find_lora_targets
+from mindspeed_rl.importers.writer import find_lora_targets, list_expert_defaults
 
 #: module -> program
 _MODULES = {f"train_{name}": name for name in ("ppo_ray", "sft", "dpo", "rm")}
@@ -374,7 +374,11 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             f"{RL}.use_wandb": True if command.has("logger.wandb.key") else None,
         },
         notes={"use_wandb": "the key comes from WANDB_API_KEY"},
-        defaults=((f"{ACTOR}.adam_beta1", 0.9, _DEFAULT), (f"{ACTOR}.adam_beta2", 0.95, _DEFAULT)),
+        defaults=(
+            (f"{ACTOR}.adam_beta1", 0.9, _DEFAULT),
+            (f"{ACTOR}.adam_beta2", 0.95, _DEFAULT),
+            *list_expert_defaults(model, "OpenRLHF"),
+        ),
     )
     recipe = (_describe_ppo if program == "ppo_ray" else _describe_dataset)(run, command, shared)
     warmup = math.ceil(recipe.total_steps * (rate.warmup_share or 0.0))

@@ -201,6 +201,7 @@ class SourceProject:
             a program that does not train. It notes and refuses options that no part of a run has.
         finish: sets what depends on other keys, after the run has been written.
         prefix: of an option as it is written, such as "--".
+        switches: variables of the environment that change what is trained -> the feature, which is not available.
     """
 
     name: str
@@ -211,6 +212,7 @@ class SourceProject:
     describe: Callable[[Import, SourceCommand], Recipe | None]
     finish: Callable[[Import, SourceCommand], None] | None = None
     prefix: str = "--"
+    switches: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_scalar(text: str) -> bool | int | float | str | list[object] | None:

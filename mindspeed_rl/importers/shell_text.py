@@ -40,12 +40,16 @@ class Command:
         environment: exported variables and those in front of the command.
         line: of the script, from 1.
         uncertain: the condition that decides on the machine whether the command runs; empty where it always does.
+        folder: of the script; None for a command alone.
+        directory: that the script has changed to; empty where it has not.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     line: int
     uncertain: str = ""
+    folder: Path | None = None
+    directory: str = ""
 
 
 def list_unknown(text: object) -> list[tuple[str, int]]:
@@ -388,6 +392,7 @@ class _Interpreter:
     functions: dict[str, list[_Node]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     uncertain: str = ""
+    directory: str = ""
     line: int = 1
     depth: int = 0
 
@@ -520,7 +525,9 @@ class _Interpreter:
         front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
         exported = {key: self._value(key) for key in sorted(self.exported) if key in self.variables or key in self.known}
         environment = {**exported, **{key: self.known.get(key, value) for key, value in front.items()}}
-        self.commands.append(Command(tuple(expanded), environment, node.line, self.uncertain))
+        if name == "cd" and len(expanded) > 1 and not list_unknown(expanded[1]) and not expanded[1].startswith("-"):
+            self.directory = str(Path(self.directory, expanded[1]))
+        self.commands.append(Command(tuple(expanded), environment, node.line, self.uncertain, self.folder, self.directory))
         return True
 
     def _include(self, text: str) -> bool | None:

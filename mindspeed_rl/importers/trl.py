@@ -45,8 +45,10 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
+    count_accelerated,
     describe_preprocessing,
     join_words,
     name_prompts,
@@ -60,7 +62,7 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     set_trackers,
 )
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
 _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
@@ -74,7 +76,9 @@ _OTHER_PROGRAMS = {
     "skills": "it trains nothing",
 }
 #: configuration of accelerate by the name that TRL has for it -> processes
-_ACCELERATE = dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8) | {"single_gpu": 1}
+_EIGHT = "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2"
+_FEWER = {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
+_ACCELERATE: dict[str, int] = {**dict.fromkeys(map(str, _EIGHT.split()), 8), **_FEWER}
 #: flags of accelerate and torchrun without a value
 _LAUNCHER_FLAGS = frozenset(
     "multi_gpu cpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet module no_python standalone m "
@@ -106,14 +110,14 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             files.append(words[place])
         values: dict[str, object] = {}
         for file in files:
-            values |= read_option_file(Path(str(file)))
+            values |= read_option_file(require_file(command, "--config", str(file)))
         values.pop("env", None)
         # the parser has --no_x for a flag x that is on
         for name in [name for name in options if name.startswith("no_")]:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(launch, command.environment)
+        world = devices or _count_processes(command, launch)
         if not program:
             program = _guess_program(values | options)
         return SourceCommand(program, values | options, command.environment, world, _TABLES[program])
@@ -154,18 +158,11 @@ def _split_options(words: list[str]) -> dict[str, object]:
     return join_words(options)
 
 
-def _count_processes(launch: Mapping[str, object], environment: Mapping[str, str]) -> int:
+def _count_processes(command: Command, launch: Mapping[str, object]) -> int:
     """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
-    if (config := launch.get("accelerate_config", launch.get("config_file"))) is not None:
-        name = Path(str(config)).stem
-        content = read_option_file(Path(str(config))) if Path(str(config)).is_file() else {}
-        found = launch.get("num_processes", content.get("num_processes", _ACCELERATE.get(name)))
-        if found is None:
-            raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
-        return read_count("num_processes", found)
-    if "num_processes" in launch:
-        return read_count("num_processes", launch["num_processes"])
-    per_node = launch.get("nproc_per_node")
+    if (count := count_accelerated(command, launch, _ACCELERATE)) is not None:
+        return count
+    environment, per_node = command.environment, launch.get("nproc_per_node")
     if per_node is not None:
         return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
@@ -345,7 +342,7 @@ _ROLLOUT: dict[str, Option] = {
     "generation_kwargs": refused("further arguments of generation"),
     "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
     "shuffle_dataset": negated(f"{ACTOR}.no_shuffle"),
-    "chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "mask_truncated_completions": to(f"{RL}.overlong_filter"),
     "log_completions": to(f"{RL}.log_completions"),
     "num_completions_to_print": to(f"{RL}.log_completions_keep"),
@@ -621,7 +618,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     path, written_by = _find_data(command)
     if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: --model_name_or_path is missing"])
-    has_limit = (limit := command.number("max_steps", -1)) > 0
+    model, has_limit = command.text("model_name_or_path"), (limit := command.number("max_steps", -1)) > 0
+    recomputed = ((key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items())
     strategy, saved = command.get("save_strategy", "steps"), command.number("save_steps", 500)
     synced = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
     shared = Recipe(
@@ -635,7 +633,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
         data=(path,),
-        model=command.text("model_name_or_path"),
+        model=model,
         placement=Placement(actor=command.devices),
         batch=Batch(sizes.micro, sizes.group, None if sizes.rollout is None else sizes.iterations),
         rates=(_read_rate(run, command, sizes, schedule),),
@@ -655,10 +653,9 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lr_warmup_fraction": "as a fraction of the run",
             "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
         },
-        defaults=()
-        if command.has("gradient_checkpointing")
-        else tuple(
-            (key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items()
+        defaults=(
+            *list_expert_defaults(model, "TRL", coefficient=0.0 if command.program == "reward" else 0.001),
+            *(() if command.has("gradient_checkpointing") else recomputed),
         ),
     ).follow(schedule)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)

@@ -261,6 +261,41 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
     run.translate(option, values, "rank and scale are the adapter's")
 
 
+def list_expert_defaults(model: str, project: str, *, coefficient: float = 0.0) -> tuple[tuple[str, object, str], ...]:
+    """Return the keys of a project whose experts have no balancing loss of config.json, and whose routers' bias stays as it is.
+
+    A model whose config.json is here and has no experts needs none of them.
+
+    Args:
+        coefficient: of the balancing loss without an option.
+    """
+    if count_experts(model) == 0:
+        return ()
+    weight = "without a balancing loss" if not coefficient else f"with a balancing loss of weight {coefficient:g}"
+    return (
+        (f"{ACTOR}.moe_aux_loss_coeff", coefficient, f"{project} trains experts {weight} unless an option says so"),
+        (f"{ACTOR}.moe_router_bias_update_rate", 0.0, f"{project} leaves the bias of the routers as it is"),
+    )
+
+
+def count_experts(model: str) -> int | None:
+    """Return the experts of a layer of the model, 0 for a dense one; None where its config.json is not on this machine.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    path = Path(model, "config.json").expanduser()
+    if not model or not path.is_file():
+        return None
+    try:
+        config = read_json(path)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    shape = config.get("text_config") or config
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    return next((int(shape[name]) for name in names if shape.get(name)), 0)
+
+
 def note_prediction(*, adapts: bool) -> str:
     """Return the note of prediction layers that train; where adapters train, the layers have some too, as in Megatron there."""
     return f"their loss is a mean over the tokens of an optimizer step{'; their adapters train' if adapts else ''}"

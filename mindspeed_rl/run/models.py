@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_rl.adaptors.cpu_attention import keep_kernel, try_kernels
+from mindspeed_rl.adaptors.exact_kernels import find_violation
 from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
 from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
@@ -59,7 +61,12 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
         ValueError: the run file is wrong; all violations are named.
     """
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
-    return resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    if run.platform == "cpu" and cfg.exact_slices:
+        threads = 1 if run.threads is None else run.threads.count
+        if (problem := find_violation(cfg.exact_slices, threads)) is not None:
+            raise ConfigError([problem])
+    return run
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
@@ -324,7 +331,13 @@ def plan_models(run: Run) -> Run:
     if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
     cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
-    return dataclasses.replace(run, config=cfg, models=models, resume=resume)
+    attention = None
+    if run.platform == "cpu":
+        # other last bits than before would make a resumed run another run
+        recorded = resume.state.get("cpu_attention")
+        threads = 1 if run.threads is None else run.threads.count
+        attention = try_kernels(threads) if recorded is None else keep_kernel(recorded)
+    return dataclasses.replace(run, config=cfg, attention=attention, models=models, resume=resume)
 
 
 def _plan_critic(cfg: RunConfig, resumes_after: int | None) -> RoleModel:

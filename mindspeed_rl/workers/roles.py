@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -196,6 +196,7 @@ class Role:
         if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
             return
         if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
+            self.offloader.onload(params=True)
             self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
@@ -366,12 +367,13 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
 
 
-def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
+def build_teachers(run: Run, shared: PassSettings, release: Callable[[Role], None]) -> dict[str, Role]:
     """Build the teachers with weights of their own; collective over their training world.
 
     Args:
         run: with its models.
         shared: see `build_pass_settings`.
+        release: is called with each before the next is built.
     """
     assert run.objective is not None and run.objective.distillation is not None
     settings, vocab_size = run.objective.distillation, run.models["actor"].plan.model_config.vocab_size
@@ -383,6 +385,7 @@ def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
                 # rows beyond the student's vocabulary are padding that was stored
                 model.true_vocab_size = min(model.true_vocab_size, vocab_size)
         built[folder] = role
+        release(role)
     return built
 
 

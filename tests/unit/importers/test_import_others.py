@@ -259,3 +259,30 @@ def test_rloo_of_trl_sums_a_response_and_multiplies_its_ratios() -> None:
     run = take("trl", command, devices=8)
     assert run.plans is not None and run.plans[0].aggregation == "summed" and run.plans[0].kl_place == "reward"
     fail("trl", command + " --num_iterations 2", "level would be token here", devices=8)
+
+
+def test_arguments_of_the_chat_template_are_a_key() -> None:
+    arguments = '{"enable_thinking": false, "reasoning_effort": "low"}'
+    trl = take("trl", TRL + f"--per_device_train_batch_size 8 --max_steps 1 --chat_template_kwargs '{arguments}'", devices=8)
+    slime = take("slime", SLIME + f"--num-rollout 1 --apply-chat-template --apply-chat-template-kwargs '{arguments}'")
+    for run in (trl, slime):
+        assert run.get("megatron_training.enable_thinking") is False
+        assert run.get("megatron_training.chat_template_kwargs") == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 ",
+        "export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1\n",
+        """E='{"env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}'\nray job submit --runtime-env-json="$E" -- """,
+        """ray job submit --runtime-env runtime.yaml -- """,
+    ],
+)
+def test_a_variable_that_switches_training_is_refused_wherever_the_script_sets_it(tmp_path: Path, front: str) -> None:
+    (tmp_path / "runtime.yaml").write_text("env_vars: {OPEN_TRAINING_INT4_FAKE_QAT_FLAG: '1'}")
+    command = SLIME.partition(" -- ")[2] + "--num-rollout 10"
+    settings = ImportSettings(rewards=REWARDS, folder=tmp_path)
+    with pytest.raises(ConfigError, match="rounded to int4"):
+        import_command(PROJECTS["slime"], front + command, settings)
+    assert import_command(PROJECTS["slime"], f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG=0 {command}", settings).plans is not None
