@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.stacked_experts import is_stack, separate_stacks
 from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
-from mindspeed_rl.files import open_regular, read_json
+from mindspeed_rl.files import describe_missing, open_regular, read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
@@ -41,7 +41,7 @@ _COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*
 # they describe the weights or the training beside them, not the model
 _NOT_COMPANIONS = ("*.index.json", "adapter_config.json", "trainer_state.json", "conversion.json")
 
-_INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
 
@@ -107,7 +107,7 @@ class HfFolder(RecordSource):
     def __init__(self, path: str | Path) -> None:
         folder = Path(path)
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder")
+            raise ValueError(f"{folder} is not a folder" if folder.exists() else describe_missing(folder))
         self.path = folder
         self.config = read_json(folder / "config.json")
         stored = read_weight_files(folder)
@@ -126,9 +126,18 @@ class HfFolder(RecordSource):
         return HfFolder, (self.path,)
 
 
+def list_missing_shards(folder: Path) -> list[str]:
+    """Return the weight files that the index of a folder names and that are not there; none without an index."""
+    if not (folder / INDEX_NAME).is_file():
+        return []
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
 def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     """Read the records of an HF folder's tensors from its index and headers; ValueError as for `HfFolder`."""
-    index_path = folder / _INDEX_NAME
+    index_path = folder / INDEX_NAME
     if not os.path.lexists(index_path):
         if (folder / _SINGLE_NAME).is_file():
             return read_safetensors_header(folder / _SINGLE_NAME)
@@ -138,7 +147,7 @@ def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
             return read_safetensors_header(files[0])
         if list(folder.glob("pytorch_model*.bin")):
             raise ValueError(f"{folder} holds pytorch_model*.bin files; save it as safetensors first (save_pretrained does)")
-        raise ValueError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}")
+        raise ValueError(f"{folder} has neither {_SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
         raise ValueError(f"{index_path} has no weight_map from tensor names to files")
@@ -146,11 +155,11 @@ def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ValueError(f"{folder} lacks {file_name}, which {_INDEX_NAME} names")
+            raise ValueError(f"{folder} lacks {file_name}, which {INDEX_NAME} names")
         records |= read_safetensors_header(path)
     for name, file_name in weight_map.items():
         if name not in records:
-            raise ValueError(f"{file_name} lacks tensor {name!r}, which {_INDEX_NAME} places there")
+            raise ValueError(f"{file_name} lacks tensor {name!r}, which {INDEX_NAME} places there")
     return records
 
 
@@ -231,7 +240,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
     if set(weight_map.values()) == {_SINGLE_NAME}:
         return
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _companion_files(folder: Path) -> list[Path]:

@@ -443,7 +443,10 @@ class HfTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object] | None = None) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+            raise ValueError(
+                "prompt_type='hf' needs a tokenizer with a chat template; this one has none: take a template by name"
+                " (prompt_type: chatml, or empty for plain text), or copy chat_template.jinja of the published model"
+            )
         self._arguments: dict[str, Any] = {key: value for key, value in (arguments or {}).items() if key != THINKING_ARGUMENT}
         for name in self._arguments:
             if name in _SET_ARGUMENTS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import describe_missing, write_file
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
@@ -88,6 +89,10 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+#: a word that is the name of a script, or of a file of options, and no command
+_SCRIPT = re.compile(r"[^\s=]+\.(sh|bash|py|yaml|yml|json|txt)")
+
+
 def _read_command(words: list[str]) -> str:
     """Return the text of a command, of a script that it names, or of standard input; a file of options stays a name."""
     if words == ["-"]:
@@ -95,6 +100,8 @@ def _read_command(words: list[str]) -> str:
     if len(words) == 1 and len(words[0]) < _MAX_PATH and "\n" not in words[0] and Path(words[0]).is_file():
         path = Path(words[0])
         return shlex.quote(words[0]) if path.suffix in (".yaml", ".yml", ".json") else path.read_text(encoding="utf-8")
+    if len(words) == 1 and _SCRIPT.fullmatch(words[0]) and len(words[0]) < _MAX_PATH:
+        raise ConfigError([f"there is no script: {describe_missing(words[0])}"])
     return words[0] if len(words) == 1 else shlex.join(words)
 
 
