@@ -85,7 +85,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     if world is None and "nproc_per_node" in launcher:
         per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
         world = read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
-    return SourceCommand(program, options, command.environment, world or 1, _TABLES[program])
+    return SourceCommand(program, options, command.environment, world or 1, _TABLES[program], loop=command.loop)
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:

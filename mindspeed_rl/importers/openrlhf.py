@@ -101,7 +101,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     program = found[0][2]
     launcher, _ = read_flags(command.words[:place])
     options = read_options(command.words[place + 1 :])
-    parsed = SourceCommand(program, options, command.environment, 1, _TABLES[program])
+    parsed = SourceCommand(program, options, command.environment, 1, _TABLES[program], loop=command.loop)
     if devices is None and program == "ppo_ray":
         devices = parsed.count("actor.num_nodes", 1) * parsed.count("actor.num_gpus_per_node", 8)
     elif devices is None:

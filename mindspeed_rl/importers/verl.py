@@ -253,7 +253,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
     return _complete(
         program, composition.options, launched or devices, command.environment, recipe,
-        is_disaggregated=any("one_step_off" in word for word in command.words),
+        is_disaggregated=any("one_step_off" in word for word in command.words), loop=command.loop,
     )  # fmt: skip
 
 
@@ -305,6 +305,7 @@ def _complete(
     recipe: str = "",
     *,
     is_disaggregated: bool = False,
+    loop: str = "",
 ) -> SourceCommand:
     """Return the command with values of other options in place of their names, its table and its devices."""
     options = {_rename(name): value for name, value in composed.items()}
@@ -332,7 +333,8 @@ def _complete(
     world = per_node * command.count("trainer.nnodes", 1)
     if devices is not None and not command.has("trainer.n_gpus_per_node"):
         world = devices
-    return SourceCommand(program, options, devices=world, table=table, trailing=(recipe,) if recipe else ())
+    trailing = (recipe,) if recipe else ()
+    return SourceCommand(program, options, environment, world, table, trailing, loop)
 
 
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
