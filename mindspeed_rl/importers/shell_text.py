@@ -433,6 +433,7 @@ class _Interpreter:
     functions: dict[str, list[_Node]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
+    inner_runs: list[int] = field(default_factory=lambda: [0])
     uncertain: str = ""
     loop: str = ""
     directory: str = ""
@@ -705,10 +706,13 @@ class _Interpreter:
             front: variables in front of the command.
             keeps: it is on this machine, and has the exported variables.
         """
+        self.inner_runs[0] += 1
+        if self.inner_runs[0] > _MAX_ITEMS:
+            raise ConfigError([f"line {self.line}: the script runs more than {_MAX_ITEMS} others"])
         exported = {key: self.variables[key] for key in self.exported if key in self.variables} if keeps else {}
         inner = _Interpreter(
             self.known, self.folder, {**exported, **front}, set(exported) | set(front), files=self.files,
-            uncertain=self.uncertain, loop=self.loop, directory=self.directory if keeps else "", depth=self.depth + 1,
+            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop, directory=self.directory if keeps else "", depth=self.depth + 1,
         )  # fmt: skip
         inner._set_arguments(arguments)
         inner.run(_Parser(_Reader(text.replace("\r\n", "\n")).read_tokens()).parse_list(()))

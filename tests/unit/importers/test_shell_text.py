@@ -209,3 +209,5 @@ def test_the_first_run_of_a_loop_is_read_and_says_so() -> None:
 
 def test_a_script_that_calls_itself_ends() -> None:
     assert len(read_script("cat > a.sh <<'EOF'\nbash a.sh\ntrain\nEOF\nbash a.sh")) < 100
+    with pytest.raises(ConfigError, match="runs more than 64 others"):
+        read_script("cat > a.sh <<'EOF'\nbash a.sh\nbash a.sh\nEOF\nbash a.sh")
