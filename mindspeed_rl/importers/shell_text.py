@@ -712,7 +712,8 @@ class _Interpreter:
         exported = {key: self.variables[key] for key in self.exported if key in self.variables} if keeps else {}
         inner = _Interpreter(
             self.known, self.folder, {**exported, **front}, set(exported) | set(front), files=self.files,
-            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop, directory=self.directory if keeps else "", depth=self.depth + 1,
+            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
+            directory=self.directory if keeps else "", depth=self.depth + 1,
         )  # fmt: skip
         inner._set_arguments(arguments)
         inner.run(_Parser(_Reader(text.replace("\r\n", "\n")).read_tokens()).parse_list(()))

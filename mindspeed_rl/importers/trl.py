@@ -630,6 +630,10 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     return Schedule(peak, _STYLES[name], total, sizes.warmup(command, total), floor=peak * floor)
 
 
+#: keys of a command without --output_dir
+_FOLDERS = {"run_dir": "trainer_output", f"{ACTOR}.save": "trainer_output/checkpoints"}
+
+
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by TRL's formulas."""
     sizes, stage = _Sizes(command), _STAGES[command.program]
@@ -674,6 +678,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
         },
         defaults=(
+            *((key, value, "TRL's folder") for key, value in _FOLDERS.items() if not command.has("output_dir")),
             *list_expert_defaults(model, "TRL", coefficient=0.0 if command.program == "reward" else 0.001),
             *(() if command.has("gradient_checkpointing") else recomputed),
         ),
