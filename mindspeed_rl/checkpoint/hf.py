@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.stacked_experts import is_stack, separate_stacks
 from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
+from mindspeed_rl.files import open_regular, read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
@@ -44,19 +45,6 @@ _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; ValueError naming the file if it is missing, broken, or no object."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__} where a JSON object is expected")
-    return content
-
-
 def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
     """Read the place of every tensor in a safetensors file.
 
@@ -65,15 +53,15 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
     """
     if not path.is_file():
         raise ValueError(f"weight file {path} is missing")
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         # before it is read: a damaged length could ask for any amount of memory
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
     records = {}
     for name, entry in header.items() if isinstance(header, dict) else [("the header", header)]:
@@ -141,7 +129,7 @@ class HfFolder(RecordSource):
 def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     """Read the records of an HF folder's tensors from its index and headers; ValueError as for `HfFolder`."""
     index_path = folder / _INDEX_NAME
-    if not index_path.is_file():
+    if not os.path.lexists(index_path):
         if (folder / _SINGLE_NAME).is_file():
             return read_safetensors_header(folder / _SINGLE_NAME)
         # an only file may have any name; an adapter's is not a model

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl.checkpoint.hf import read_json, read_weight_files
+from mindspeed_rl.checkpoint.hf import read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.plan import ModelSource
 

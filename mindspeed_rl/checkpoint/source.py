@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolder, read_json
+from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
 from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout

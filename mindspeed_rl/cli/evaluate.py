@@ -273,6 +273,7 @@ def _run_harness(
         num_shots=args.num_shots,
         max_samples=args.max_eval_samples,
         chat_template=args.hf_chat_template,
+        template_arguments=session.prompt_format.template_arguments,
         max_model_len=session.settings.max_model_len,
         stop_token_ids=session.prompt_format.stop_token_ids,
         seed=args.seed,
@@ -312,6 +313,7 @@ def _write_json(
     content = {
         "model": session.model.describe(),
         "prompt_type": session.prompt_format.name,
+        "chat_template_kwargs": session.prompt_format.template_arguments,
         "dtype": session.settings.dtype
         if session.settings.dtype != "auto"
         else str(session.model.source.dtype).removeprefix("torch."),

@@ -6,7 +6,6 @@ Settings come from flags, from a YAML file (`--config-name math_17k`, or the bar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -16,7 +15,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from mindspeed_rl import registry
-from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.cli.options import print_status, read_json_object
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
@@ -47,16 +46,6 @@ _IGNORED_KEYS: dict[str, tuple[type, tuple[Any, ...] | None]] = {
 }
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
 def _true_or_false(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
@@ -83,14 +72,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--input", help=f"file, folder, pattern or comma-separated list ({forms}), saved dataset, or dataset name")
     add("--output-prefix", help="path and first part of the written files' names")
     add("--handler-name", help=f"{'; '.join(HANDLERS)}; or module:Class of your own")
-    add("--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
+    add("--map-keys", type=read_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
     add("--json-keys", nargs="+", help="text columns for pretraining")
     add("--dataset-additional-keys", nargs="*", help="columns kept with the prompt (RL)")
     add("--max-samples", type=int, help="stop after this many rows")
     add("--on-bad-row", choices=PreprocessConfig.choices["on_bad_row"], help="action on a malformed row")
     add("--cache-dir", help="cache for dataset names")
     add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading all of it")
-    add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
+    add("--hf-datasets-params", type=read_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
     add("--image-folder", help="folder of images that rows name by relative paths (default: the working directory)")
     add("--min-pixels", type=int, help="smaller images are enlarged to this area (default: the model's)")
     add("--max-pixels", type=int, help="larger images are reduced to this area (default: the model's)")
@@ -109,6 +98,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--prompt-type", help="chat template; hf is the tokenizer's own")
     add("--prompt-type-path", help="template file of your own")
     add("--enable-thinking", choices=PreprocessConfig.choices["enable_thinking"])
+    add("--chat-template-kwargs", type=read_json_object, help="JSON object of arguments of the tokenizer's template (hf)")
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
     add("--drop-thinking", type=_true_or_false, help="leave out thoughts before the last question (default: the template's)")
     add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")

@@ -32,7 +32,7 @@ from mindspeed_rl.data.images import (
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
 from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
-from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
+from mindspeed_rl.data.templates import PLAIN_TEMPLATE, HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
 
 if TYPE_CHECKING:
@@ -78,6 +78,16 @@ class PromptSettings:
     tools: tuple[Mapping[str, object], ...] = ()
     image_rules: ImageRules | None = None
     image_folder: str | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
+
+    def load_template(self, tokenizer: PreTrainedTokenizerBase) -> Template | HfTemplate:
+        """Load the template of the prompts.
+
+        Raises:
+            ValueError: it does not exist, or does not read an argument.
+        """
+        name = self.prompt_type or PLAIN_TEMPLATE
+        return load_template(name, tokenizer, path=self.prompt_type_path, arguments=self.chat_template_kwargs)
 
 
 class PromptDataset:
@@ -131,7 +141,7 @@ class PromptDataset:
         Raises:
             ValueError: a row has no such prompt.
         """
-        template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
+        template = settings.load_template(tokenizer)
         columns = {"prompt": column, "query": "", "response": column, "system": "", "history": ""}
         handler = Math17kAlpacaStyleInstructionHandler(
             HandlerSettings(tokenizer=tokenizer, template=template, map_keys=columns, enable_thinking=settings.enable_thinking)
@@ -147,7 +157,7 @@ class PromptDataset:
                 raise ValueError(f"{where}: column {column!r} is not a prompt of a teacher: {error}") from error
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
-            renderings.append(handler.render_conversation(conversation))
+            renderings.append(handler.render_conversation(conversation.as_context()))
         self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):
@@ -375,7 +385,7 @@ def _load_raw(
     keys: Sequence[str] | None,
     settings: PromptSettings,
 ) -> PromptDataset:
-    template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
+    template = settings.load_template(tokenizer)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:

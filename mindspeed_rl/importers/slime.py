@@ -46,6 +46,7 @@ from mindspeed_rl.importers.translators import (
     name_tokens,
     set_rollout_format,
     set_template_arguments,
+    take_template_words,
 )
 from mindspeed_rl.importers.writer import note_prediction
 
@@ -260,7 +261,7 @@ _TABLE: dict[str, Option] = {
     "input_key": to(f"{ACTOR}.map_keys.prompt", default="input"),
     "label_key": to(f"{ACTOR}.map_keys.response"),
     "apply_chat_template": part("prompt_type"),
-    "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "multimodal_keys": refused("images"),
     "metadata_key": no_effect("columns of the data that rewards read are named in dataset_additional_keys"),
     "tool_key": no_effect("tools are those of rl_config.tool_config_path"),
@@ -485,7 +486,7 @@ def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
 def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared: Recipe) -> Recipe:
     """Return supervised fine-tuning, whose rows are chats of a dataset."""
     prefix = name_tokens(command.text("prompt_data", "data"))
-    words = " --handler-name OpenAIInstructionHandler --prompt-type hf"
+    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{take_template_words(run)}"
     note = describe_preprocessing(command.text("prompt_data"), prefix, command.text("hf_checkpoint"), words)
     run.translate("--prompt_data", {f"{ACTOR}.data_path": prefix}, note)
     run.tree.get(ACTOR, {}).pop("map_keys", None)

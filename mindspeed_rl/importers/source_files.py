@@ -65,7 +65,8 @@ def add_runtime_environment(command: Command) -> Command:
         else:
             continue
         listed = content.get("env_vars") if isinstance(content, dict) else None
-        variables |= {str(key): str(item) for key, item in listed.items()} if isinstance(listed, dict) else {}
+        if isinstance(listed, dict):
+            variables |= {str(key): str(item) for key, item in listed.items()}
     return replace(command, environment={**command.environment, **variables}) if variables else command
 
 

@@ -50,6 +50,7 @@ from mindspeed_rl.importers.translators import (
     name_prompts,
     name_tokens,
     read_option_file,
+    take_template_words,
 )
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
@@ -688,7 +689,8 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf"
+        template = take_template_words(run)
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf{template}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
     else:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, by, read_count, read_scalar
@@ -108,17 +110,30 @@ def describe_preprocessing(name: str, prefix: str, tokenizer: object, options: s
     return f"the prefix that is written by: {head}{options}"
 
 
+def take_template_words(run: Import) -> str:
+    """Return the options of preprocessing for the arguments of the chat template, whose keys are for raw prompts."""
+    group = run.tree.get(ACTOR, {})
+    thinking, arguments = group.pop("enable_thinking", None), group.pop("chat_template_kwargs", None)
+    words = f" --enable-thinking {str(thinking).lower()}" if isinstance(thinking, bool) else ""
+    return words + (f" --chat-template-kwargs '{json.dumps(arguments)}'" if arguments else "")
+
+
 def read_mapping(option: str, value: object) -> dict[str, object]:
-    """Return an option that is a mapping, or its text in JSON; nothing for None.
+    """Return an option that is a mapping, or its text in JSON or in the form of Hydra's commands; nothing for None.
 
     Raises:
-        ConfigError: the text is no JSON.
+        ConfigError: the text is neither.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+            try:
+                value = OverridesParser.create().parse_override(f"value={value}").value()
+            except HydraException:
+                raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+            if not isinstance(value, Mapping):
+                raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -165,12 +180,10 @@ def set_tensorboard(run: Import, option: str, value: object) -> None:
 
 
 def set_template_arguments(run: Import, option: str, value: object) -> None:
-    """Set the arguments of the chat template, of which there is one."""
+    """Set the arguments of the chat template; enable_thinking has a key of its own."""
     values = read_mapping(option, value)
-    if set(values) - {"enable_thinking"}:
-        run.refuse(option, f"arguments of the chat template other than enable_thinking: {', '.join(sorted(values))}")
-    else:
-        run.translate(option, {f"{ACTOR}.{name}": item for name, item in values.items()})
+    thinking = {f"{ACTOR}.enable_thinking": values.pop("enable_thinking")} if "enable_thinking" in values else {}
+    run.translate(option, thinking | ({f"{ACTOR}.chat_template_kwargs": values} if values else {}))
 
 
 def set_rollout_format(run: Import, option: str, value: object) -> None:

@@ -76,9 +76,9 @@ _OTHER_PROGRAMS = {
     "skills": "it trains nothing",
 }
 #: configuration of accelerate by the name that TRL has for it -> processes
-_ACCELERATE: dict[str, int] = dict.fromkeys(
-    "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2".split(), 8
-) | {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
+_EIGHT = "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2"
+_FEWER = {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
+_ACCELERATE: dict[str, int] = {**dict.fromkeys(map(str, _EIGHT.split()), 8), **_FEWER}
 #: flags of accelerate and torchrun without a value
 _LAUNCHER_FLAGS = frozenset(
     "multi_gpu cpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet module no_python standalone m "
@@ -362,7 +362,7 @@ _ROLLOUT: dict[str, Option] = {
     "generation_kwargs": refused("further arguments of generation"),
     "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
     "shuffle_dataset": negated(f"{ACTOR}.no_shuffle"),
-    "chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "mask_truncated_completions": to(f"{RL}.overlong_filter"),
     "log_completions": to(f"{RL}.log_completions"),
     "num_completions_to_print": to(f"{RL}.log_completions_keep"),

@@ -5,7 +5,6 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import (
     UNSET,
     Option,
@@ -48,7 +48,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format
+from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format, take_template_words
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -174,7 +174,10 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.(?:sglang|trtllm)\.[\w.]+", no_effect("read by other engines alone")),
     (r"data\.apply_chat_template_kwargs\.enable_thinking", to(f"{ACTOR}.enable_thinking")),
-    (r"data\.apply_chat_template_kwargs\.\w+", refused("arguments of the chat template but enable_thinking")),
+    (
+        r"data\.apply_chat_template_kwargs\.[\w.]+",
+        by(lambda run, option, value: _set_template_argument(run, option, value), "chat_template_kwargs"),
+    ),
     # names of earlier releases
     (
         r"actor_rollout_ref\.actor\.router_replay\.mode",
@@ -201,6 +204,10 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
 
 def _set_engine(run: Import, option: str, value: object, prefix: str) -> None:
     run.translate(option, {prefix + option.partition(".vllm.")[2]: value})
+
+
+def _set_template_argument(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{ACTOR}.chat_template_kwargs.{option.partition('_kwargs.')[2]}": value})
 
 
 def _limit_images(run: Import, option: str, value: object) -> None:
@@ -780,7 +787,7 @@ def _count_prediction_layers(command: SourceCommand, prefix: str) -> int:
     if not config.is_file():
         return 1
     try:
-        shape = json.loads(config.read_text(encoding="utf-8"))
+        shape = read_json(config)
     except ValueError as error:
         raise ConfigError([f"{prefix}path: {config} is no JSON: {error}"]) from error
     shape |= shape.get("text_config", {})
@@ -842,9 +849,11 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
         command.text("data.messages_key", "messages"),
         command.text("data.enable_thinking_default", "none").lower(),
     )
+    template = take_template_words(run)
     mapped = f""" --map-keys '{{"messages": "{column}"}}'""" if column != "messages" else ""
-    switch = f" --enable-thinking {thinking}" if thinking in ("true", "false") else ""
-    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{mapped}{switch}"
+    is_set = thinking in ("true", "false") and "--enable-thinking" not in template
+    switch = f" --enable-thinking {thinking}" if is_set else ""
+    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{mapped}{switch}{template}"
     if _limit_rows(command):
         run.refuse("data.train_max_samples", "a part of the rows: preprocess that part")
     run.note_given("data.train_max_samples", "all rows", changes_nothing=False)

@@ -27,7 +27,7 @@ from mindspeed_rl.importers.recipe import (
     ENGINE as GENERATE,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format
+from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format, set_template_arguments
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
 _PROFILER = "profiler_config.integrated"
@@ -609,7 +609,7 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ),
     ("tokenizer", to(f"{MEGATRON}.tokenizer_name_or_path")),
     ("val_max_samples", by(lambda run, option, value: _limit_evaluation(run, option, value), "eval_num_prompts")),
-    ("apply_chat_template_kwargs", refused("arguments of the chat template but enable_thinking", unless=({},))),
+    ("apply_chat_template_kwargs", by(set_template_arguments, "enable_thinking, chat_template_kwargs")),
     ("custom_cls.name custom_cls.path", refused("your own dataset class")),
     ("tool_config_path function_tool_path", no_effect("rollout.multi_turn.tool_config_path is read")),
     ("image_key", same("the columns images and image are read", "images", "image")),
@@ -915,7 +915,7 @@ def _build_sft() -> dict[str, Option]:
             ("use_dynamic_bsz max_token_len_per_gpu balance_dp_token num_workers use_shm pad_mode", _MEMORY),
             ("tools_key", same("the column of tools", "tools")), ("enable_thinking_key", same("its column", "enable_thinking")),
             ("custom_cls.name custom_cls.path", refused("your own dataset class")),
-            ("apply_chat_template_kwargs", refused("arguments of the chat template", unless=({},))),
+            ("apply_chat_template_kwargs", by(set_template_arguments, "options of that preprocessing")),
             ("ignore_input_ids_mismatch", no_effect("a row whose template renders earlier turns anew is malformed"))]),
     }  # fmt: skip
 

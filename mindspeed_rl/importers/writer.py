@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import MegatronConfig
 from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import Option
 from mindspeed_rl.importers.recipe import ACTOR, RL, Recipe
 from mindspeed_rl.importers.result import Import
@@ -240,7 +240,7 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
     config: dict[str, object] = {}
     if path.is_file():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except ValueError as error:
             raise ConfigError([f"{option} {adapter}: {ADAPTER_CONFIG} is no JSON: {error}"]) from error
     listed = config.get("target_modules")
@@ -288,9 +288,9 @@ def count_experts(model: str) -> int | None:
     if not model or not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = read_json(path)
     except ValueError as error:
-        raise ConfigError([f"{path} is no JSON: {error}"]) from error
+        raise ConfigError([str(error)]) from error
     shape = config.get("text_config") or config
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     return next((int(shape[name]) for name in names if shape.get(name)), 0)

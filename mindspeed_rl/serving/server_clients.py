@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,10 +10,11 @@ from ray.actor import ActorHandle
 
 from mindspeed_rl.data.images import embed_image, find_file, read_image
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.serving.replies import call_server
 from mindspeed_rl.serving.server_process import ServerProcess
 
-#: log-probs of all chunks that a poll returns
-_MAX_REPLY_BYTES = 1 << 30
+#: twice what `RolloutService.news` returns: a reply is read in the loop that keeps all deadlines
+_MAX_REPLY_BYTES = 16 << 20
 #: path of the calls of `RolloutService`
 CALLS_PATH = "/rollout"
 
@@ -56,10 +58,10 @@ class HttpServerClient:
         files_by_image = {image: find_file(image) for request in requests for image in request["sampling"].get("images", ())}
         files = dict(file for file in files_by_image.values() if file is not None and file[0] not in self._missing)
         if files:
-            missing = await self.call("list_missing", files=files)
+            missing = await call_server(self, "list_missing", {"files": files})
             self._missing |= {path: path in missing for path in files}
         sent = {
-            image: embed_image(read_image(image)) if file is not None and self._missing[file[0]] else image
+            image: await asyncio.to_thread(_embed, image) if file is not None and self._missing[file[0]] else image
             for image, file in files_by_image.items()
         }
         if sent == {image: image for image in files_by_image}:
@@ -72,6 +74,10 @@ class HttpServerClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+
+
+def _embed(image: str) -> str:
+    return embed_image(read_image(image))
 
 
 def _read_result(reply: HttpReply) -> Any:

@@ -2,38 +2,48 @@
 
 The program gets the address of its trajectory (`endpoint.py`) in the environment variables that the clients of OpenAI and
 Anthropic read. A command runs in an empty folder of its own, in a process of the tools' pool: it ends with all processes that
-it started after its time, at its memory limit, and with the run.
+it started after its time, at its limits of memory and room, and with the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
+import logging
 import math
 import os
 import re
-import resource
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.config.keys.rl import AgentKeys
+from mindspeed_rl.folders import FileRefusedError, read_beneath, remove_folder
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.isolation.pool import WorkerError
+from mindspeed_rl.isolation.variables import expand_variables, select_variables
+from mindspeed_rl.scratch import make_owned_folder
+from mindspeed_rl.tools.commands import run_command
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.process_worker import build_tool_pool
-from mindspeed_rl.tools.tool import ToolError, ToolResult
+from mindspeed_rl.tools.running import run_in_thread
 
+_LOG = logging.getLogger(__name__)
 _SUBJECT = "rl_config.agent"
 #: the process that waits for a command is killed this much later than the command
 _GRACE_S = 15.0
-_MAX_OUTPUT_BYTES, _MAX_REASON = 1 << 16, 1000
-_NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
+_REMOVAL_LIMIT_S = 60.0
+_MAX_REPLY_BYTES, _MAX_REASON = 1 << 16, 1000
+#: folder of the files AGENT_TASK and AGENT_RESULT
+_FILES = ".agent"
+#: of the file AGENT_RESULT
+_MAX_RESULT_BYTES = 4 << 20
+_RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
 _PLACE = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
@@ -82,7 +92,10 @@ class AgentProgram:
     def __init__(self, keys: AgentKeys, folders: Sequence[str] = ()) -> None:
         self._keys, self._folders = keys, folders
         self._slots = asyncio.Semaphore(keys.max_parallel)
-        self.pool = build_tool_pool([__name__], int(keys.memory_gib * 2**30))
+        given = {str(name): str(value) for name, value in (keys.env or {}).items()}
+        self._given = expand_variables(given, f"{_SUBJECT}.env")
+        self._scratch: Path | None = None
+        self.pool = build_tool_pool([run_command.__module__], int(keys.memory_gib * 2**30), select_variables(os.environ))
 
     async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         """Play a sample and return what the program reports.
@@ -99,18 +112,17 @@ class AgentProgram:
 
     async def _run(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         deadline = time.monotonic() + self._keys.timeout_s
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
-            task, result = Path(folder, ".agent", "task.json"), Path(folder, ".agent", "result.json")
-            task.parent.mkdir()
+        async with self._open_folder() as folder:
+            task, result, work = folder / _FILES / "task.json", folder / _FILES / "result.json", folder / "work"
+            for below in (task.parent, work, folder / "tmp"):
+                below.mkdir()
             task.write_text(json.dumps(dict(row), default=str, ensure_ascii=False), encoding="utf-8")
-            values = {**row, "base_url": base_url, "model": model, "folder": folder}
+            values = {**row, "base_url": base_url, "model": model, "folder": str(folder)}
             env = self._build_environment(values, base_url, model, task, result)
-            work = Path(folder, "work")
-            work.mkdir()
             ended = await self._execute(_fill(self._keys.command, values, "command"), work, env, deadline)
             if ended.status:
                 raise ProgramError(ended.describe())
-            reported = _read_result(result, ended.output)
+            reported = await run_in_thread(partial(_read_result, folder, ended.output))
             if not self._keys.grader:
                 return reported
             graded = await self._execute(_fill(self._keys.grader, values, "grader"), work, env, deadline)
@@ -120,13 +132,26 @@ class AgentProgram:
             grade = ProgramResult(1.0 - graded.status) if grade is None else _read_report(grade, "the grader's last line")
             return ProgramResult(grade.reward, {**reported.metrics, **grade.metrics}, reported.output)
 
+    @asynccontextmanager
+    async def _open_folder(self) -> AsyncIterator[Path]:
+        """Make a folder for a sample, and remove it after the block, however deep the program has nested folders there."""
+        if self._scratch is None:
+            self._scratch, _ = make_owned_folder(self, "agents-")
+        folder = Path(tempfile.mkdtemp(prefix="agent-", dir=self._scratch)).resolve()
+        try:
+            yield folder
+        finally:
+            # shielded: the files of a cancelled sample are removed too
+            if not await asyncio.shield(run_in_thread(partial(remove_folder, folder, _REMOVAL_LIMIT_S))):
+                _LOG.warning("not all files of a sample's program could be removed: %s", folder)
+
     async def _execute(self, command: list[str], folder: Path, env: Mapping[str, str], deadline: float) -> _Ended:
         left_s = max(0.1, deadline - time.monotonic())
-        arguments = {"command": command, "folder": str(folder), "env": dict(env), "timeout_s": left_s}
+        arguments: dict[str, Any] = {"command": command, "folder": str(folder), "env": dict(env), "timeout_s": left_s}
+        arguments |= {"disk_bytes": int(self._keys.disk_gib * 2**30), "disk_folder": str(folder.parent)}
+        request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
         try:
-            reply = await self.pool.call(
-                {"op": "call", "target": f"{__name__}:run_command", "arguments": arguments}, left_s + _GRACE_S
-            )
+            reply = await self.pool.call(request, left_s + _GRACE_S)
         except WorkerError as error:
             if error.problem == "timeout":
                 raise ProgramError(f"it took longer than {self._keys.timeout_s:g} s") from None
@@ -146,12 +171,13 @@ class AgentProgram:
             "AGENT_MODEL": model,
             "AGENT_TASK": str(task),
             "AGENT_RESULT": str(result),
+            "TMPDIR": str(values["folder"]) + "/tmp",
             "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *self._folders) if path),
             "NO_PROXY": local,
             "no_proxy": local,
         }
-        given = {str(name): str(value) for name, value in (self._keys.env or {}).items()}
-        return own | dict(zip(given, _fill(list(given.values()), values, "env")))
+        given = dict(zip(self._given, _fill(list(self._given.values()), values, "env")))
+        return select_variables(os.environ) | own | given
 
     async def _call(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         request = {
@@ -173,7 +199,7 @@ class AgentProgram:
             return _read_report(value, f"the reply of {url}")
 
         headers, timeout_s = {"content-type": "application/json"}, self._keys.timeout_s
-        async with HttpClient(_MAX_OUTPUT_BYTES, headers=headers, follows_redirects=True) as client:
+        async with HttpClient(_MAX_REPLY_BYTES, headers=headers, follows_redirects=True) as client:
             try:
                 return await client.request("POST", url, read, data=body, timeout_s=timeout_s)
             except HttpError as error:
@@ -198,59 +224,6 @@ def check_program(keys: AgentKeys) -> None:
         raise ValueError(f"{_SUBJECT}.url is {keys.url!r}, but must look like http://127.0.0.1:8000/play")
 
 
-def run_command(
-    command: list[str],
-    folder: str,
-    env: dict[str, str],
-    timeout_s: float,
-    memory_bytes: int | None = None,
-    network: bool = True,
-    merge: bool = False,
-) -> ToolResult:
-    """Run a command and return its exit status and outputs as JSON; called in a process of the tools.
-
-    Args:
-        memory_bytes: of each of its processes; None for the pool's limit alone.
-        network: False takes the network away, where the kernel allows it.
-        merge: errors go to the output.
-
-    Raises:
-        ToolError: it does not start, or took too long; whatever it started is killed by the pool.
-    """
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:  # this process has one thread
-        if memory_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        if not network:
-            libc.unshare(_NEW_NETWORK if os.geteuid() == 0 else _NEW_NETWORK | _NEW_USER)
-
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if merge else errors,
-                preexec_fn=prepare,
-            )
-        except (OSError, ValueError) as error:
-            raise ToolError(f"{command[0]!r} does not start: {error}") from None
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise ToolError("timeout", "timeout") from None
-        texts = []
-        for file in (output, errors):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
-            texts.append(file.read().decode("utf-8", "replace"))
-    return ToolResult(json.dumps({"status": status, "output": texts[0], "errors": texts[1]}))
-
-
 def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[str]:
     """Fill columns of the row into the words of a command.
 
@@ -273,21 +246,26 @@ def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[s
     return [_PLACE.sub(write, word) for word in words]
 
 
-def _read_result(path: Path, output: str) -> ProgramResult:
+def _read_result(folder: Path, output: str) -> ProgramResult:
     """Return the result of a command: that of its file AGENT_RESULT, or of its last line where that is JSON with a reward.
 
+    Args:
+        folder: of the sample.
+
     Raises:
-        ProgramError: the file has something else.
+        ProgramError: the file has something else, or is none.
     """
     output = output.strip()
-    if path.is_file():
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ProgramError(f"AGENT_RESULT is no JSON: {error}") from None
-        return _read_report({"reward": value} if isinstance(value, (int, float)) else value, "AGENT_RESULT", output)
-    line = _read_last_line(output)
-    return ProgramResult(output=output) if line is None else _read_report(line, "the last line", output)
+    try:
+        value = json.loads(read_beneath(folder, f"{_FILES}/result.json", _MAX_RESULT_BYTES))
+    except FileNotFoundError:
+        line = _read_last_line(output)
+        return ProgramResult(output=output) if line is None else _read_report(line, "the last line", output)
+    except FileRefusedError as error:
+        raise ProgramError(f"AGENT_RESULT: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProgramError(f"AGENT_RESULT is no JSON: {str(error)[:_MAX_REASON]}") from None
+    return _read_report({"reward": value} if isinstance(value, (int, float)) else value, "AGENT_RESULT", output)
 
 
 def _read_last_line(output: str) -> JsonObject | None:

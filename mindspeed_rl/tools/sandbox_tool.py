@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Awaitable, Mapping
+from typing import Any, ClassVar, TypeVar
 
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.sandboxes import CommandResult, Sandbox, SandboxError, SandboxPool
+from mindspeed_rl.tools.sandbox_interface import MAX_FILE_BYTES, CommandResult, Sandbox, SandboxError
+from mindspeed_rl.tools.sandboxes import SandboxPool
 from mindspeed_rl.tools.tool import AcceptedOptions, CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
 _GRACE_S = 20.0
+_T = TypeVar("_T")
 
 
 def _describe(name: str, description: str, **parameters: str) -> JsonObject:
@@ -60,11 +62,10 @@ class SandboxTool(Tool):
         schemas = [schema for schema in _SCHEMAS if schema["function"]["name"] in names]
         schemas += [_describe(name, f"Runs `{command}`.") for name, command in self._commands.items()]
         super().__init__(settings, schemas)
-        self.modules = ("mindspeed_rl.tools.agent_program",)
 
     async def start(self, processes: WorkerPool) -> None:
         """See `Tool`."""
-        self._pool.start(processes)
+        await self._pool.start()
 
     async def close(self) -> None:
         """See `Tool`."""
@@ -126,15 +127,37 @@ class SandboxTool(Tool):
             return ToolResult(_show(result), metrics={"command_failed": float(result.status != 0)})
         path = arguments["path"]
         if call.name == "write":
-            await sandbox.write(path, arguments["content"].encode())
+            await _within(sandbox.write(path, _encode(arguments["content"])), timeout_s)
             return ToolResult("written")
-        text = (await sandbox.read(path)).decode("utf-8", "replace")
+        data = await _within(sandbox.read(path), timeout_s)
+        if len(data) > MAX_FILE_BYTES:
+            raise ToolError(f"{path} has more than {MAX_FILE_BYTES:,} bytes, which are the most that are read")
+        text = data.decode("utf-8", "replace")
         if call.name == "read":
             return ToolResult(text)
         if (count := text.count(arguments["old"])) != 1 or not arguments["old"]:
             raise ToolError(f"the text to replace is {count} times in {path}, but must be there once")
-        await sandbox.write(path, text.replace(arguments["old"], arguments["new"]).encode())
+        await _within(sandbox.write(path, _encode(text.replace(arguments["old"], arguments["new"]))), timeout_s)
         return ToolResult("edited")
+
+
+async def _within(work: Awaitable[_T], timeout_s: float) -> _T:
+    """Return the result of work with a file, which has the time of a call.
+
+    Raises:
+        ToolError: it took longer.
+    """
+    try:
+        return await asyncio.wait_for(work, timeout_s)
+    except asyncio.TimeoutError:
+        raise ToolError(f"took longer than {timeout_s:g} s and was ended", "timeout") from None
+
+
+def _encode(text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ToolError("the text has half a surrogate pair, which no file in UTF-8 can have") from None
 
 
 def _show(result: CommandResult) -> str:

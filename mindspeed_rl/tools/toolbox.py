@@ -9,18 +9,17 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
-
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
 
 from mindspeed_rl import registry
 from mindspeed_rl.isolation.pool import WorkerError
+from mindspeed_rl.tools.argument_checks import ArgumentChecks
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
-from mindspeed_rl.tools.process_worker import build_tool_pool
+from mindspeed_rl.tools.process_worker import build_tool_pool, truncate_middle
+from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.schemas import ArgumentSchema
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
-
-_MAX_VALUE_LENGTH = 120
 
 _LOG = logging.getLogger(__name__)
 _OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -32,6 +31,8 @@ _Side = Literal["left", "right", "middle"]
 _TRUNCATION_MARK = "(truncated)"
 #: no tokenizer has fewer tokens for a useful text; longer texts are truncated before their tokens are counted
 _MAX_CHARACTERS_PER_TOKEN = 32
+#: a longer text is truncated in a thread
+_MAX_INLINE_CHARACTERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class _Function:
     tool: Tool
     schema: JsonObject
     slots: asyncio.Semaphore
+    parameters: ArgumentSchema
 
 
 class Toolbox:
@@ -87,6 +89,7 @@ class Toolbox:
         self._functions: dict[str, _Function] = {}
         self._open: set[Tools] = set()
         self._processes = build_tool_pool({module for tool in tools for module in tool.modules})
+        self._checks = ArgumentChecks()
         self.parser: ToolParser
 
     async def start(self) -> None:
@@ -107,7 +110,9 @@ class Toolbox:
                     name = schema["function"]["name"]
                     if name in self._functions:
                         raise ValueError(f"two tools are called {name!r}; give one of them another name in its tool_schema")
-                    self._functions[name] = _Function(tool, schema, slots)
+                    self._functions[name] = _Function(tool, schema, slots, ArgumentSchema(schema))
+            if any(function.parameters.is_costly for function in self._functions.values()):
+                await self._checks.start()
             self.parser = self._make_parser([function.schema for function in self._functions.values()])
         except BaseException:
             await self.close()
@@ -151,7 +156,7 @@ class Toolbox:
         """
         options, selection = self.read_row(columns)
         functions = {name: self._functions[name] for name in selection}
-        tools = Tools(functions, options, self._limits, self._count, self._open.discard)
+        tools = Tools(functions, options, self._limits, self._count, self._checks, self._open.discard)
         self._open.add(tools)
         return tools
 
@@ -163,21 +168,8 @@ class Toolbox:
                 await asyncio.wait_for(tool.close(), _CLOSE_LIMIT_S)
             except Exception as error:  # noqa: BLE001 (whatever a tool raises is a reply for the model)
                 _LOG.warning("a tool did not end well: %s: %s", type(error).__name__, error)
+        await self._checks.close()
         await self._processes.close()
-
-
-def _find_problem(schema: JsonObject, arguments: Mapping[str, object]) -> str | None:
-    """Return a sentence for the model about arguments that do not match a function's schema; None if they match."""
-    try:
-        error = best_match(Draft202012Validator(schema["function"]["parameters"]).iter_errors(dict(arguments)))
-    except RecursionError:
-        return "the arguments are nested too deeply"
-    if error is None:
-        return None
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
-    # the message repeats the value, which may be the whole text of the model
-    message = error.message if len(error.message) <= 300 else f"{error.message[:_MAX_VALUE_LENGTH]}... {error.message[-80:]}"
-    return f"argument {path}: {message}" if path else message
 
 
 class Tools:
@@ -194,12 +186,13 @@ class Tools:
         options: RowOptions,
         limits: CallLimits,
         count_tokens: Callable[[str], int],
+        checks: ArgumentChecks,
         on_close: Callable[[Tools], None],
     ) -> None:
         self.schemas = [function.schema for function in functions.values()]
         self.num_calls = 0
         self._functions, self._options = functions, options
-        self._limits, self._count, self._on_close = limits, count_tokens, on_close
+        self._limits, self._count, self._checks, self._on_close = limits, count_tokens, checks, on_close
         self._sessions: dict[int, Session] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._num_attempted = 0
@@ -238,8 +231,11 @@ class Tools:
             text = result.text
         except ToolError as error:
             text, problem = f"Error: {error}", error.problem
-        text = truncate_characters(text, self._limits.max_response_characters, self._limits.truncate_side)
-        text = truncate(text, self._limits.max_response_tokens, self._limits.truncate_side, self._count)
+        limits, text = self._limits, truncate_middle(text)
+        text = truncate_characters(text, limits.max_response_characters, limits.truncate_side)
+        shorten = partial(truncate, text, limits.max_response_tokens, limits.truncate_side, self._count)
+        # a long text takes the tokenizer a while
+        text = shorten() if len(text) < _MAX_INLINE_CHARACTERS else await run_in_thread(shorten)
         seconds = time.monotonic() - start
         given = {"reward": result.reward, "ends_trajectory": result.ends_trajectory, "images": result.images}
         return ToolReply(text, problem is not None, seconds, problem, metrics=dict(result.metrics), **given)
@@ -252,7 +248,8 @@ class Tools:
             hint = registry.did_you_mean(call.name, self._functions)
             known = ", ".join(self._functions) or "none"
             raise ToolError(f"there is no tool {call.name[:80]!r}{hint}; there are: {known}", "unknown_tool")
-        if problem := _find_problem(function.schema, call.arguments):
+        timeout_s = function.tool.settings.timeout_s
+        if problem := await self._checks.find_problem(function.parameters, call.arguments, timeout_s):
             raise ToolError(problem, "bad_arguments")
         self.num_calls += 1
         retries = function.tool.settings.retries

@@ -152,6 +152,8 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
         + ("" if run.threads is None else f", {run.threads.count} thread(s) each"),
         "length": f"{plan.train_iters} iterations",
     }
+    if run.attention is not None:
+        rows["attention"] = run.attention.reason
     if cfg.is_supervised:
         rows["batch"] = f"{plan.num_samples} samples a step, micro-batches of {plan.micro_batch_size}"
     else:

@@ -18,6 +18,7 @@ from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
+from mindspeed_rl.data.templates import choose_thinking
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
@@ -214,7 +215,8 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
         prompt_type_path=templates if templates and Path(templates).is_file() else None,
         map_keys=columns,
         handler_name=actor.handler_name,
-        enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
+        enable_thinking=choose_thinking(actor.enable_thinking, actor.chat_template_kwargs),
+        chat_template_kwargs=actor.chat_template_kwargs,
         on_bad_row=actor.on_bad_row,
         system_prompt=actor.system_prompt,
         image_folder=actor.image_folder,

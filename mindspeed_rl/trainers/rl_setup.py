@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from mindspeed_rl.data.tokenizer import (
 )
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.files import read_json
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
@@ -212,7 +212,7 @@ def _check_engine_files(run: Run) -> None:
     drafts = generate.drafts
     if drafts is not None and drafts["method"] == "draft_model":
         key, folder = "generate_config.speculative_config.model", Path(str(drafts["model"])).expanduser()
-        size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        size = read_json(folder / "config.json").get("vocab_size")
         if size != model_config.vocab_size:
             raise ValueError(
                 f"{key}: the model in {folder} has {size} tokens and the policy {model_config.vocab_size}; a draft needs the "

@@ -80,6 +80,7 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self._keys = list_keys_on_resume(run.config)
+        self._attention = {} if run.attention is None else {"cpu_attention": run.attention.kernel}
         self._done = (0, 0)
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
@@ -183,7 +184,8 @@ class Schedule:
     def state_dict(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights, as plain values."""
         prompts = self._done[1] + (iteration - self._done[0]) * self._plan.num_prompts
-        return {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys, "rollout_prompts": prompts}
+        state = {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys, "rollout_prompts": prompts}
+        return {**state, **self._attention}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; a coefficient that is not adapted is the run file's."""

@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rl.config import SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
@@ -76,7 +77,7 @@ def build_sampling(keys: SamplingConfig, folder: Path, tokenizer: PreTrainedToke
     assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
     # generation_config.json may name more end tokens than the tokenizer's one
     path = folder / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
     stops = named if isinstance(named, list) else [] if named is None else [named]
     return Sampling(
         temperature=keys.temperature,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json, set_end_token
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, set_end_token
 from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
@@ -47,6 +47,7 @@ from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights, load_weights
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -195,6 +196,7 @@ class Role:
         if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
             return
         if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
+            self.offloader.onload(params=True)
             self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
@@ -365,12 +367,13 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
 
 
-def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
+def build_teachers(run: Run, shared: PassSettings, release: Callable[[Role], None]) -> dict[str, Role]:
     """Build the teachers with weights of their own; collective over their training world.
 
     Args:
         run: with its models.
         shared: see `build_pass_settings`.
+        release: is called with each before the next is built.
     """
     assert run.objective is not None and run.objective.distillation is not None
     settings, vocab_size = run.objective.distillation, run.models["actor"].plan.model_config.vocab_size
@@ -382,6 +385,7 @@ def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
                 # rows beyond the student's vocabulary are padding that was stored
                 model.true_vocab_size = min(model.true_vocab_size, vocab_size)
         built[folder] = role
+        release(role)
     return built
 
 

@@ -36,6 +36,8 @@ _Result = TypeVar("_Result")
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
+#: longest wait for the end of the tools
+_CLOSE_S = 30.0
 #: interval of the checks for failures elsewhere while servers generate
 _CHECK_EVERY_S = 0.2
 
@@ -82,7 +84,7 @@ class ServerRollout:
     def set_up(self, steps: StartSteps | None = None) -> None:
         """Wait for the servers, which started together with the workers, and start the tools."""
         self.servers.set_up()
-        self.servers.loop.run(self.agents.start())
+        self.servers.loop.run(self.agents.start(), Phases.SET_UP)
         if steps is not None:
             steps.done("the rollout servers answer")
 
@@ -90,7 +92,7 @@ class ServerRollout:
         """Terminate the tools and the run's own servers."""
         # a tool may raise anything here, and the processes must be terminated nevertheless
         with contextlib.suppress(Exception):
-            self.servers.loop.run(self.agents.close())
+            self.servers.loop.start(self.agents.close()).result(timeout=_CLOSE_S)
         self.servers.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
@@ -99,7 +101,7 @@ class ServerRollout:
     def push_weights(self, version: int) -> list[WorkerReport]:
         """Give all servers the actor's weights, with proof; a server that does not take them is removed."""
         servers = self.servers
-        servers.loop.run(servers.pool.pause("wait"))
+        servers.loop.run(servers.pool.pause("wait"), Phases.PAUSE_SERVERS)
         reports, num_proven = self._sync_weights(version)
         servers.loop.run(servers.pool.resume())
         metrics = Metrics()
@@ -119,7 +121,7 @@ class ServerRollout:
         servers = self.servers
         if not servers.pool.names:
             # waiting requests would go to the new server before it has the weights
-            servers.loop.run(servers.pool.pause("keep"))
+            servers.loop.run(servers.pool.pause("keep"), Phases.PAUSE_SERVERS)
             self._sync_weights(self._version)
             servers.loop.run(servers.pool.resume())
 

@@ -81,7 +81,7 @@ def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_
     findings = [*checks.check_versions(chosen, installed), *checks.check_cann(chosen, environment)]
     if probe_torch:
         findings += checks.check_torch(expects_npu=platform == "npu")
-        findings += checks.check_imports() if platform == "npu" else []
+        findings += checks.check_imports() if platform == "npu" else checks.check_exactness(environment)
     findings += checks.check_environment(environment)
     findings += checks.check_devices() + checks.check_ipc(environment)
     findings += checks.check_tools(environment) + checks.check_glibc(chosen) + checks.check_host(environment)

@@ -632,8 +632,10 @@ class AgentKeys:
         "程序命令的各个词；{column} 代表该行的一列", on_resume="in_flight")
     url: str | None = key(None, "service on this machine that plays a sample for each POST, in place of a command",
         "代替命令：本机上的服务，每个 POST 跑一个样本", on_resume="in_flight")
-    env: AnyGroup | None = key(None, "environment variables of the program, in addition to its address; {column} as in command",
-        "程序的环境变量（地址之外）；{column} 同 command", needs=("command", "set"), on_resume="in_flight")
+    env: AnyGroup | None = key(None,
+        "environment variables of the program, in addition to its address; {column} as in command, ${NAME} is one of the run",
+        "程序的环境变量（地址之外）；{column} 同 command，${NAME} 取运行环境中的同名变量",
+        needs=("command", "set"), on_resume="in_flight")
     grader: list[str] = key([],
         "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1 and 1 is 0, or a last "
         "line of JSON has `reward`",
@@ -642,6 +644,9 @@ class AgentKeys:
     timeout_s: float = key(1800.0, "seconds of one sample", "一个样本的秒数", range=Range.WAIT_S, on_resume="in_flight")
     memory_gib: float = key(4.0, "memory of the processes of one sample", "一个样本的进程可用的内存",
         range=Bounds(0, 1e4, excludes_low=True, default=4), needs=("command", "set"), on_resume="in_flight")
+    disk_gib: float = key(16.0, "room of the files of one sample, in GiB; a command that writes more is ended",
+        "一个样本的文件可占的空间（GiB）；写得更多的命令会被终止",
+        range=Bounds(0, 1e6, excludes_low=True, default=16), needs=("command", "set"), on_resume="in_flight")
     max_parallel: int = key(16, "samples that are played at once by a rollout process", "一个推理进程同时跑的样本数",
         range=Range.PROCESSES, on_resume="in_flight")
 

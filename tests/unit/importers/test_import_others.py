@@ -261,6 +261,15 @@ def test_rloo_of_trl_sums_a_response_and_multiplies_its_ratios() -> None:
     fail("trl", command + " --num_iterations 2", "level would be token here", devices=8)
 
 
+def test_arguments_of_the_chat_template_are_a_key() -> None:
+    arguments = '{"enable_thinking": false, "reasoning_effort": "low"}'
+    trl = take("trl", TRL + f"--per_device_train_batch_size 8 --max_steps 1 --chat_template_kwargs '{arguments}'", devices=8)
+    slime = take("slime", SLIME + f"--num-rollout 1 --apply-chat-template --apply-chat-template-kwargs '{arguments}'")
+    for run in (trl, slime):
+        assert run.get("megatron_training.enable_thinking") is False
+        assert run.get("megatron_training.chat_template_kwargs") == {"reasoning_effort": "low"}
+
+
 @pytest.mark.parametrize(
     "front",
     [

@@ -462,6 +462,14 @@ def test_options_of_open_groups_are_translated_one_by_one() -> None:
     assert run.get("generate_config.compilation_config") == {"cudagraph_mode": "FULL_DECODE_ONLY"}
     assert run.get("generate_config.engine_kwargs") == {"block_size": 32}
     assert run.get("megatron_training.enable_thinking") is False
+    # one by one, or as a mapping
+    kwargs = "data.apply_chat_template_kwargs"
+    for words in (f"+{kwargs}.preserve_thinking=True +{kwargs}.model_identity=Bot",
+                  f"{kwargs}='{{enable_thinking: true, preserve_thinking: true, model_identity: Bot}}'"):  # fmt: skip
+        run = imported(words)
+        expected = {"preserve_thinking": True, "model_identity": "Bot"}
+        assert run.get("megatron_training.chat_template_kwargs") == expected, words
+        assert run.get("megatron_training.enable_thinking") is (True if "enable" in words else None)
     assert "no option of verl" in refusal(f"+{A}.megatron.override_transformer_config.never_heard_of=1")
 
 

@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, str] = {
     "run/record.py": "fault_tolerance",
     "run/length.py": "train_epochs",
     "run/ref_model.py": "ref_model integrated_mode_config",
-    "data/prompts.py": "prompt_type_path",
+    "data/prompts.py": "prompt_type_path chat_template_kwargs",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",

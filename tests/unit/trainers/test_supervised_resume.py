@@ -91,6 +91,22 @@ def test_a_checkpoint_says_how_many_samples_were_consumed(start: Callable[..., A
     assert record["run_state"]["consumed_samples"] == 16
 
 
+def test_a_resumed_run_has_the_attention_of_its_checkpoint(start: Callable[..., Any], tmp_path: Path) -> None:
+    prefix = write_columns(tmp_path / "data", [instruction_row(*sample) for sample in answers(20, seed=1)])
+    first = start("sft", prefix, save=str(tmp_path / "save"))
+    steps(first, 2)
+    first.save(2)
+    path = tmp_path / "save" / "iter_0000002" / "run_state.json"
+    record = json.loads(path.read_text())
+    assert record["run_state"]["cpu_attention"] == first.run.attention.kernel
+    for kernel in ("blocks", "torch"):  # one of which this machine's trial did not choose
+        record["run_state"]["cpu_attention"] = kernel
+        path.write_text(json.dumps({**record, "checksums": False}))
+        (path.parent / "checksums.json").unlink(missing_ok=True)
+        resumed = start("sft", prefix, load=str(tmp_path / "save"), finetune=False, train_iters=6)
+        assert resumed.run.attention.kernel == kernel and "as before the run was resumed" in resumed.run.attention.reason
+
+
 def test_finetune_starts_from_the_weights_alone(start: Callable[..., Any], tmp_path: Path) -> None:
     prefix = write_columns(tmp_path / "data", [instruction_row(*sample) for sample in answers(20, seed=1)])
     first = start("sft", prefix, save=str(tmp_path / "save"))
