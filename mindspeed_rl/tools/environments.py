@@ -20,6 +20,7 @@ from mindspeed_rl.tools import openenv
 from mindspeed_rl.tools.interface import Environment, JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import Config
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
@@ -168,6 +169,7 @@ class _CheckedEnvironment:
             task = asyncio.ensure_future(function(*arguments))
         else:
             task = asyncio.ensure_future(run_in_thread(partial(function, *arguments)))
+        task.add_done_callback(retrieve_exception)  # one that ends after its time may still raise
         try:
             # not wait_for, which would wait for a coroutine that ignores its cancellation
             done, _ = await asyncio.wait([task], timeout=limit_s)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.isolation.variables import expand_variables, select_variables
+from mindspeed_rl.tools.tasks import start_task
 
 PREFIX = "verifiers:"
 _HOST = Path(__file__).with_name("verifiers_host.py")
@@ -114,7 +115,7 @@ class VerifiersProgram:
         if error := message.get("error", "it ended without a message"):
             await self.close()
             raise ValueError(f"rl_config.environment: {self._target} cannot be loaded by {self._command[0]}: {error}")
-        self._reading = asyncio.create_task(self._read())
+        self._reading = start_task(self._read())  # where it fails, so do the episodes
 
     async def run_episode(self, row: Mapping[str, object], base_url: str, model: str, timeout_s: float) -> _EpisodeResult:
         """Run an episode.
