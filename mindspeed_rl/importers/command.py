@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import describe_missing, write_file
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
@@ -114,7 +114,7 @@ def _read_command(words: list[str]) -> str:
     if path.is_file():
         return shlex.quote(words[0]) if path.suffix in _OPTION_FILES else path.read_text(encoding="utf-8")
     if path.suffix in (".sh", ".bash", ".py", *_OPTION_FILES) or ("/" in words[0] and "=" not in words[0]):
-        raise ConfigError([f"the file {words[0]} is not here"])
+        raise ConfigError([f"there is no script: {describe_missing(words[0])}"])
     return words[0]
 
 

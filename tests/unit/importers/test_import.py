@@ -276,7 +276,7 @@ def test_options_of_import_stand_anywhere(place: str, tmp_path: Path, monkeypatc
 def test_a_path_that_is_not_here_is_named(path: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["verl", path]) == 2
-    assert f"the file {path} is not here" in capsys.readouterr().err
+    assert f"there is no script: '{path}' does not exist" in capsys.readouterr().err
 
 
 def test_a_script_that_calls_one_that_is_not_here_names_it(tmp_path: Path, monkeypatch, capsys) -> None:
