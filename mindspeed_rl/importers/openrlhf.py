@@ -279,10 +279,10 @@ _DATASET: dict[str, Option] = {
     "model.aux_loss_coef": to(f"{ACTOR}.moe_aux_loss_coeff"),
     "logger.logging_steps": to(f"{ACTOR}.log_interval", default=1),
     "data.dataset": part("data_path"),
-    "train.max_epochs": part("train_epochs"),
+    "train.max_epochs": part("train_epochs train_iters"),
     "data.dataset_probs": refused("a mixture of datasets"),
     "data.dataset_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
-    "data.max_samples": refused("the first rows of a dataset; write them to a file", unless=(1000000, 10**8)),
+    "data.max_samples": with_others("the first rows", off="--max-samples of the preprocessing", by_nature=True),
     **dict.fromkeys(
         ("data.input_template", "data.apply_chat_template"),
         with_others("a template", off="preprocessing writes the template, --prompt-type"),
@@ -432,16 +432,19 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
     program, step = command.program, shared.step_samples
     epochs, length = command.count("train.max_epochs", _PASSES[program]), command.count("data.max_len", _LENGTH[program])
     handler = "AlpacaStyleInstructionHandler" if program == "sft" else "AlpacaStylePairwiseHandler"
-    words = f" --handler-name {handler}"
+    limit = command.count("data.max_samples", _NO_LIMIT)
+    words = f" --handler-name {handler}" + (f" --max-samples {limit}" if limit < _NO_LIMIT else "")
     written_by = describe_preprocessing(command.text("data.dataset"), shared.data[0], shared.model, words)
     return replace(
         shared,
-        total_steps=math.ceil(run.settings.rows / step) * epochs,
+        total_steps=math.ceil(min(limit, run.settings.rows) / step) * epochs,
         loss={"sft": "cross_entropy", "dpo": "sigmoid", "rm": "ranking"}[program],
         beta=command.number("model.beta", 0.1) if program == "dpo" else None,
         sequence_length=length,
         batch=Batch(command.count("train.micro_batch_size", _MICRO[program])),
-        train_epochs=epochs,
+        # a number of rows that is known is a number of steps
+        train_epochs=epochs if limit >= _NO_LIMIT else None,
+        train_iters=None if limit >= _NO_LIMIT else math.ceil(min(limit, run.settings.rows) / step) * epochs,
         keys={**shared.keys, f"{ACTOR}.seq_length": length},
         notes={**shared.notes, "data_path": written_by, "global_batch_size": "rows of an optimizer step"},
         defaults=(

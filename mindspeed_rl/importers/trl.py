@@ -157,8 +157,8 @@ def _name_script(path: Path) -> str | None:
     if not {*_STAGES, *_OTHER_PROGRAMS, "trl", "gspo"} & set(stem.split("_")):
         return None
     raise ConfigError(
-        [f"{path} is a program of its own, whose rewards, data and trainer are in its code and not in the command: import "
-         f"the file ({path.name}) itself, or write the command of trl that trains the same"]
+        [f"{path} is a program of its own, whose rewards, data and trainer are in its code and not in the command: write "
+         "the command of trl that trains the same, with its rewards as functions of docs/rewards.md"]
     )  # fmt: skip
 
 

@@ -321,3 +321,13 @@ def test_what_trl_saves_goes_into_its_own_folder() -> None:
     run = take("trl", TRL + "--loss_type grpo", devices=8)
     assert run.tree["run_dir"] == "trainer_output" and run.tree["actor_config"]["save"] == "trainer_output/checkpoints"
     assert take("trl", TRL + "--loss_type grpo --output_dir mine", devices=8).tree["run_dir"] == "mine"
+
+
+def test_the_first_rows_of_openrlhf_are_rows_of_the_preprocessing() -> None:
+    command = "deepspeed --num_gpus 8 --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset d.jsonl "
+    run = take(
+        "openrlhf", command + "--train.batch_size 64 --train.micro_batch_size 8 --data.max_samples 1000 --train.max_epochs 2"
+    )
+    assert "--max-samples 1000" in run.translated["--data.dataset"]
+    # 1000 rows are 16 steps of 64, twice
+    assert run.tree["megatron_training"]["train_iters"] == 32
