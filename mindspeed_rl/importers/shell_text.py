@@ -470,8 +470,15 @@ class _Interpreter:
             self.functions[node.words[0]] = node.parts[0]
             return True
         if node.kind == "group":
-            return self.run(node.parts[0])
+            return self._run_subshell(node.parts[0]) if node.words == ("(",) else self.run(node.parts[0])
         return self._run_simple(node)
+
+    def _run_subshell(self, nodes: list[_Node]) -> bool | None:
+        """Follow commands in brackets, whose folder, variables and functions end with them."""
+        outer = self.directory, dict(self.variables), set(self.exported), dict(self.functions)
+        status = self.run(nodes)
+        self.directory, self.variables, self.exported, self.functions = outer
+        return status
 
     def _run_if(self, node: _Node) -> bool | None:
         parts = list(node.parts)

@@ -198,6 +198,14 @@ def test_a_machine_elsewhere_has_no_variables_of_the_script() -> None:
     assert list_unknown(list(command.words)) == [("N", 1)]
 
 
+def test_folder_and_variables_of_brackets_end_with_them() -> None:
+    inner, outer = read_script("A=1\n(cd sub && A=2 && export B=3 && train --n $A)\ntrain --n $A")[-2:]
+    assert (inner.words[-1], inner.directory, inner.environment) == ("2", "sub", {"B": "3"})
+    assert (outer.words[-1], outer.directory, outer.environment) == ("1", "", {})
+    (kept,) = read_script("{ cd sub; A=2; }\ntrain --n $A")[-1:]
+    assert (kept.words[-1], kept.directory) == ("2", "sub")
+
+
 def test_the_first_run_of_a_loop_is_read_and_says_so() -> None:
     script = "for m in a b c; do\n  train --m $m\ndone\nfor n in 1; do train --n $n; done"
     first, second = read_script(script)
