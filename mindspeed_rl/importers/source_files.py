@@ -14,6 +14,8 @@ from mindspeed_rl.importers.shell_text import Command, list_unknown, request_var
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
+#: verl's own file of Ray's variables, none of which switches training
+_RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
 
 
 def list_folders(command: Command) -> Iterator[Path]:
@@ -65,6 +67,8 @@ def add_runtime_environment(command: Command) -> Command:
             except ValueError as error:
                 raise ConfigError([f"--runtime-env-json of line {command.line} is no JSON: {error}"]) from None
         elif name == "--runtime-env":
+            if value.endswith(_RELEASED_ENVIRONMENT) and find_file(command, value) is None:
+                continue
             if unknown := list_unknown(value):
                 raise request_variables(unknown)
             content = load_yaml(require_file(command, name, value))

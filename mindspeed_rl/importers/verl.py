@@ -1062,9 +1062,10 @@ def _read_file(run: Import, command: SourceCommand) -> str:
     limit = _limit_rows(command)
     if limit is None:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
-    if not command.flag("data.filter_overlong_prompts") and command.text("data.truncation", "error") != "error":
-        reason = "prompts of max_prompt_length tokens and more are left out, where verl would cut them"
-        run.note("data.truncation", reason)
+    filters = command.flag("data.filter_overlong_prompts")
+    reason = "the rollout keeps the last tokens of a longer prompt, whatever data.truncation is; rows with images are left out"
+    kind, note = ("drop_longer", "those of max_prompt_length tokens stay") if filters else ("cut_left", reason)
+    run.put("data.filter_overlong_prompts data.truncation", {f"{RL}.long_prompts": kind}, note)
     return files[0] if limit is None else f"{files[0]}#{limit}"
 
 

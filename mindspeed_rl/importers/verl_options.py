@@ -595,7 +595,7 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ("reward_fn_key", same("the column that chooses the reward", "data_source")),
     (
         "truncation filter_overlong_prompts",
-        with_others("long prompts", off="prompts of max_prompt_length tokens and more are left out", by_nature=True),
+        part("long_prompts"),
     ),
     ("shuffle", by(lambda run, option, value: run.translate(option, {f"{MEGATRON}.no_shuffle": not value}), "not no_shuffle")),
     (
