@@ -407,6 +407,8 @@ _Variable = str | list[str] | dict[str, str]
 #: text is split at blanks unless it is quoted, a list has a word an item, words are split already
 _Expansion = Literal["text", "list", "words"]
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+#: text that stands for a value which the user writes, such as "your model ckpt path"
+_PLACEHOLDER = re.compile(r"<?your(?:[ _-]\w+){1,6}>?")
 _QUOTED = re.compile(r"""['"\\]""")
 _ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
@@ -801,6 +803,8 @@ class _Interpreter:
             value = items
         else:
             value = " ".join(self.expand(text, splits=False))
+            if _PLACEHOLDER.fullmatch(value):
+                value = self._mark(name)
             # the output of a program is requested by the name of the variable that takes it
             value = re.sub("\0line_\\d+@", f"\0{name}@", value)
             if plus and isinstance(old, list):

@@ -1148,7 +1148,8 @@ def _read_age(run: Import, command: SourceCommand) -> dict[str, object]:
         return {}
     if command.flag("algorithm.filter_groups.enable"):
         run.refuse("algorithm.filter_groups.enable", "groups that are filtered while rollouts run ahead")
-    if command.text(f"{_ACTOR}optim.lr_decay_style", command.text(f"{_ACTOR}optim.lr_scheduler_type", "constant")) != "constant":
+    styles = {command.text(f"{_ACTOR}optim.{name}", "constant") for name in ("lr_decay_style", "lr_scheduler_type")}
+    if styles != {"constant"}:
         run.refuse(f"{_ACTOR}optim.lr_scheduler_type", "a rate that moves over the versions of the fully asynchronous trainer")
     prefix = "async_training."
     steps = command.count(f"{prefix}trigger_parameter_sync_step", 4)

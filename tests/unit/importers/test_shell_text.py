@@ -103,6 +103,14 @@ def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> 
     assert command.words == ("train", "/d/x")
 
 
+def test_a_placeholder_is_requested_as_a_value_that_is_not_there() -> None:
+    script = 'A="your model ckpt path"\nB=your_data_path\nC="Your task: answer"\ntrain --a $A --b $B --c "$C"'
+    (command,) = read_script(script)
+    assert [name for name, _ in list_unknown(list(command.words))] == ["A", "B"]
+    (known,) = read_script(script, {"A": "/m", "B": "/d"})
+    assert known.words == ("train", "--a", "/m", "--b", "/d", "--c", "Your task: answer")
+
+
 def test_a_value_of_the_user_is_not_changed_by_the_script() -> None:
     (command,) = read_script("N=4\nexport N\ntrain $N", {"N": "8"})
     assert command.words == ("train", "8") and command.environment == {"N": "8"}
