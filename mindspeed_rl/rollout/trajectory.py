@@ -237,10 +237,11 @@ def check_trajectory(trajectory: Trajectory, num_ids: int | None) -> None:
     Raises:
         ValueError: a token id is not in the vocabulary, or a reward or a metric is no finite number.
     """
-    for sequence in trajectory.sequences if num_ids is not None else ():
-        check_token_ids(sequence.prompt_ids, num_ids, "context")
-        for segment in sequence.segments:
-            check_token_ids(segment.token_ids, num_ids, "sampled tokens" if segment.sampled else "context")
+    if num_ids is not None:
+        for sequence in trajectory.sequences:
+            check_token_ids(sequence.prompt_ids, num_ids, "context")
+            for segment in sequence.segments:
+                check_token_ids(segment.token_ids, num_ids, "sampled tokens" if segment.sampled else "context")
     for name, value in trajectory.metrics.items():
         read_number(value, f"metric {show(name)}", allows_bool=True)
     if len(trajectory.metrics) > _MAX_METRICS:

@@ -132,6 +132,7 @@ class SandboxTool(Tool):
         Raises:
             SandboxError: the provider fails, or the files of the row cannot be written anywhere.
         """
+        reason = ""
         for _ in range(_MAX_ATTEMPTS):
             try:
                 return await grader.grade(sandbox, self.settings.timeout_s)
