@@ -45,8 +45,8 @@ class FileWriteError(OSError):
 def describe_missing(path: str | os.PathLike[str]) -> str:
     """Describe a path where nothing is: its absolute form, the folder that it is relative to, and the nearest name there."""
     text = os.fspath(path)
-    full = Path(text).expanduser()
     try:
+        full = Path(text).expanduser()
         absolute = Path(os.path.abspath(full))
         if absolute.is_symlink():
             return f"'{text}' is a link to '{os.readlink(absolute)}', which does not exist ({absolute})"
@@ -56,7 +56,7 @@ def describe_missing(path: str | os.PathLike[str]) -> str:
             return f"'{text}' does not exist ({absolute}{base}): {there} is a file"
         first, *rest = absolute.relative_to(there).parts
         names = list(itertools.islice((item.name for item in os.scandir(there)), _MAX_NAMES))
-    except (OSError, ValueError, StopIteration):  # a name that no file can have, or a folder that cannot be read
+    except (OSError, RuntimeError, StopIteration, ValueError):  # no such user, a name that no file can have, no permission
         return f"'{text[:200]}' does not exist"
     near = registry.find_similar(first, names)
     if near is None:
