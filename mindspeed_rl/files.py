@@ -23,6 +23,8 @@ from mindspeed_rl import registry
 _MAX_JSON_BYTES = 512 << 20
 #: names of a folder that are compared with a mistyped one
 _MAX_NAMES = 10_000
+#: read of a file that has no size
+_BLOCK_BYTES = 1 << 16
 #: what a path is, where it is not a regular file
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -98,8 +100,8 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int = _MAX_JSON_BYTES)
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ValueError(f"{os.fspath(path)} has {size} bytes; at most {max_bytes} are read of such a file")
-        # by its size: files of /proc have none, and others may grow while they are read
-        return file.read(max_bytes)
+        # a buffer of this size is made first, so not `max_bytes`; files of /proc have no size
+        return file.read(size or _BLOCK_BYTES)
 
 
 def read_json_value(path: str | os.PathLike[str]) -> Any:
