@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -294,13 +294,17 @@ def set_end_token(folder: Path, token: str) -> None:
 
 
 def _update_json(path: Path, changes: Mapping[str, Any]) -> None:
-    content = read_json(path) if path.is_file() else {}
-    path.write_text(json.dumps({**content, **changes}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, {**(read_json(path) if path.is_file() else {}), **changes})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as files of an HF folder have it."""
+    path.write_text(json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json."""
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
@@ -326,7 +330,7 @@ class HfFolderWriter:
         companions: HF folder whose config, generation config and tokenizer files are copied.
         config_changes: keys of config.json that differ from the companion folder's.
         max_shard_bytes: size at which a new weight file starts.
-        end_token: text of the end token, where it differs from the companion folder's.
+        finish: called with the folder once the companion files are in it, to change some of them.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -338,7 +342,7 @@ class HfFolderWriter:
         companions: str | Path,
         config_changes: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 5 * 10**9,
-        end_token: str | None = None,
+        finish: Callable[[Path], object] | None = None,
     ) -> None:
         self.path = Path(path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -346,7 +350,7 @@ class HfFolderWriter:
         self.companions = Path(companions)
         self.config_changes = dict(config_changes or {})
         self.max_shard_bytes = max_shard_bytes
-        self.end_token = end_token
+        self.finish = finish
         # beside it, because a rename works within one file system only
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._pending: dict[str, Tensor] = {}
@@ -396,8 +400,8 @@ class HfFolderWriter:
             weight_map |= dict.fromkeys(names, file_name)
         write_index(self.partial, weight_map, self._total_bytes)
         copy_companions(self.companions, self.partial, self.config_changes)
-        if self.end_token is not None:
-            set_end_token(self.partial, self.end_token)
+        if self.finish is not None:
+            self.finish(self.partial)
         if self.path.exists():
             self.path.rmdir()
         os.replace(self.partial, self.path)

@@ -9,10 +9,11 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceProject
+from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
-from mindspeed_rl.importers.source_files import add_runtime_environment
+from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
 from mindspeed_rl.run.draft import draft
@@ -35,13 +36,21 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     """
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
+    if is_program(text):
+        raise ConfigError([f"this is a Python program, whose arguments are in its code: import the command or the script of "
+                           f"{project.title} that starts it"])  # fmt: skip
     commands = [add_runtime_environment(item) for item in read_script(text, settings.variables, settings.folder)]
-    command = project.read(commands, settings.devices)
+    try:
+        command = project.read(commands, settings.devices)
+    except ConfigError as error:
+        raise ConfigError([*error.errors, *list_absent_scripts(commands)]) from None
     # what the user says is known to the formulas of the plan too
     command = replace(command, environment={**command.environment, **settings.variables})
     run = Import(project.title, settings, project.prefix, command.options)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]
+    if command.loop:
+        run.note("the loop of the script", command.loop)
     for name, feature in project.switches.items():
         if command.environment.get(name, "") not in _OFF:
             run.refuse(f"{name}={command.environment[name]}", feature)

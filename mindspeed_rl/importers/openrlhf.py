@@ -101,7 +101,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     program = found[0][2]
     launcher, _ = read_flags(command.words[:place])
     options = read_options(command.words[place + 1 :])
-    parsed = SourceCommand(program, options, command.environment, 1, _TABLES[program])
+    parsed = SourceCommand(program, options, command.environment, 1, _BRANCH | _TABLES[program], loop=command.loop)
     if devices is None and program == "ppo_ray":
         devices = parsed.count("actor.num_nodes", 1) * parsed.count("actor.num_gpus_per_node", 8)
     elif devices is None:
@@ -321,6 +321,12 @@ _TABLES: dict[str, dict[str, Option]] = {
         "model.compute_fp32_loss_enable": no_effect("scores are compared in fp32"),
         "ds.value_head_prefix": no_effect("the head of a reward model is found by its shape"),
     },
+}
+
+
+#: names of the branch of August 2026
+_BRANCH: dict[str, Option] = {
+    f"algo.advantage.is_correction_{name}": part(CORRECTION, off="there is no correction") for name in ("enable", "type")
 }
 
 
@@ -554,6 +560,10 @@ def _read_clip(command: SourceCommand) -> tuple[float, float]:
 _CORRECTIONS = {("token", "mask"): "token_mask", ("seq", "mask"): "token_geometric_mask", ("token", "clip"): "token_truncate"}
 
 
+#: name of a correction -> its level and mode
+_CORRECTION_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+
+
 def _read_correction(command: SourceCommand) -> Correction | None:
     """Return the correction of the engine's log-probs.
 
@@ -564,6 +574,11 @@ def _read_correction(command: SourceCommand) -> Correction | None:
     level, mode, gating = (
         command.text(f"{prefix}_{name}", default) for name, default in (("level", "off"), ("mode", "mask"), ("gating", "ratio"))
     )
+    if command.flag(f"{prefix}_enable"):
+        kind = command.text(f"{prefix}_type", "tis")
+        if kind not in _CORRECTION_TYPES:
+            raise ConfigError([f"--{prefix}_type {kind}: not available here; {', '.join(_CORRECTION_TYPES)} are"])
+        level, mode = _CORRECTION_TYPES[kind]
     if level == "off":
         return None
     bounds = command.get(f"{prefix}_threshold", [0.5, 5.0])

@@ -194,7 +194,7 @@ def _read_command(command: Command) -> SourceCommand | None:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
     launcher = command.words[: len(command.words) - len(words) - 1]
     world = _count_devices(command, environment, launcher, program)
-    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing))
+    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing), command.loop)
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

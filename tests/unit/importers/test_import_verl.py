@@ -211,6 +211,17 @@ def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggr
         assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
 
 
+def test_what_verl_saves_goes_into_its_own_folder_and_random_rows_are_named() -> None:
+    assert imported("trainer.save_freq=20").get("actor_config.save") == "checkpoints/verl_examples/gsm8k"
+    names = "trainer.project_name=p trainer.experiment_name=e"
+    assert imported(f"trainer.save_freq=20 {names}").get("actor_config.save") == "checkpoints/p/e"
+    # without an interval verl writes no checkpoint
+    assert imported(names).get("actor_config.save") is None
+    run = imported("data.train_max_samples=100")
+    assert "draws as many at random" in run.translated["data.train_files"]
+    assert "at random" not in imported("data.train_max_samples=100 data.shuffle=False").translated["data.train_files"]
+
+
 TOOLS = f"{R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml"
 _CALLS = ("max_parallel_calls", "max_tool_response_characters", "tool_response_truncate_side", "max_turns")
 
