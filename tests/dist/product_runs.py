@@ -35,7 +35,9 @@ Keys = dict[str, Any]
 
 _CONTEXT, MAX_TOKENS, _NUM_PROMPTS = 64, 10, 40
 #: ingredients of a run, at most: more of them may hide each other
-_MOST = 14
+_MOST = 15
+#: ingredients with which a run is compared to within the rounding of bfloat16, or without its random updates
+_ROUGH = frozenset(("bf16", "gated_delta", "dropout"))
 
 
 @dataclass(frozen=True)
@@ -213,17 +215,15 @@ class ConflictError(ValueError):
     """Two ingredients set a key to different values, or need different models."""
 
 
-def _merge(
-    target: Keys, added: Mapping[str, Any], owners: dict[tuple[str, ...], str], name: str, path: tuple[str, ...]
-) -> None:
+#: groups that one ingredient sets as a whole
+_WHOLE = ("distillation", "structured_output", "speculative_config", "router_replay")
+_Path = tuple[str, ...]
+
+
+def _merge(target: Keys, added: Mapping[str, Any], owners: dict[_Path, str], name: str, path: _Path = ()) -> None:
     for key, value in added.items():
         where = (*path, key)
-        if isinstance(value, Mapping) and key not in (
-            "distillation",
-            "structured_output",
-            "speculative_config",
-            "router_replay",
-        ):
+        if isinstance(value, Mapping) and key not in _WHOLE:
             _merge(target.setdefault(key, {}), value, owners, name, where)
             continue
         if where in owners and target[key] != value:
@@ -563,36 +563,47 @@ def list_pairs(rules: Rules) -> tuple[dict[frozenset[str], frozenset[str]], dict
 
 
 def cover(rules: Rules, pairs: Mapping[frozenset[str], frozenset[str]], *, seed: int = 1) -> list[frozenset[str]]:
-    """Sets of ingredients such that each pair is in one of them.
+    """Sets of ingredients such that each pair is in one of them; a pair of exact ingredients in a set of such ones.
 
     Args:
         seed: of the choice among equally good ingredients.
     """
     r, left, results = random.Random(seed), dict(pairs), []
     while left:
-        first = r.choice(sorted(left, key=sorted))
+        # exact pairs first: sets of them have no others
+        first = min(
+            sorted(left, key=lambda pair: (bool(left[pair] & _ROUGH), r.random())), key=lambda p: bool(left[p] & _ROUGH)
+        )
         names = left[first]
+        rough = names & _ROUGH
+
+        def counts(pair: frozenset[str], rough: frozenset[str] = rough) -> bool:
+            return pair in left and (pair & _ROUGH == pair & rough if not rough else bool(pair & rough))
+
         while len(names) < _MOST:
             gains = {
-                name: sum(1 for other in names if frozenset((name, other)) in left) for name in BY_NAME if name not in names
+                name: sum(1 for other in names if counts(frozenset((name, other)))) for name in BY_NAME if name not in names
             }
             candidates = sorted((name for name, gain in gains.items() if gain), key=lambda name: (-gains[name], r.random()))
-            for name in candidates:
-                if any(frozenset((name, other)) not in pairs for other in names):
-                    continue
-                options = [names | option for option in complete([name])]
-                fitting = next((o for o in options if _is_small(o) and not rules.refusal(o)), None)
-                if fitting is not None:
-                    names = fitting
-                    break
-            else:
+            fitting = next(filter(None, (_extend(rules, pairs, names, name, rough) for name in candidates)), None)
+            if fitting is None:
                 break
-        covered = [pair for pair in left if pair <= names]
-        assert first in covered
-        for pair in covered:
+            names = fitting
+        for pair in [pair for pair in left if pair <= names and counts(pair)]:
             del left[pair]
+        assert first not in left
         results.append(names)
     return results
+
+
+def _extend(
+    rules: Rules, pairs: Mapping[frozenset[str], Any], names: frozenset[str], name: str, rough: frozenset[str]
+) -> frozenset[str] | None:
+    """The set with one more ingredient; None where that is no run, or makes a comparison rough."""
+    if any(frozenset((name, other)) not in pairs for other in names):
+        return None
+    options = (names | option for option in complete([name]))
+    return next((one for one in options if _is_small(one) and one & _ROUGH == rough and not rules.refusal(one)), None)
 
 
 def _is_small(names: frozenset[str]) -> bool:
