@@ -55,9 +55,9 @@ _DOORS = {
     "en": """
 ## What comes through doors
 
-Broken input from models, programs, servers and files: how many cases were tried in November 2026, and how many ended as they should
-(one sentence, within the time limit, the fault only the sample's, the server's or the file's). The unit tests of each door have the
-kinds of these cases, not all of them.
+Broken input from models, programs, servers and files: how many cases were tried in November 2026, and how many ended as they
+should (one sentence, within the time limit, the fault only the sample's, the server's or the file's). The unit tests of each
+door have the kinds of these cases, not all of them.
 
 | Door | Cases | Right |
 |---|---|---|
@@ -66,8 +66,8 @@ kinds of these cases, not all of them.
     "zh": """
 ## 来自外部的输入
 
-来自模型、程序、服务与文件的异常输入：2026 年 11 月试过的用例数，以及结果正确的数目（在时限内给出一句说明，只影响该样本、该服务或该文件）。
-各入口的单元测试覆盖这些用例的种类，而不是全部用例。
+来自模型、程序、服务与文件的异常输入：2026 年 11 月试过的用例数，以及结果正确的数目（在时限内给出一句说明，只影响该样本、
+该服务或该文件）。各入口的单元测试覆盖这些用例的种类，而不是全部用例。
 
 | 入口 | 用例 | 正确 |
 |---|---|---|
