@@ -65,7 +65,8 @@ def main(argv: list[str]) -> int:
     _add_run(both)
     _add_lengths(both)
     # without a kind, the first word is an option of the run
-    arguments = _parse(parser, ["run", *argv] if argv and argv[0].startswith("--config") else argv)
+    has_kind = not argv or not argv[0].startswith("--") or argv[0] == "--help"
+    arguments = _parse(parser, argv if has_kind else ["run", *argv])
     try:
         return _PLANS[arguments.kind](arguments)
     except ConfigError as error:

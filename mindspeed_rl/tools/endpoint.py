@@ -32,8 +32,8 @@ from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.tasks import retrieve_exception
 
 _LOG = logging.getLogger(__name__)
-#: of a reward; requests for turns have the limit of their session
-_MAX_REWARD_BYTES = 1 << 16
+#: of a request for a turn, where its context allows as much, and of a reward
+_MAX_BYTES, _MAX_REWARD_BYTES = 64 << 20, 1 << 16
 #: of one trajectory: requests at the same time, and in all
 _MAX_OPEN, _MAX_REQUESTS = 256, 100_000
 #: longest wait for the next part of a body
@@ -58,11 +58,6 @@ class ContextFullError(Exception):
 
 class ChatSession(Protocol):
     """A trajectory with an external client, which may request several turns at once."""
-
-    @property
-    def max_bytes(self) -> int:
-        """Longest body of a request; a longer one cannot fit into the context."""
-        ...
 
     async def complete(self, request: TurnRequest) -> Sequence[ChatReply]:
         """Return the model's next turn, or as many as requested.
@@ -97,6 +92,7 @@ class _Address:
     """The address of a trajectory.
 
     Attributes:
+        max_bytes: longest body of a request for a turn.
         serves_turns, takes_rewards: requests that are accepted here.
         secret_files: removed before the first turn is sampled, so that nothing the model says can read them.
         responses: id -> messages that a request with previous_response_id continues.
@@ -104,6 +100,7 @@ class _Address:
     """
 
     session: ChatSession
+    max_bytes: int = _MAX_BYTES
     serves_turns: bool = True
     takes_rewards: bool = True
     secret_files: list[Path] = field(default_factory=list)
@@ -201,13 +198,17 @@ class RecordingEndpoint:
                 raise RuntimeError(f"the endpoint of agents at {self._address} does not start")
             await asyncio.sleep(0.01)
 
-    def open(self, session: ChatSession) -> str:
-        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves."""
-        return self._open(_Address(session))
+    def open(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> str:
+        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves.
 
-    def open_apart(self, session: ChatSession) -> ProgramAddress:
+        Args:
+            max_bytes: longest body of a request; a longer one cannot fit into the context.
+        """
+        return self._open(_Address(session, max_bytes))
+
+    def open_apart(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> ProgramAddress:
         """Return the addresses of a trajectory whose base URL takes no rewards: commands of the model may know that one."""
-        turns = _Address(session, takes_rewards=False)
+        turns = _Address(session, max_bytes, takes_rewards=False)
         rewards = _Address(session, serves_turns=False)
         return ProgramAddress(self._open(turns), f"{self._open(rewards)}/reward", turns.secret_files)
 
@@ -390,7 +391,7 @@ class _Exchange:
             ValueError: the client has disconnected.
             _RefusedError: the body is too long, or does not arrive.
         """
-        max_bytes = _MAX_REWARD_BYTES if self.path == "reward" else self.address.session.max_bytes
+        max_bytes = _MAX_REWARD_BYTES if self.path == "reward" else self.address.max_bytes
         chunks: list[bytes] = []
         size, more, stop_s = 0, True, math.inf
         while more and time.monotonic() < stop_s:

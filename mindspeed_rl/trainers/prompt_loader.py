@@ -204,6 +204,7 @@ def _open_run_prompts(
     """
     actor = run.config.actor_config
     path = getattr(actor, key)
+    model = run.models.get("actor")
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
     prompts = open_prompts(
@@ -216,7 +217,7 @@ def _open_run_prompts(
             _prompt_settings(actor),
             tools=tuple(tools),
             image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
-            vocab_size=run.models["actor"].plan.model_config.vocab_size,
+            vocab_size=None if model is None else model.plan.model_config.vocab_size,
         ),
     )
     if key == "data_path" and run.rl.distillation.enabled:

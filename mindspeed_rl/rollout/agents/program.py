@@ -101,7 +101,8 @@ async def _open(tree: TurnTree, endpoint: RecordingEndpoint, *, apart: bool = Fa
     Args:
         apart: rewards have an address of their own.
     """
-    address = endpoint.open_apart(tree) if apart else ProgramAddress(endpoint.open(tree))
+    max_bytes = tree.max_bytes
+    address = endpoint.open_apart(tree, max_bytes) if apart else ProgramAddress(endpoint.open(tree, max_bytes))
     try:
         yield address
     finally:

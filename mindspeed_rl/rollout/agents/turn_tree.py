@@ -133,7 +133,7 @@ class TurnTree:
 
     @property
     def max_bytes(self) -> int:
-        """See `ChatSession`."""
+        """Longest body of a request; a longer one cannot fit into the context."""
         text = _MIN_BYTES + self._settings.limits.max_context_tokens * _MAX_BYTES_PER_TOKEN
         return min(text, _MAX_TEXT_BYTES) + (0 if self._settings.images is None else _IMAGE_BYTES)
 

@@ -151,7 +151,7 @@ async def try_bodies(path: str, bodies: list[bytes]) -> tuple[list[tuple[bytes, 
     for start in range(0, len(bodies), 50):
         limits = TrajectoryLimits(10**6, 1000, 4000)
         tree = TurnTree(Task(PROMPT, SAMPLING, 5), Writer(["42"]), settings(turns=ALONE, limits=limits))
-        url = endpoint.open(tree)
+        url = endpoint.open(tree, tree.max_bytes)
         for body in bodies[start : start + 50]:
             status, reply = await post(endpoint, url, path, body)
             if status == 200 and b'"error": {' not in reply:
