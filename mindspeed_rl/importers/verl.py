@@ -197,6 +197,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         part(OVERLONG, off=_NO_PENALTY),
     ),
     (r"ray_kwargs\.ray_init\.[\w.]+", no_effect("the command starts or finds the Ray cluster")),
+    (r"actor_rollout_ref\.rollout\.enable_sleep_mode", no_effect("the engine gives its memory back where it shares devices")),
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
     (r"hydra\.[\w.]+", no_effect("the folder of the run is run_dir")),
     (r"model_engine", with_others("the engine")),

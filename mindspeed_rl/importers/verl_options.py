@@ -463,7 +463,7 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("engine_kwargs.vllm", to(f"{GENERATE}.engine_kwargs")),
     ("enable_rollout_routing_replay", to(f"{RL}.router_replay.mode", values={True: "R3", False: "disabled"})),
     (
-        "enable_chunked_prefill enable_sleep_mode free_cache_engine disable_log_stats load_format layered_summon "
+        "enable_chunked_prefill free_cache_engine disable_log_stats load_format layered_summon "
         "skip_tokenizer_init multi_stage_wake_up scheduling_policy full_determinism router_config_path agent.num_workers "
         "moe_load_balance_metrics_interval standalone_gpu_memory_utilization",
         no_effect("memory and scheduling of the engine, which the run decides"),
