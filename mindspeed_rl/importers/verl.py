@@ -201,6 +201,14 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
     (r"hydra\.[\w.]+", no_effect("the folder of the run is run_dir")),
     (r"model_engine", with_others("the engine")),
+    (
+        r"distillation\.teacher_models\.\w+\.(?:model_path|key)",
+        part("distillation.teacher_models distillation.teacher_keys", off="there is no teacher"),
+    ),
+    (
+        r"distillation\.teacher_models\.\w+\.(?:num_replicas|inference\.[\w.]+)",
+        no_effect("a teacher is a Megatron model on the devices of its pool"),
+    ),
 )
 
 
@@ -890,8 +898,17 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
         defaults=(
             *shared.defaults,
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
+            *_find_save_folder(command, "gsm8k-sft", "test"),
         ),
     )
+
+
+def _find_save_folder(command: SourceCommand, project: str, experiment: str) -> list[tuple[str, object, str]]:
+    """Return the folder of checkpoints, which verl names by project and experiment; nothing where none is written."""
+    if command.number("trainer.save_freq", -1) <= 0 or command.has("trainer.default_local_dir"):
+        return []
+    names = command.text("trainer.project_name", project), command.text("trainer.experiment_name", experiment)
+    return [(f"{ACTOR}.save", "/".join(("checkpoints", *names)), "verl's folder of the project and the experiment")]
 
 
 def _describe_part(command: SourceCommand) -> str:
@@ -984,16 +1001,12 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     )  # fmt: skip
     data = _read_file(run, command)
     rewards, columns = _read_rewards(run, command, data)
+    teachers = _read_teacher(run, command)
     micro, tokens = _read_micro_batches(command, layout)
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
-    if command.number("trainer.save_freq", -1) > 0 and not command.has("trainer.default_local_dir"):
-        folder = "checkpoints/" + "/".join(
-            command.text(f"trainer.{name}", default)
-            for name, default in (("project_name", "verl_examples"), ("experiment_name", "gsm8k"))
-        )
-        defaults.append((f"{ACTOR}.save", folder, "verl's folder of the project and the experiment"))
+    defaults += _find_save_folder(command, "verl_examples", "gsm8k")
     turns = _read_turns(command)
     if turns:
         defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
@@ -1021,11 +1034,11 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **_read_engine(run, command, tensor),
             **_read_filters(run, command, batch, rewards),
             **turns,
-            **_read_teacher(run, command),
+            **teachers,
             **_read_age(run, command),
             **_read_profiler(run, command),
             **tokens,
-            **columns,
+            **_add_column(columns, teachers.get(f"{RL}.distillation.teacher_key")),
             f"{ACTOR}.data_path": data,
             f"{ACTOR}.eval_data_path": next(iter(list_words(command.get("data.val_files") or "")), None),
         },
@@ -1191,6 +1204,34 @@ def _read_filters(run: Import, command: SourceCommand, batch: _Batch, rewards: R
     return {f"{RL}.filter_groups_{name}": value for name, value in filters.items()}
 
 
+def _add_column(columns: Mapping[str, object], name: object) -> dict[str, object]:
+    """Return the key of the columns that rows keep, with another one."""
+    key = f"{ACTOR}.dataset_additional_keys"
+    kept = columns.get(key, ["labels"])
+    assert isinstance(kept, list)
+    return dict(columns) if name is None or name in kept else {**columns, key: [*kept, name]}
+
+
+_TEACHER = re.compile(r"distillation\.teacher_models\.(\w+)\.([\w.]+)")
+
+
+def _list_teachers(command: SourceCommand) -> dict[str, str]:
+    """Return the teachers: value of the teacher_key -> folder; named ones take the place of teacher_model, as in verl."""
+    groups = list(dict.fromkeys(match.group(1) for option in command.options if (match := _TEACHER.fullmatch(option))))
+    if len(groups) > 1:
+        groups = [name for name in groups if name != "teacher_model"]
+    teachers: dict[str, str] = {}
+    for name in groups:
+        prefix = f"distillation.teacher_models.{name}."
+        path, key = (command.get(f"{prefix}{part}") for part in ("model_path", "key"))
+        if not path or (len(groups) > 1 and (key is None or key in teachers)):
+            raise ConfigError([f"{prefix}model_path and, next to other teachers, a key of its own are missing"])
+        teachers[str(key)] = str(path)
+    if not teachers:
+        raise ConfigError(["distillation.enabled: distillation.teacher_models.teacher_model.model_path is missing"])
+    return teachers
+
+
 def _read_teacher(run: Import, command: SourceCommand) -> dict[str, object]:
     """Return the keys of a teacher: a Megatron model here, on the devices of its pool."""
     loss, prefix = "distillation.distillation_loss.", "distillation."
@@ -1205,13 +1246,13 @@ def _read_teacher(run: Import, command: SourceCommand) -> dict[str, object]:
         run.refuse(clips[0], "another clip for the teacher than for the actor's loss")
     if gradient and tasks and command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla") != "vanilla":
         run.refuse(f"{loss}use_policy_gradient", "another policy loss for task rewards than for the teacher")
-    path = command.get("distillation.teacher_models.teacher_model.model_path")
-    if not path:
-        run.refuse("distillation.enabled", "several teachers in a command; see rl_config.distillation.teacher_keys")
+    teachers = _list_teachers(command)
     mode = str(command.get(f"{loss}loss_mode", "k3"))
     values: dict[str, object] = {
         "enabled": True,
-        "teacher_models": [path],
+        "teacher_models": list(teachers.values()),
+        **({"teacher_key": command.text("distillation.teacher_key", "data_source"), "teacher_keys": list(teachers)}
+           if len(teachers) > 1 else {}),
         "loss_mode": mode,
         "topk": command.get(f"{loss}topk", 32) if mode == "forward_kl_topk" else None,
         "use_task_rewards": command.get(f"{loss}use_task_rewards", True),

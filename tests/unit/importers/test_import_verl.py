@@ -416,7 +416,7 @@ def test_the_length_is_verls() -> None:
 @pytest.mark.parametrize(
     ("option", "feature"),
     [
-        ("distillation.enabled=True", "several teachers in a command"),
+        ("distillation.enabled=True", "teacher_model.model_path is missing"),
         ("algorithm.use_pf_ppo=True", "PF-PPO"),
         (f"{A}.optim.optimizer=sgd", "the optimizer sgd"),
         (f"{A}.qat.enable=True", "quantization-aware training"),
@@ -623,8 +623,36 @@ def test_a_teacher_of_verl_keeps_its_loss_its_devices_and_its_temperature() -> N
     assert run.get("rl_config.teacher_resource.num_npus") == 4
 
 
-def test_several_teachers_of_verl_are_refused_with_the_key_that_has_them() -> None:
-    assert "teacher_keys" in refusal("distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1")
+def test_named_teachers_of_verl_judge_the_rows_of_their_keys() -> None:
+    def name(teacher: str, key: str) -> str:
+        prefix = f"+distillation.teacher_models.{teacher}"
+        return f"{prefix}.key={key} {prefix}.model_path=models/{teacher} {prefix}.num_replicas=2 {prefix}.inference.name=vllm "
+
+    front = "distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1 "
+    run = imported(f"{front}{name('one', 'openai/gsm8k')}{name('two', 'math_dapo')}")
+    keys = [f"rl_config.distillation.{key}" for key in ("teacher_models", "teacher_key", "teacher_keys")]
+    assert values(run, *keys) == [["models/one", "models/two"], "data_source", ["openai/gsm8k", "math_dapo"]]
+    assert run.get("megatron_training.dataset_additional_keys") == ["labels", "data_source"]
+    # an entry of another name takes the place of teacher_model
+    alone = imported(f"{front}distillation.teacher_models.teacher_model.model_path=old {name('one', 'k')}")
+    assert values(alone, *keys) == [["models/one"], None, None]
+    assert "a key of its own" in refusal(f"{front}{name('one', 'k')}{name('two', 'k')}")
+    assert "model_path is missing" in refusal(front)
+
+
+def test_a_run_of_supervised_verl_saves_where_verl_does() -> None:
+    command = (
+        "torchrun --nproc_per_node=2 -m verl.trainer.sft_trainer data.train_files=/d/a.parquet model.path=/m "
+        "trainer.total_training_steps=4 trainer.save_freq=2 "
+    )
+    settings = ImportSettings(rewards=REWARDS)
+    for words, folder in (
+        ("", "checkpoints/gsm8k-sft/test"),
+        ("trainer.project_name=p trainer.experiment_name=e", "checkpoints/p/e"),
+        ("trainer.default_local_dir=/x", "/x"),
+        ("trainer.save_freq=-1", None),
+    ):
+        assert import_command(PROJECT, command + words, settings).get("megatron_training.save") == folder
 
 
 def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path) -> None:
