@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.translators import negated, set_model, set_output, set_rollout_format, set_trackers, texts
 
 #: correction there -> here: sequences are weighed by the geometric mean of their tokens
@@ -37,11 +38,11 @@ def _system(run: Import, option: str, value: object) -> None:
     text = " ".join(str(item) for item in value) if isinstance(value, list) else str(value)
     # a text of several lines, or a long one, is no path
     is_path = len(text) < 256 and "\n" not in text
-    path = Path(text).expanduser()
-    if is_path and path.is_file():
+    path = find_file(Command((), {}, 0, folder=run.settings.folder), text) if is_path else None
+    if path is not None:
         text, note = path.read_text(encoding="utf-8").strip(), f"the text of {text}"
         run.translate(option, {f"{ACTOR}.system_prompt": text}, note)
-    elif is_path and path.suffix == ".txt":
+    elif is_path and text.endswith(".txt"):
         run.refuse(option, f"there is no file {text} here to read the system prompt from")
     else:
         run.translate(option, {f"{ACTOR}.system_prompt": text})

@@ -274,6 +274,16 @@ def test_a_policy_loss_that_is_not_here_is_refused_by_name() -> None:
     assert "loss_mode=bypass_mode: not available here" in refusal(f"{A}.policy_loss.loss_mode=bypass_mode")
 
 
+def test_long_prompts_are_left_out_or_cut_as_verls_rollout_does() -> None:
+    for words, kind in (
+        ("", "cut_left"),  # filter_overlong_prompts is false unless it is set, and the rollout cuts text at its start
+        ("data.truncation=middle", "cut_left"),
+        ("data.filter_overlong_prompts=True", "drop_longer"),
+        ("data.filter_overlong_prompts=True data.truncation=left", "drop_longer"),
+    ):
+        assert imported(words).get("rl_config.long_prompts") == kind
+
+
 def test_aggregations_are_those_of_verl() -> None:
     expected = {
         "token-mean": "token",

@@ -153,3 +153,24 @@ def test_rows_of_a_supervised_stage_without_a_limit_have_that_of_the_model(tmp_p
     # without config.json the guess is named
     run = imported(f"NPROC_PER_NODE=8 swift sft --model /m/elsewhere {words}")
     assert "set the longest row" in run.added["megatron_training.seq_length"]
+
+
+def test_the_file_of_a_system_prompt_is_looked_for_from_the_folder_of_the_script_upwards(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "grpo").mkdir(parents=True)
+    (tmp_path / "examples" / "prompt.txt").write_text("Think.\n")
+    command = f"NPROC_PER_NODE=8 swift rlhf {WORDS} --use_vllm true --vllm_mode colocate --system examples/prompt.txt"
+    run = imported(command, tmp_path / "examples" / "grpo")
+    assert run.get("megatron_training.system_prompt") == "Think."
+    assert "there is no file examples/prompt.txt here" in refusal(command)
+
+
+def test_long_prompts_and_rows_are_cut_or_left_out_as_there() -> None:
+    rollout = f"NPROC_PER_NODE=8 swift rlhf {WORDS} --use_vllm true --vllm_mode colocate "
+    key = "rl_config.long_prompts"
+    assert imported(rollout).get(key) == imported(f"{rollout}--truncation_strategy left").get(key) == "cut_left"
+    assert imported(f"{rollout}--truncation_strategy delete").get(key) == "drop_longer"
+    assert "rollouts have left and delete" in refusal(f"{rollout}--truncation_strategy right")
+    rows = "NPROC_PER_NODE=8 swift sft --model /m/Q --dataset /d/x.jsonl --max_length 512 --num_train_epochs 1 "
+    assert imported(f"{rows}--truncation_strategy delete").get("megatron_training.seq_length") == 512
+    for strategy in ("left", "right"):
+        assert "rows that are cut" in refusal(f"{rows}--truncation_strategy {strategy}")
