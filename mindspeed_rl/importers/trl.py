@@ -331,6 +331,17 @@ _SHARED: dict[str, Option] = {
     "per_gpu_train_batch_size": refused("the name of old releases; write per_device_train_batch_size"),
 }
 
+#: arguments of transformers' Trainer alone, which other projects have too
+TRAINING_ARGUMENTS: dict[str, Option] = {
+    name: record
+    for name, record in _SHARED.items()
+    if name
+    not in "datasets dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming test_split_size "
+    "use_peft lora_target_modules lora_r lora_alpha lora_dropout lora_task_type lora_target_parameters lora_modules_to_save "
+    "use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dtype "
+    "attn_implementation model_name_or_path trust_remote_code model_revision pad_to_multiple_of".split()
+}
+
 #: options of both trainers with rollouts
 _ROLLOUT: dict[str, Option] = {
     "max_completion_length": to(f"{SAMPLING}.max_tokens", default=512),

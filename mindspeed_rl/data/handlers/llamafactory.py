@@ -26,6 +26,8 @@ from mindspeed_rl.files import read_json
 _INFO_FILE = "dataset_info.json"
 # dataset_info.json writes OpenAI data as sharegpt with these tags.
 _OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+#: columns without which a row is sound
+_OPTIONAL_COLUMNS = ("query", "system", "history", "tools")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,9 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
         kind, map_keys = SharegptStyleInstructionHandler, {**columns, **({"tags": tags} if tags else {})}
     else:
         raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
+    if columns:
+        # LLaMA-Factory does not read a column that `columns` leaves out, as that of an Alpaca row's input
+        map_keys = {**{key: "" for key in _OPTIONAL_COLUMNS if key in kind.default_map and key not in columns}, **map_keys}
     return _DatasetEntry(name, kind, map_keys, source)
 
 
