@@ -86,7 +86,7 @@ _LAUNCHER_FLAGS = frozenset(
 )
 #: reward function of TRL -> ours, and keys that its numbers become
 _FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
-    "accuracy_reward": ("accuracy", {}),
+    "accuracy_reward": ("trl_accuracy", {}),
     "think_format_reward": ("think_format", {}),
     "get_soft_overlong_punishment": ("soft_overlong", {"soft_max_length": 1280, "soft_cache_length": 256}),
 }
@@ -855,7 +855,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             "adv_epsilon": "TRL adds it to the standard deviation",
             "rollout_importance_sampling_mode": "the default of TRL where vLLM generates",
             "vllm_server_host": "a server that mindspeed-rl rollout has started",
-            "reward_funcs": "accuracy compares by the rules of docs/rewards.md",
+            "reward_funcs": "the scores of TRL's functions; accuracy of docs/rewards.md reads more forms of an answer",
             **dict.fromkeys(("dataset_additional_keys", "map_keys.response"), "the column that TRL's reward functions read"),
         },
         defaults=(
