@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -16,8 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mindspeed_rl import registry
+
 #: largest file of settings that is read into memory; indexes and tokenizers of published models have up to 40 MiB
 _MAX_JSON_BYTES = 512 << 20
+#: names of a folder that are compared with a mistyped one
+_MAX_NAMES = 10_000
+#: read of a file that has no size
+_BLOCK_BYTES = 1 << 16
 #: what a path is, where it is not a regular file
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -35,6 +42,31 @@ class FileWriteError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+def describe_missing(path: str | os.PathLike[str]) -> str:
+    """Describe a path where nothing is: its absolute form, the folder that it is relative to, and the nearest name there."""
+    text = os.fspath(path)
+    try:
+        full = Path(text).expanduser()
+        absolute = Path(os.path.abspath(full))
+        if absolute.is_symlink():
+            return f"'{text}' is a link to '{os.readlink(absolute)}', which does not exist ({absolute})"
+        there = next(folder for folder in absolute.parents if os.path.lexists(folder))
+        base = "" if full.is_absolute() else f", relative to {Path.cwd()}"
+        if not there.is_dir():
+            return f"'{text}' does not exist ({absolute}{base}): {there} is a file"
+        first, *rest = absolute.relative_to(there).parts
+        names = list(itertools.islice((item.name for item in os.scandir(there)), _MAX_NAMES))
+    except (OSError, RuntimeError, StopIteration, ValueError):  # no such user, a name that no file can have, no permission
+        return f"'{text[:200]}' does not exist"
+    near = registry.find_similar(first, names)
+    if near is None:
+        return f"'{text}' does not exist ({absolute}{base})"
+    meant = there.joinpath(near, *rest)
+    meant = meant if meant.exists() else there / near
+    shown = meant if full.is_absolute() else os.path.relpath(meant)
+    return f"'{text}' does not exist ({absolute}{base}); did you mean '{shown}'?"
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -68,8 +100,8 @@ def read_regular(path: str | os.PathLike[str], max_bytes: int = _MAX_JSON_BYTES)
         size = os.fstat(file.fileno()).st_size
         if size > max_bytes:
             raise ValueError(f"{os.fspath(path)} has {size} bytes; at most {max_bytes} are read of such a file")
-        # by its size: files of /proc have none, and others may grow while they are read
-        return file.read(max_bytes)
+        # a buffer of this size is made first, so not `max_bytes`; files of /proc have no size
+        return file.read(size or _BLOCK_BYTES)
 
 
 def read_json_value(path: str | os.PathLike[str]) -> Any:

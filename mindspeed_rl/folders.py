@@ -144,10 +144,11 @@ def _make_mutable(name: str, folder: int) -> bool:
 
 
 def measure_folder(folder: str | os.PathLike[str], *, max_entries: int, max_depth: int) -> FolderSize:
-    """Measure a folder, and follow no link; the measurement stops beyond a limit.
+    """Measure a folder, and follow no link.
 
     Args:
-        max_entries, max_depth: the result exceeds one of these limits if the folder does.
+        max_entries: the measurement stops beyond this number.
+        max_depth: the depth of the result exceeds it where paths are too long to be measured.
     """
     num_bytes = num_entries = deepest = 0
     linked = set[tuple[int, int]]()
@@ -155,7 +156,7 @@ def measure_folder(folder: str | os.PathLike[str], *, max_entries: int, max_dept
     while left:
         path, depth = left.pop()
         deepest = max(deepest, depth)
-        if deepest > max_depth or num_entries > max_entries:
+        if num_entries > max_entries:
             break
         try:
             with os.scandir(path) as entries:
@@ -177,7 +178,7 @@ def measure_folder(folder: str | os.PathLike[str], *, max_entries: int, max_dept
                         break
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                deepest = max_depth + 1
+                deepest = max(deepest, max_depth + 1)
     return FolderSize(num_bytes, num_entries, deepest)
 
 

@@ -26,6 +26,7 @@ from mindspeed_rl.checkpoint.command import DTYPES, parse_size
 from mindspeed_rl.checkpoint.gguf_file import GgufFile, GgufTensor
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, write_config
 from mindspeed_rl.checkpoint.options import ConvertOptions
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.models import architecture_for
 
 #: general.architecture -> class and model_type of Hugging Face
@@ -233,8 +234,9 @@ def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
     """
     path = find_gguf(options.load_dir.expanduser())
     if path is None:
-        problem = "is not a GGUF file, nor a folder that has one" if options.load_dir.exists() else "does not exist"
-        raise ValueError(f"--load-dir {options.load_dir} {problem}")
+        is_there = options.load_dir.expanduser().exists()
+        problem = f"{options.load_dir} is not a GGUF file, nor a folder that has one"
+        raise ValueError(f"--load-dir: {problem if is_there else describe_missing(options.load_dir)}")
     model, folder, start = open_gguf(path), options.save_dir.expanduser(), time.perf_counter()
     if dry_run:
         return f"would write {model.describe()} to {folder}"

@@ -164,7 +164,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
         rl = RLConfig(verifier_function=[args.scorer], external_plugins=args.external_plugins)
-        if violations := check_reward_functions(rl) or dry_run_reward_functions(rl, {}):
+        if violations := check_reward_functions(rl) or dry_run_reward_functions(rl, {}).violations:
             texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in violations)
             raise ValueError("; ".join(text.replace("external_plugins:", "--external-plugins:") for text in texts))
     options = TaskOptions(

@@ -70,7 +70,10 @@ def read_json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not JSON ({error.msg}); keys and values have double quotes, and the shell needs single ones around"
+            " all: '{\"prompt\": \"question\"}'"
+        ) from error
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value

@@ -61,7 +61,12 @@ def main(argv: list[str]) -> int:
     _add_model(smallest)
     experts = kinds.add_parser("experts", help="assignment of experts to devices, from counts of a rollout")
     _add_experts(experts)
-    arguments = _parse(parser, argv)
+    both = kinds.add_parser("run", help="memory, then time: what `mindspeed-rl plan --config-name FILE` prints")
+    _add_run(both)
+    _add_lengths(both)
+    # without a kind, the first word is an option of the run
+    has_kind = not argv or not argv[0].startswith("--") or argv[0] == "--help"
+    arguments = _parse(parser, argv if has_kind else ["run", *argv])
     try:
         return _PLANS[arguments.kind](arguments)
     except ConfigError as error:
@@ -182,6 +187,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
+def _both(arguments: argparse.Namespace) -> int:
+    fits = _memory(arguments)
+    if not arguments.json:
+        print(flush=True)
+    return max(fits, _time(arguments))
+
+
 def _time(arguments: argparse.Namespace) -> int:
     _, run, device = _read(arguments)
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
@@ -273,7 +285,7 @@ def _write(path: Path, text: str) -> None:
         raise ValueError(f"--output: {error}.") from None
 
 
-_PLANS = {"memory": _memory, "time": _time, "fit": _fit, "smallest": _smallest, "experts": _experts}
+_PLANS = {"run": _both, "memory": _memory, "time": _time, "fit": _fit, "smallest": _smallest, "experts": _experts}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
@@ -52,10 +52,20 @@ def _true_or_false(text: str) -> bool:
     return text.lower() == "true"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are a line, without a page of options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    parser = argparse.ArgumentParser(
-        prog="preprocess_data.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="mindspeed-rl preprocess",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="name of a YAML file in the config folder")
     parser.add_argument("--config-name", help="the same, as a flag")

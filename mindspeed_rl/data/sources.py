@@ -11,6 +11,7 @@ import contextlib
 import csv
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -485,7 +486,9 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     position = 0
     with open_content(path) as (content, raw):
         # newline "": the csv module handles line ends inside quotes
-        reader = csv.DictReader(io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline=""))
+        text = io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
+        header = text.readline()
+        reader = csv.DictReader(itertools.chain([header], text), delimiter=find_separator(header))
         _check_names(path, reader.fieldnames or ())
         for number, row in enumerate(reader, start=1):
             rows.append(_csv_row(row))
@@ -493,6 +496,11 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def find_separator(header: str) -> str:
+    """Return the separator of a CSV file by its first line: a comma where it has one, else a semicolon or a tab."""
+    return next((mark for mark in ",;\t" if mark in header), ",")
 
 
 def _check_names(path: str, names: Sequence[str], where: str = "") -> None:

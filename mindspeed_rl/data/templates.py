@@ -130,15 +130,17 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class _Field:
+class Field:
+    """A field of a slot: content, idx, name or arguments."""
+
     name: str
 
 
-class _Format:
+class Format:
     """A list of slots, parsed once. A slot is a special token, or a list of literal text and fields."""
 
     def __init__(self, slots: Sequence[object], location: str) -> None:
-        self.parts: list[str | Token | _Field] = []
+        self.parts: list[str | Token | Field] = []
         for slot in slots:
             if isinstance(slot, dict) and set(slot) == {"token"}:
                 self.parts.append(Token(slot["token"]))
@@ -146,16 +148,16 @@ class _Format:
                 self.parts.append(Token(slot[0]))
             elif isinstance(slot, str):
                 fields = _FIELD.split(slot)
-                self.parts.extend(_Field(text) if index % 2 else text for index, text in enumerate(fields) if text)
+                self.parts.extend(Field(text) if index % 2 else text for index, text in enumerate(fields) if text)
             else:
                 raise ValueError(
                     f'{location}: a slot is a text, {{"token": ...}}, ["bos_token"] or ["eos_token"], not {slot!r}'
                 )
-        self.fields = frozenset(part.name for part in self.parts if isinstance(part, _Field))
+        self.fields = frozenset(part.name for part in self.parts if isinstance(part, Field))
 
     def apply(self, **values: str) -> list[TextOrToken]:
         """Fill in the fields; values are not searched for fields."""
-        return [values[part.name] if isinstance(part, _Field) else part for part in self.parts]
+        return [values[part.name] if isinstance(part, Field) else part for part in self.parts]
 
 
 def _merge_texts(parts: Sequence[TextOrToken]) -> tuple[TextOrToken, ...]:
@@ -212,30 +214,31 @@ class Template:
         self.thought_in_source = bool(entry.get("thought_in_source", False))
         self.drop_thinking = bool(entry.get("drop_thinking", False))
         self._keeps_thoughts_with_tools = template_class == "DeepSeek4Template"
-        self._thought_earlier: str = entry.get("thought_earlier", self.thought_empty)
-        self._strip_answers: str | None = entry.get("strip_answers")
-        if self._strip_answers not in (None, "lines", "blanks"):
-            raise ValueError(f"{location}: strip_answers={self._strip_answers!r} is unknown; allowed: lines, blanks")
+        self.thought_earlier: str = entry.get("thought_earlier", self.thought_empty)
+        self.strip_answers: str | None = entry.get("strip_answers")
+        if self.strip_answers not in (None, "lines", "blanks"):
+            raise ValueError(f"{location}: strip_answers={self.strip_answers!r} is unknown; allowed: lines, blanks")
         self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
         self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
         # data from other models has the common marks, independent of this template
-        marks = {(opening.strip(), closing.strip()), THINK.texts}
+        self.thought_marks = tuple(dict.fromkeys([(opening.strip(), closing.strip()), THINK.texts]))
         self._thoughts = [
             re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\n*", re.DOTALL)
-            for first, last in marks
+            for first, last in self.thought_marks
         ]
         self._ends_of_thoughts = [
-            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\n*", re.DOTALL) for first, last in marks
+            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\n*", re.DOTALL)
+            for first, last in self.thought_marks
         ]
 
         end = [] if self.efficient_eos else [["eos_token"]]
 
-        def slots(key: str, default: list[Any]) -> _Format:
-            return _Format(entry.get(key, {}).get("slots", default), f"{location}, {key}")
+        def slots(key: str, default: list[Any]) -> Format:
+            return Format(entry.get(key, {}).get("slots", default), f"{location}, {key}")
 
         self.user = slots("format_user", ["{{content}}"])
         self.assistant = slots("format_assistant", ["{{content}}", *end])
-        self._earlier = slots("format_earlier", entry.get("format_assistant", {}).get("slots", ["{{content}}", *end]))
+        self.earlier = slots("format_earlier", entry.get("format_assistant", {}).get("slots", ["{{content}}", *end]))
         self.system = slots("format_system", ["{{content}}"])
         if self.system_in_user and any(isinstance(part, Token) for part in self.system.parts):
             raise ValueError(
@@ -339,7 +342,7 @@ class Template:
         """Return the text that the answer adds to the source, and the target."""
         opening, thought, content = self._split_thought(message, thinking, is_last=is_last)
         if message.role != "function":
-            answer = self.assistant if is_last else self._earlier
+            answer = self.assistant if is_last else self.earlier
             return opening, [thought, *answer.apply(content=content)]
         if self.tools is None:
             raise MalformedRowError(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
@@ -366,12 +369,12 @@ class Template:
                 )
             return "", "", message.content
         thought, content = self._read_thought(message)
-        empty = self.thought_empty if is_last or not self.drop_thinking else self._thought_earlier
+        empty = self.thought_empty if is_last or not self.drop_thinking else self.thought_earlier
         # as MindSpeed-LLM: an empty thought is read, and learned only with thinking
         is_empty = thinking == "false" or (not thought and (thinking != "true" or not empty))
-        if self._strip_answers == "blanks":
+        if self.strip_answers == "blanks":
             thought, content = thought.strip(), content.strip()
-        elif self._strip_answers and not (is_empty and not empty):
+        elif self.strip_answers and not (is_empty and not empty):
             thought, content = thought.strip("\n"), content.lstrip("\n")
         if is_empty:
             return empty, "", content
@@ -440,7 +443,10 @@ class HfTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object] | None = None) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+            raise ValueError(
+                "prompt_type='hf' needs a tokenizer with a chat template; this one has none: take a template by name"
+                " (prompt_type: chatml, or empty for plain text), or copy chat_template.jinja of the published model"
+            )
         self._arguments: dict[str, Any] = {key: value for key, value in (arguments or {}).items() if key != THINKING_ARGUMENT}
         for name in self._arguments:
             if name in _SET_ARGUMENTS:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.hub import fetch, parse_hub_name
-from mindspeed_rl.files import read_json
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.importing import auto_tokenizer
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ def check_tokenizer_files(path: str | Path) -> bool:
         return False
     folder = Path(path).expanduser()
     if not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
-        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none")
+        raise ValueError(
+            f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none ("
+            f"{folder.absolute()} has no tokenizer.json, tokenizer.model or vocab.json); copy those of the model there"
+        )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             if (folder / name).is_file():
                 read_json(folder / name)
         except ValueError as error:
-            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {name}: {error}") from error
+            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {error}") from error
     return True
 
 
@@ -47,10 +51,14 @@ def _is_folder(path: str | Path) -> bool:
         ValueError: it means a folder that is not there.
     """
     folder = Path(path).expanduser()
-    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
+    is_path = "/" in str(path) and parse_hub_name(str(path)) is None  # such as a name in a folder that exists
+    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists() or is_path
     # a mistyped folder must not become a request to the hub
     if looks_local and not folder.is_dir():
-        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
+        problem = "" if os.path.exists(folder) else f": {describe_missing(path)}"
+        raise ValueError(
+            f"tokenizer_name_or_path={str(path)!r} is not a folder{problem}; give the folder that holds tokenizer.json"
+        )
     return looks_local
 
 

@@ -36,6 +36,8 @@ _QUESTIONS = ("question5041", "inquiring730")
 _ANSWERS = ("answerab7302", "replycd4859q")
 _NEWS = ("nextcont8263", "followup501x")
 _THOUGHT = "thoughtef1947"
+#: gaps that are kept
+_MAX_GAPS = 4096
 
 
 class _Writer(Protocol):
@@ -199,6 +201,8 @@ class ChatTurns:
         num_before = num_before if self._has_turn_indices else 0
         key = (roles, num_before, has_thought)
         if key not in self._gaps:
+            if len(self._gaps) >= _MAX_GAPS:  # programs may send any order of roles
+                self._gaps.clear()
             self._gaps[key] = self._find_gap(*key)
         gap = self._gaps[key]
         if gap is None:

@@ -85,7 +85,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     if world is None and "nproc_per_node" in launcher:
         per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
         world = read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
-    return SourceCommand(program, options, command.environment, world or 1, _TABLES[program])
+    return SourceCommand(program, options, command.environment, world or 1, _LATER | _TABLES[program], loop=command.loop)
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:
@@ -267,6 +267,11 @@ def _columns(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{ACTOR}.dataset_additional_keys": names})
 
 
+def _dense_layers(run: Import, option: str, value: object) -> None:
+    none = isinstance(value, int) and not isinstance(value, bool) and value < 0
+    run.translate(option, {f"{ACTOR}.first_k_dense_replace": 0 if none else value}, "no layer is dense" if none else "")
+
+
 def _neat_pack(run: Import, option: str, value: object) -> None:
     names = ("pack", "neat_pack", "reset_attention_mask")
     run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
@@ -292,6 +297,7 @@ _LLM: dict[str, Option] = {
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
     "mtp_after_norm": part(PREDICTION),
+    "first_k_dense_replace": by(_dense_layers, "-1 is none"),
     "stage": part("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
@@ -393,6 +399,13 @@ _TABLES: dict[str, dict[str, Option]] = {
     "pretrain": build_megatron_table(shapes=True) | _LLM,
     "posttrain": build_megatron_table(shapes=True) | _LLM,
     "rlxf": build_megatron_table(shapes=True) | _LLM | _RLXF,
+}
+
+
+#: options of later releases
+_LATER: dict[str, Option] = {
+    "hccl_op_mode": no_effect("how the platform sends messages"),
+    **dict.fromkeys(("loss_compute_mode", "loss_chunk_size"), no_effect("log-probs are computed in chunks")),
 }
 
 

@@ -118,6 +118,7 @@ class SourceCommand:
         devices: devices of the whole run, over all nodes.
         table: the record of each option of the program.
         trailing: words after the program that are no options, such as the name of a file.
+        loop: the run of a loop that the command is of; empty outside of loops.
     """
 
     program: str
@@ -126,6 +127,7 @@ class SourceCommand:
     devices: int = 1
     table: Mapping[str, Option] = field(default_factory=dict)
     trailing: tuple[str, ...] = ()
+    loop: str = ""
 
     def get(self, name: str, default: object = None) -> object:
         """Return the value of an option; that of its record, then `default`, where the command does not have it."""

@@ -92,7 +92,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             if list_unknown(options.get(name)):
                 del options[name]
     world = devices or _world(options)
-    return SourceCommand("train", options, command.environment, world, _TABLE | engine)
+    return SourceCommand("train", options, command.environment, world, _TABLE | engine, loop=command.loop)
 
 
 def _is_model_arguments(word: str) -> bool:

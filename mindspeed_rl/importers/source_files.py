@@ -70,6 +70,19 @@ def add_runtime_environment(command: Command) -> Command:
     return replace(command, environment={**command.environment, **variables}) if variables else command
 
 
+def list_absent_scripts(commands: list[Command]) -> list[str]:
+    """Return a sentence for each script that a script calls and that is not here, so that its commands are not read."""
+    shells = ("bash", "sh", "source", ".")
+    called = [
+        (command.line, word)
+        for command in commands
+        if command.words[0] in shells or command.words[0].endswith(".sh")
+        for word in command.words[:2]
+        if word.endswith(".sh") and not list_unknown(word)
+    ]
+    return [f"line {line} calls {name}, which is not here: its commands are not read" for line, name in dict(called).items()]
+
+
 def load_yaml(path: Path) -> dict[str, object]:
     """Return the mapping that a YAML file holds; an empty file holds none.
 

@@ -58,6 +58,7 @@ from mindspeed_rl.importers.writer import (
     find_lora_targets,
     list_expert_defaults,
     note_prediction,
+    read_shape,
     start_from_adapter,
 )
 
@@ -194,7 +195,7 @@ def _read_command(command: Command) -> SourceCommand | None:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
     launcher = command.words[: len(command.words) - len(words) - 1]
     world = _count_devices(command, environment, launcher, program)
-    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing))
+    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing), command.loop)
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -836,7 +837,8 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
     """Return the run of a supervised stage."""
     length = _read_length(command)
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
-    notes = {"seq_length": "" if command.has("max_length") else "set the longest row; ms-swift has the model's limit"}
+    limit = "the model's limit; set the longest row where config.json is elsewhere"
+    notes = {"seq_length": "" if command.has("max_length") else limit}
     unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
     if command.flag("packing") and kind == "sft":
         keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}
@@ -897,7 +899,9 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
 
 
 def _read_length(command: SourceCommand) -> int:
-    return command.count("packing_length" if command.has("packing_length") else "max_length", 2048)
+    limit = read_shape(command.text("model")).get("max_position_embeddings")
+    default = limit if isinstance(limit, int) and limit > 0 else _PROMPT_LENGTH
+    return command.count("packing_length" if command.has("packing_length") else "max_length", default)
 
 
 # --- stages with rollouts ---------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         world = devices or _count_processes(command, launch)
         if not program:
             program = _guess_program(values | options)
-        return SourceCommand(program, values | options, command.environment, world, _TABLES[program])
+        return SourceCommand(program, values | options, command.environment, world, _TABLES[program], loop=command.loop)
     raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
 
 
@@ -131,15 +131,35 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
         if place and words[place - 1] == "trl" and (name in _STAGES or name in _OTHER_PROGRAMS):
             return place, name
         if name.endswith(".py"):
-            stem = name.removesuffix(".py")
-            known = stem if stem in _STAGES or stem in _OTHER_PROGRAMS else None
-            return place, known or next(
-                (key for key in ("grpo", "rloo", "dpo", "kto", "sft", "reward") if key in stem.split("_")), None
-            )
+            return place, _name_script(Path(word))
         if word.startswith("trl.scripts."):
             return place, word.rpartition(".")[2]
     is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml", ".json")
     return (0, "") if is_file else (0, None)
+
+
+#: TRL's example scripts whose code is their arguments alone -> trainer
+_EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward"}
+
+
+def _name_script(path: Path) -> str | None:
+    """Return the trainer of a script of TRL; None for a program that has nothing of TRL in its name.
+
+    Raises:
+        ConfigError: it is a program of its own.
+    """
+    stem, folders = path.stem, path.parts[:-1]
+    if folders[-2:] == ("trl", "scripts") or folders == ("scripts",) or not folders:
+        if stem in _STAGES or stem in _OTHER_PROGRAMS:
+            return stem
+    elif folders[-2:] == ("examples", "scripts") and stem in {**_EXAMPLES, **_OTHER_PROGRAMS}:
+        return _EXAMPLES.get(stem, stem)
+    if not {*_STAGES, *_OTHER_PROGRAMS, "trl", "gspo"} & set(stem.split("_")):
+        return None
+    raise ConfigError(
+        [f"{path} is a program of its own, whose rewards, data and trainer are in its code and not in the command: write "
+         "the command of trl that trains the same, with its rewards as functions of docs/rewards.md"]
+    )  # fmt: skip
 
 
 def _split_options(words: list[str]) -> dict[str, object]:
@@ -621,6 +641,10 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     return Schedule(peak, _STYLES[name], total, sizes.warmup(command, total), floor=peak * floor)
 
 
+#: keys of a command without --output_dir
+_FOLDERS = {"run_dir": "trainer_output", f"{ACTOR}.save": "trainer_output/checkpoints"}
+
+
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by TRL's formulas."""
     sizes, stage = _Sizes(command), _STAGES[command.program]
@@ -665,6 +689,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
         },
         defaults=(
+            *((key, value, "TRL's folder") for key, value in _FOLDERS.items() if not command.has("output_dir")),
             *list_expert_defaults(model, "TRL", coefficient=0.0 if command.program == "reward" else 0.001),
             *(() if command.has("gradient_checkpointing") else recomputed),
         ),

@@ -264,7 +264,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
     return _complete(
         program, composition.options, launched or devices, command.environment, recipe,
-        is_disaggregated=any("one_step_off" in word for word in command.words),
+        is_disaggregated=any("one_step_off" in word for word in command.words), loop=command.loop,
     )  # fmt: skip
 
 
@@ -316,6 +316,7 @@ def _complete(
     recipe: str = "",
     *,
     is_disaggregated: bool = False,
+    loop: str = "",
 ) -> SourceCommand:
     """Return the command with values of other options in place of their names, its table and its devices."""
     options = {_rename(name): value for name, value in composed.items()}
@@ -343,7 +344,8 @@ def _complete(
     world = per_node * command.count("trainer.nnodes", 1)
     if devices is not None and not command.has("trainer.n_gpus_per_node"):
         world = devices
-    return SourceCommand(program, options, devices=world, table=table, trailing=(recipe,) if recipe else ())
+    trailing = (recipe,) if recipe else ()
+    return SourceCommand(program, options, environment, world, table, trailing, loop)
 
 
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
@@ -792,7 +794,8 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
         run.note_given("trainer.total_epochs", f"{limit} is read instead")
         return total, None, "optimizer steps" if command.program == "sft" else "rollouts"
     run.note_given(limit, "null: trainer.total_epochs is read", changes_nothing=False)
-    if run.settings.knows_rows:
+    if (part_of_rows := _limit_rows(command)) is not None or run.settings.knows_rows:
+        rows = rows if part_of_rows is None else min(rows, part_of_rows)
         note = f"{epochs} passes over {rows} rows, without the incomplete last batch of a pass"
         return _count_rollouts(command, batch, rows), None, note
     note = "the incomplete last batch of a pass is filled with rows of the next; --rows N makes it exact"
@@ -864,6 +867,13 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
         ),
     )
+
+
+def _describe_part(command: SourceCommand) -> str:
+    """Return the note of a part of the rows, which verl draws where it shuffles."""
+    if not command.flag("data.shuffle", default=True):
+        return "the first rows"
+    return "the first rows; verl draws as many at random (data.shuffle)"
 
 
 def _limit_rows(command: SourceCommand) -> int | None:
@@ -952,6 +962,12 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
+    if command.number("trainer.save_freq", -1) > 0 and not command.has("trainer.default_local_dir"):
+        folder = "checkpoints/" + "/".join(
+            command.text(f"trainer.{name}", default)
+            for name, default in (("project_name", "verl_examples"), ("experiment_name", "gsm8k"))
+        )
+        defaults.append((f"{ACTOR}.save", folder, "verl's folder of the project and the experiment"))
     turns = _read_turns(command)
     if turns:
         defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
@@ -993,6 +1009,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
             **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
             "trainer_mode": "the rollout has devices of its own",
+            **({"data_path": _describe_part(command)} if _limit_rows(command) else {}),
             "max_turns": "a turn of the tools is followed by one of the model, which is the last",
             "max_parallel_calls": "further calls of a turn get an error as their reply; verl drops them",
             "max_tool_response_characters": "verl counts characters, of which a longer reply keeps so many",

@@ -13,6 +13,7 @@ from mindspeed_rl.importers.recipe import (
     ACTOR as MEGATRON,
 )
 from mindspeed_rl.importers.recipe import (
+    BALANCING,
     CLIP,
     CORRECTION,
     KL,
@@ -180,6 +181,7 @@ TRANSFORMER: dict[str, Option] = {
             "hidden_dropout qk_layernorm"
         ).split()
     },
+    "moe_router_load_balancing_type": to(f"{MEGATRON}.moe_router_load_balancing_type", values=BALANCING),
     "moe_permute_fusion": to(f"{MEGATRON}.use_fused_moe_token_permute_and_unpermute"),
     "moe_token_dispatcher_type": to(
         f"{MEGATRON}.moe_token_dispatcher_type",

@@ -279,21 +279,26 @@ def list_expert_defaults(model: str, project: str, *, coefficient: float = 0.0) 
 
 
 def count_experts(model: str) -> int | None:
-    """Return the experts of a layer of the model, 0 for a dense one; None where its config.json is not on this machine.
+    """Return the experts of a layer of the model, 0 for a dense one; None where its config.json is not on this machine."""
+    shape = read_shape(model)
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    return next((int(str(shape[name])) for name in names if shape.get(name)), 0) if shape else None
+
+
+def read_shape(model: str) -> Mapping[str, object]:
+    """Return config.json of the model, of its decoder where it reads images; empty where it is not on this machine.
 
     Raises:
         ConfigError: config.json cannot be read.
     """
     path = Path(model, "config.json").expanduser()
     if not model or not path.is_file():
-        return None
+        return {}
     try:
         config = read_json(path)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-    shape = config.get("text_config") or config
-    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    return next((int(shape[name]) for name in names if shape.get(name)), 0)
+    return config.get("text_config") or config
 
 
 def note_prediction(*, adapts: bool) -> str:

@@ -11,8 +11,8 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypedDict, cast, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypedDict, get_args
 
 from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
@@ -232,7 +232,16 @@ class RolloutService:
             async for chunk in self._engine.stream(work.prompt_ids, work.sampling, work.seed, work.partial):
                 if chunk.finish is not None:
                     self._tasks.pop(work.key, None)
-                self._add_event(cast("Event", {"key": work.key} | asdict(chunk)))
+                # plain values, as JSON has them: a client of the run gets them without JSON
+                self._add_event(
+                    {
+                        "key": work.key,
+                        "token_ids": list(map(int, chunk.token_ids)),
+                        "log_probs": list(map(float, chunk.log_probs)),
+                        "version": chunk.version,
+                        "finish": chunk.finish,
+                    }
+                )
         except Exception as error:  # noqa: BLE001 - any failure is reported to the client, which would wait forever otherwise
             kind = "request" if isinstance(error, ValueError) else "server"
             self._add_event({"key": work.key, "error": f"{type(error).__name__}: {error}", "kind": kind})

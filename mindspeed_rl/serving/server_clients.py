@@ -31,10 +31,14 @@ class RayServerClient:
 
 
 class HttpServerClient:
-    """A client of a standalone server. Images in files that the server does not have travel with their requests."""
+    """A client of a standalone server. Images in files that the server does not have travel with their requests.
+
+    Attributes:
+        name, host: name in messages, and host of the server.
+    """
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        self.name = f"rollout server {host}:{port}"
+        self.name, self.host = f"rollout server {host}:{port}", host
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}{CALLS_PATH}"
         self._client = HttpClient(_MAX_REPLY_BYTES, headers={"Authorization": f"Bearer {token}"}, follows_redirects=True)
         self._missing: dict[str, bool] = {}  # file of images -> the server does not have it

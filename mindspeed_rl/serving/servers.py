@@ -300,6 +300,10 @@ class RolloutServers:
         self.weights.num_workers[client.name] = metadata.num_workers
         self.loop.run(self.pool.add(client))
 
+    def list_hosts(self, names: Sequence[str]) -> set[str]:
+        """Return the hosts of the standalone servers among these."""
+        return {client.host for name, client in self._standalone.items() if name in names}
+
     def replace_lost(self) -> None:
         """Start lost servers of this run again, while restarts are left; add standalone ones that answer again."""
         alive = set(self.pool.names)

@@ -25,6 +25,7 @@ _WATCH_INTERVAL_S = 0.25
 #: the share of time that measuring a folder may take is one in so many
 _WATCH_SHARE = 10
 _MAX_ENTRIES, _MAX_DEPTH = 500_000, 500
+_MAX_MEASURED_ENTRIES = 5_000_000
 _LATE = "timeout"
 
 
@@ -70,7 +71,7 @@ class _DiskWatch:
 
     def __init__(self, folder: str, max_bytes: int) -> None:
         self._folder, self._max_bytes = folder, max_bytes
-        self._limits = (max_bytes, _MAX_ENTRIES, _MAX_DEPTH)
+        self._limits = (max_bytes, _MAX_MEASURED_ENTRIES, _MAX_DEPTH)
         self._due = 0.0
         num_bytes, num_entries, depth = self._measure()
         self._limits = (max(max_bytes, num_bytes), max(_MAX_ENTRIES, num_entries), max(_MAX_DEPTH, depth))

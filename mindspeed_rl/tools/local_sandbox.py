@@ -53,6 +53,8 @@ class LocalProvider(Provider):
     async def open(self) -> None:
         """See `Provider`; the processes of commands do not have the environment of the run either."""
         async with self._starting:
+            if not self._folder.name:  # in a thread: folders of runs that were killed are removed first
+                self._folder, self._remove = await run_in_thread(partial(make_owned_folder, self, "sandboxes-"))
             if self._pool is not None and self._pool.failure is None:
                 return
             if self._pool is not None:  # a command of a model has ended the process that starts the others
@@ -62,8 +64,7 @@ class LocalProvider(Provider):
             await self._pool.start()
 
     async def start(self, snapshot: str = "") -> Sandbox:
-        if not self._folder.name:
-            self._folder, self._remove = make_owned_folder(self, "sandboxes-")
+        await self.open()
         folder = Path(tempfile.mkdtemp(prefix="sandbox-", dir=self._folder)).resolve()
         sandbox = _LocalSandbox(self, folder)
         if snapshot:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from mindspeed_rl.redaction import hide_in_text
+from mindspeed_rl.tools.interface import Problem
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.tool import ToolError
 
@@ -13,7 +15,10 @@ MAX_FILE_BYTES = 16 << 20
 
 
 class SandboxError(ToolError):
-    """A sandbox or its provider failed; a command that fails is no such error."""
+    """A sandbox or its provider failed; a command that fails is no such error. The text shows no password of an address."""
+
+    def __init__(self, text: str, problem: Problem = "failed") -> None:
+        super().__init__(hide_in_text(text), problem)
 
 
 @dataclass(frozen=True)

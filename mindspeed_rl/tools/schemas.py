@@ -53,8 +53,9 @@ def validate_schema(value: object, where: str) -> JsonObject:
     _check_size(plain, f"{where}: the description and the parameters of {name!r}")
     try:
         Draft202012Validator.check_schema(parameters)
-    except (SchemaError, RecursionError) as error:
-        reason = error.message[:300] if isinstance(error, SchemaError) else "nested too deeply"
+    except (SchemaError, RecursionError, OverflowError) as error:
+        text = error.message if isinstance(error, SchemaError) else str(error)
+        reason = "nested too deeply" if isinstance(error, RecursionError) else text[:300]
         raise ValueError(f"{where}: the parameters of {name!r} are no JSON schema: {reason}") from None
     for node in _walk(parameters):
         if isinstance(node, Mapping) and isinstance(target := node.get("$ref"), str) and not target.startswith("#"):
@@ -114,6 +115,8 @@ def find_problem(parameters: JsonObject, arguments: Mapping[str, object]) -> str
         return "the arguments are nested too deeply"
     except Unresolvable as unknown:
         return f"the schema of the tool refers to {str(unknown)[:_MAX_VALUE_LENGTH]}, which does not exist"
+    except ArithmeticError as wrong:  # a number that no float can have
+        return f"the arguments cannot be checked against the schema of the tool: {wrong}"
     except re.error as wrong:
         return f"the schema of the tool has a pattern that is no regular expression: {str(wrong)[:_MAX_VALUE_LENGTH]}"
     if error is None:

@@ -13,12 +13,14 @@ from functools import partial
 from typing import Any, Literal
 
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN, read_number
 from mindspeed_rl.isolation.pool import WorkerError
 from mindspeed_rl.tools.argument_checks import ArgumentChecks
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
 from mindspeed_rl.tools.process_worker import build_tool_pool, truncate_middle
 from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.schemas import ArgumentSchema
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
 
 _LOG = logging.getLogger(__name__)
@@ -29,8 +31,6 @@ _CLOSE_LIMIT_S = 15.0
 _RETRIED: tuple[Problem, ...] = ("timeout", "crashed", "failed")
 _Side = Literal["left", "right", "middle"]
 _TRUNCATION_MARK = "(truncated)"
-#: no tokenizer has fewer tokens for a useful text; longer texts are truncated before their tokens are counted
-_MAX_CHARACTERS_PER_TOKEN = 32
 #: a longer text is truncated in a thread
 _MAX_INLINE_CHARACTERS = 1 << 14
 
@@ -285,22 +285,24 @@ class Tools:
     async def close(self) -> float | None:
         """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
         if not self._is_closed:
-            for tool in {function.tool for function in self._functions.values() if function.tool.grades}:
+            for tool in {function.tool for function in self._functions.values() if function.tool.grades(self._options)}:
                 self._sessions.setdefault(id(tool), tool.open(self._options))
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
-        rewards = []
+        rewards: list[float] = []
         try:
             for session, closing in [(session, asyncio.ensure_future(session.close())) for session in sessions]:
+                closing.add_done_callback(retrieve_exception)  # one that ends after its time may still raise
                 try:
                     # shielded: otherwise wait_for would wait for a task that ignores its cancellation
-                    rewards.append(await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s))
+                    reward = await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s)
+                    if reward is not None:
+                        rewards.append(read_number(reward, "the reward of the final state"))
                 except Exception as error:  # noqa: BLE001 (the user's code, or a timeout; the other sessions are still closed)
                     closing.cancel()
                     _LOG.warning("a tool's end of a conversation failed: %s: %s", type(error).__name__, error)
         finally:
             self._on_close(self)
-        rewards = [reward for reward in rewards if reward is not None]
         return sum(rewards) if rewards else None
 
 
@@ -389,10 +391,10 @@ def truncate(text: str, limit: int, side: _Side, count: Callable[[str], int]) ->
         head = (length + 1) // 2
         return text[:head] + (mark and f"...{mark}...") + text[len(text) - (length - head) :]
 
-    if limit <= 0 or (len(text) <= limit * _MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
+    if limit <= 0 or (len(text) <= limit * MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
         return text
     mark = _TRUNCATION_MARK if count(shorten(0, _TRUNCATION_MARK)) <= limit else ""
-    low, high = 0, min(len(text), limit * _MAX_CHARACTERS_PER_TOKEN)
+    low, high = 0, min(len(text), limit * MAX_CHARACTERS_PER_TOKEN)
     while low < high:  # binary search for the largest number of characters that fits
         middle = (low + high + 1) // 2
         if count(shorten(middle, mark)) <= limit:

@@ -69,6 +69,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         tool_parser=choose_parser(rl, turns),
         images=images,
         max_images=run.generate.limit_mm_image_per_prompt,
+        vocab_size=run.models["actor"].plan.model_config.vocab_size,
     )
     return AgentRunner(load_agent_loop(name)(settings), toolbox)
 

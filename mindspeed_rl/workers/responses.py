@@ -21,6 +21,9 @@ from mindspeed_rl.run import Run
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+#: names of metrics of trajectories in one rollout
+_MAX_NAMES = 500
+
 
 def read_image_rules(model: RoleModel) -> ImageRules | None:
     """Return the rules of a model of images, with the limits of its keys; None for a model of text."""
@@ -48,14 +51,17 @@ def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: b
 
 
 def compute_response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return lengths, the fraction of truncated responses, and the trajectories' own metrics."""
+    """Return lengths, the fraction of truncated responses, and the trajectories' own metrics, of which there are some names."""
     metrics = Metrics()
     metrics.add_spread("response_length", [len(trajectory.token_ids) for trajectory in trajectories])
     metrics.add_spread("prompt_length", [trajectory.sequence_lengths[0] for trajectory in trajectories])
     truncated = sum(trajectory.finish == "length" for trajectory in trajectories)
     metrics.add_mean("rollout/truncated_fraction", truncated, len(trajectories))
     metrics.add_sum("rollout/tokens", sum(len(trajectory.sampled_versions) for trajectory in trajectories))
-    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
+    names = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics))
+    if len(names) > _MAX_NAMES:  # programs may give each sample other ones, which no page could draw
+        metrics.add_sum("rollout/metrics_left_out", len(names) - _MAX_NAMES)
+    for name in names[:_MAX_NAMES]:
         values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         if "/" in name:
             metrics.add_sum(name, sum(values))

@@ -36,6 +36,8 @@ _Result = TypeVar("_Result")
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
+#: hosts of servers that find a loopback address of the run
+_THIS_MACHINE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}
 #: longest wait for the end of the tools
 _CLOSE_S = 30.0
 #: interval of the checks for failures elsewhere while servers generate
@@ -134,12 +136,13 @@ class ServerRollout:
 
     def _join(self, names: Sequence[str], invite: Callable[[Rendezvous], None]) -> None:
         """Make a group of the trainers and the servers of these names."""
-        trainers, placement = self._trainers, self._run.placement
-        address = [trainers.processes[0].address.remote()]
+        trainers, is_local = self._trainers, self._run.num_nodes == 1
+        hosts = self.servers.list_hosts(names)
+        # a server that another command has started may not see the run's files
+        address = [trainers.processes[0].address.remote(is_local and not hosts)]
         ((host, port),) = wait_all(address, trainers.names[:1], Phases.JOIN_SERVERS.name, self._plane, trainers.monitor)
         # the address of a run on one node is 127.0.0.1, at which servers elsewhere do not find it
-        remote = any(server not in ("127.0.0.1", "localhost", "::1") for server, _ in placement.servers)
-        if remote and self._run.num_nodes == 1:
+        if is_local and hosts - _THIS_MACHINE:
             host = ray.util.get_node_ip_address()
         rendezvous = self.servers.weights.make_rendezvous(host, port, names)
         # a join ends when all members are there: it starts before servers are invited, and is awaited after that

@@ -202,12 +202,18 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
 
 def merge_reports(reports: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, list[list[tuple[int, ...]]]]]:
     """(metrics over all ranks, rows of each micro-batch of each step by phase)."""
+    steps = merge_compositions([report["composition"] for report in reports])
+    return merge(report["metrics"] for report in reports).results(), steps
+
+
+def merge_compositions(compositions: Sequence[Mapping[str, Any]]) -> dict[str, list[list[tuple[int, ...]]]]:
+    """Rows of each micro-batch of each step by phase, over all ranks."""
     steps: dict[str, list[list[tuple[int, ...]]]] = {}
-    for report in reports:
-        for name, result in report["composition"].items():
+    for composition in compositions:
+        for name, result in composition.items():
             for number, groups in enumerate(result):
                 known = steps.setdefault(name, [])
                 if number == len(known):
                     known.append([])
                 known[number] += [rows for rows in groups if rows not in known[number]]
-    return merge(report["metrics"] for report in reports).results(), steps
+    return steps

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
-from random_runs import MAX_TOKENS, RandomRun, Row
+from random_runs import RandomRun, Row
 from torch import Tensor
 from torch.nn import functional
 
@@ -44,63 +44,108 @@ class SlowModel:
 
     Attributes:
         logits: of the router of each layer with experts in the last pass, [tokens, experts].
+        chosen: its experts, [tokens, 2].
+        full: log-probs of the whole vocabulary in the last pass, [tokens of the response, vocabulary].
     """
+
+    full: Tensor
 
     def __init__(self, folder: str, temperature: float, margins: Margins, *, is_critic: bool = False) -> None:
         kind = transformers.AutoModelForSequenceClassification if is_critic else transformers.AutoModelForCausalLM
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.model = kind.from_pretrained(folder, dtype=torch.float32, **plain).double().eval()
-        self._temperature, self._margins, self._is_critic = temperature, margins, is_critic
+        self._temperature, self.margins, self._is_critic = temperature, margins, is_critic
         self.logits: list[Tensor] = []
+        self.chosen: list[Tensor] = []
         self._given: list[Tensor] = []
         gates = [layer.mlp.gate for layer in self.model.model.layers if hasattr(layer.mlp, "gate")]
-        if gates and type(gates[0]).__name__ == "Qwen3MoeTopKRouter":
-            for place, gate in enumerate(gates):
-                gate.forward = self._gate(place, gate)
+        choose = {"Qwen3MoeTopKRouter": self._choose_by_softmax, "DeepseekV3TopkRouter": self._choose_by_sigmoid}
+        for place, gate in enumerate(gates):
+            if type(gate).__name__ in choose:
+                gate.forward = self._gate(place, gate, choose[type(gate).__name__])
 
-    def _gate(self, place: int, gate: torch.nn.Module) -> Any:
+    def _gate(self, place: int, gate: torch.nn.Module, choose: Any) -> Any:
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             logits = functional.linear(hidden.reshape(-1, hidden.size(-1)), gate.weight)
             self.logits.append(logits)
-            probabilities = logits.softmax(-1)
-            ranked = logits.sort(-1, descending=True)
-            chosen = ranked.indices[:, :_TOPK]
+            scores, chosen = choose(gate, logits)
             if self._given:
                 chosen = torch.where(self._given[place] < 0, chosen, self._given[place])
-            self._margins.add("experts", ranked.values[:, _TOPK - 1] - ranked.values[:, _TOPK])
-            weights = probabilities.gather(1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True), chosen
+            self.chosen.append(chosen)
+            weights = scores.gather(1, chosen)
+            return logits, weights / weights.sum(-1, keepdim=True) * getattr(gate, "routed_scaling_factor", 1.0), chosen
 
         return forward
 
+    def _choose_by_softmax(self, gate: torch.nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]:
+        ranked = logits.sort(-1, descending=True)
+        self.margins.add("experts", ranked.values[:, _TOPK - 1] - ranked.values[:, _TOPK])
+        return logits.softmax(-1), ranked.indices[:, :_TOPK]
+
+    def _choose_by_sigmoid(self, gate: Any, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best group by the sum of its two best scores, and all of its two experts."""
+        assert (gate.num_group, gate.topk_group, gate.num_experts, gate.top_k) == (2, 1, 4, 2)
+        scores = logits.sigmoid()
+        groups = (scores + gate.e_score_correction_bias).unflatten(-1, (2, 2)).sum(-1)
+        self.margins.add("experts", groups[:, 0] - groups[:, 1])
+        first = 2 * groups.argmax(-1, keepdim=True)
+        return scores, torch.cat([first, first + 1], -1)
+
+    def compute_log_softmax(self, tokens: Tensor) -> Tensor:
+        """[tokens, vocabulary] under the temperature."""
+        return (self.model(tokens[None]).logits[0] / self._temperature).log_softmax(-1)
+
     def read(self, ids: Sequence[int], first: int, experts: Experts | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies) of the tokens from `first` on; the values before them of a critic, twice."""
-        self.logits, self._given = [], experts or []
+        self.logits, self.chosen, self._given = [], [], experts or []
         tokens = torch.tensor(ids)
         if self._is_critic:
             hidden = self.model.model(tokens[None]).last_hidden_state[0]
             values = self.model.score(hidden)[first - 1 : -1, 0]
             return values, values
-        log_softmax = (self.model(tokens[None]).logits[0] / self._temperature).log_softmax(-1)[first - 1 : -1]
+        log_softmax = self.full = self.compute_log_softmax(tokens)[first - 1 : -1]
         log_probs = log_softmax.gather(1, tokens[first:, None])[:, 0]
         return log_probs, -(log_softmax.exp() * log_softmax).sum(-1)
 
-    def named(self, gradients: bool) -> dict[str, np.ndarray]:
-        """Weights or gradients by the names of a checkpoint, where experts are separate."""
-        results = {}
+    def named_parameters(self) -> dict[str, tuple[torch.nn.Parameter, Any]]:
+        """Names of a checkpoint, where experts are separate -> (parameter, its part)."""
+        results: dict[str, tuple[torch.nn.Parameter, Any]] = {}
         for name, weight in self.model.named_parameters():
+            if name.endswith("experts.gate_up_proj"):
+                half = weight.size(1) // 2
+                for index in range(len(weight)):
+                    results[name.replace("gate_up_proj", f"{index}.gate_proj.weight")] = weight, (index, slice(0, half))
+                    results[name.replace("gate_up_proj", f"{index}.up_proj.weight")] = weight, (index, slice(half, None))
+            elif name.endswith("experts.down_proj"):
+                for index in range(len(weight)):
+                    results[name.replace("down_proj", f"{index}.down_proj.weight")] = weight, index
+            else:
+                results[name] = weight, ...
+        return results
+
+    def biases(self) -> dict[str, np.ndarray]:
+        """Biases of routers, which no gradient moves, by the names of a checkpoint."""
+        named = self.model.named_buffers()
+        return {name: value.numpy() for name, value in named if name.endswith("e_score_correction_bias")}
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, np.ndarray]) -> None:
+        """Take the weights of a checkpoint."""
+        for name, (weight, part) in self.named_parameters().items():
+            if name in weights:
+                weight[part] = torch.from_numpy(weights[name].copy()).to(weight.dtype)
+        buffers = dict(self.model.named_buffers())
+        for name in self.biases():
+            buffers[name].copy_(torch.from_numpy(weights[name].copy()))
+
+    def named(self, gradients: bool) -> dict[str, np.ndarray]:
+        """Weights or gradients by the names of a checkpoint."""
+        results = {}
+        for name, (weight, part) in self.named_parameters().items():
             value = weight.grad if gradients else weight.detach()
             value = torch.zeros_like(weight) if value is None else value
-            if name.endswith("experts.gate_up_proj"):
-                for index, (gate, up) in enumerate(expert.chunk(2) for expert in value):
-                    results[name.replace("gate_up_proj", f"{index}.gate_proj.weight")] = gate
-                    results[name.replace("gate_up_proj", f"{index}.up_proj.weight")] = up
-            elif name.endswith("experts.down_proj"):
-                for index, expert in enumerate(value):
-                    results[name.replace("down_proj", f"{index}.down_proj.weight")] = expert
-            else:
-                results[name] = value
-        return {name: value.clone().numpy() for name, value in results.items()}
+            results[name] = value[part].clone().numpy()
+        return results
 
 
 @dataclass
@@ -122,18 +167,22 @@ class SlowRun:
 
     Attributes:
         sums: name of a metric -> (sum, count).
+        models: those of an earlier iteration by role; read from their folders where they are missing.
+        optimizers: theirs.
     """
 
     run: RandomRun
     folders: dict[str, str]
     margins: Margins = field(default_factory=Margins)
     sums: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    models: dict[str, SlowModel] = field(default_factory=dict)
+    optimizers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         rl, generate, training = (self.run.keys[f"{name}"] for name in ("rl_config", "generate_config", "megatron_training"))
         temperature = generate["sampling_config"]["temperature"]
         self.rl, self.training = rl, training
-        self.actor = SlowModel(self.folders["actor"], temperature, self.margins)
+        self.actor = self._open("actor", temperature)
         self.replay = rl.get("router_replay", {}).get("mode", "disabled")
         self.in_reward = bool(rl["init_kl_coef"]) and rl["use_kl_in_reward"]
         self.in_loss = bool(rl["init_kl_coef"]) and not rl["use_kl_in_reward"] and training["stage"] == "ray_grpo"
@@ -142,19 +191,30 @@ class SlowRun:
             [self._given(row, i) for i in range(len(row.sequences))] for row in self.rows
         ]
         with torch.no_grad():
-            passes = [self._read(self.actor, index, records=self.replay == "R2") for index in range(len(self.rows))]
+            passes = [self._read(self.actor, index, records=self._records) for index in range(len(self.rows))]
             self.log_probs, self.entropies = [output for output, _ in passes], [output for _, output in passes]
             if self.in_reward or self.in_loss:
-                reference = SlowModel(self.folders["ref"], temperature, self.margins)
+                reference = self._open("ref", temperature)
                 self.ref_log_probs = [self._read(reference, index, plain=True)[0] for index in range(len(self.rows))]
             if self.has_critic:
-                self.critic = SlowModel(self.folders["critic"], 1.0, self.margins, is_critic=True)
+                self.critic = self._open("critic", 1.0)
                 self.values = [self._read(self.critic, index)[0] for index in range(len(self.rows))]
         # the columns have float32
         self.rollout = [
             (values + _tensor(row.rollout_noise)).float().double() for values, row in zip(self.log_probs, self.rows)
         ]
         self.old = [values + _tensor(row.drift) for values, row in zip(self.log_probs, self.rows)]
+
+    @property
+    def _records(self) -> bool:
+        """The first pass finds the experts of all later ones; R3's are in the rows where the run is made up."""
+        return self.replay == "R2" or self.replay == "R3" and self.rows[0].routing is None
+
+    def _open(self, role: str, temperature: float) -> SlowModel:
+        if role not in self.models:
+            self.models[role] = SlowModel(self.folders[role], temperature, self.margins, is_critic=role == "critic")
+        self.models[role].margins = self.margins
+        return self.models[role]
 
     @property
     def rows(self) -> list[Row]:
@@ -179,7 +239,7 @@ class SlowRun:
             experts = None if plain or model is not self.actor else self.experts[index][place]
             results.append(model.read([*sequence.prompt, *sequence.response], len(sequence.prompt), experts))
             if records:
-                self.experts[index][place] = [value.topk(_TOPK, -1).indices for value in model.logits]
+                self.experts[index][place] = list(model.chosen)
             if logits is not None:
                 logits.append((index, list(model.logits)))
         return torch.cat([output for output, _ in results]), torch.cat([output for _, output in results])
@@ -402,6 +462,7 @@ class SlowRun:
             terms.append((kl, rl["init_kl_coef"], "actor/kl_loss"))
             self._add("actor/ref_kl", kl)
         terms.append((entropy[mask], -rl["entropy_coeff"], ""))
+        terms += self.extra_terms(index, mask)
         self._add("actor/entropy", entropy[mask])
         total = log_probs.sum() * 0
         for values, factor, name in terms:
@@ -416,11 +477,12 @@ class SlowRun:
         self.sums[name][1] += len(values)
 
     def _count(self, rows: Sequence[int]) -> int:
-        kind = self.rl["loss_type"]
+        rl, kind = self.rl, self.rl["loss_type"]
         sequences = sum(bool(self.sampled[index].any()) for index in rows)
         if kind in ("grpo", "sapo", "gspo"):
             return sequences
-        return sequences * MAX_TOKENS if kind == "dr_grpo" else sum(int(self.train[index].sum()) for index in rows)
+        limit = rl.get("max_total_response_length") or self.run.keys["generate_config"]["sampling_config"]["max_tokens"]
+        return sequences * limit if kind == "dr_grpo" else sum(int(self.train[index].sum()) for index in rows)
 
     # ------------------------------------------------------------------ updates
 
@@ -435,17 +497,34 @@ class SlowRun:
         for rows, micro_batches in zip(steps, groups):
             assert sorted(row for group in micro_batches for row in group) == sorted(rows)
             count = self._count(rows)
+            self.start_step(rows)
             total, logits = torch.zeros((), dtype=torch.float64), list[Any]()
             for index in rows:
                 total = total + self._row_loss(index, *self._read(self.actor, index, logits=logits))
-            for name in ("actor/pg_loss", "actor/kl_loss") if self.in_loss else ("actor/pg_loss",):
-                self.sums[name][1] += count
-            loss = total / max(count, 1) + self._router_loss(logits, micro_batches)
+            for name in ("actor/pg_loss", "actor/kl_loss", "distillation/loss"):
+                if name in self.sums:
+                    self.sums[name][1] += count
+            loss = total / max(count, 1) + self._router_loss(logits, micro_batches) + self.step_loss()
             results.append(self._step(self.actor, optimizer, loss, "actor_config", is_skipped=count == 0))
+            self.end_step()
             if count:
                 self.sums["actor/grad_norm"][0] += results[-1].norm
                 self.sums["actor/grad_norm"][1] += 1
         return results
+
+    def start_step(self, rows: Sequence[int]) -> None:
+        """Called before the rows of a step are read."""
+
+    def extra_terms(self, index: int, mask: Tensor) -> list[tuple[Tensor, float, str]]:
+        """Further terms of a row: values of its tokens that train, weight, name of the metric."""
+        return []
+
+    def step_loss(self) -> Tensor | float:
+        """What the step adds to the loss of its rows."""
+        return 0.0
+
+    def end_step(self) -> None:
+        """Called after the optimizer's step."""
 
     def _router_loss(self, logits: list[tuple[int, list[Tensor]]], micro_batches: list[tuple[int, ...]]) -> Tensor:
         """coeff * E/k * sum_i (fraction of the choices x mean probability), and z-loss: means over tokens, or sequences."""
@@ -486,11 +565,14 @@ class SlowRun:
         return results
 
     def _optimizer(self, model: SlowModel, group: str) -> torch.optim.Optimizer:
+        if group in self.optimizers:
+            return self.optimizers[group]
         keys = self.run.keys[group]
         decayed = [p for p in model.model.parameters() if p.dim() > 1]
         others = [p for p in model.model.parameters() if p.dim() == 1]
         groups = [{"params": decayed, "weight_decay": keys["weight_decay"]}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=keys["lr"], betas=(0.9, 0.999), eps=keys["adam_eps"])
+        self.optimizers[group] = torch.optim.AdamW(groups, lr=keys["lr"], betas=(0.9, 0.999), eps=keys["adam_eps"])
+        return self.optimizers[group]
 
     def _step(self, model: SlowModel, optimizer: torch.optim.Optimizer, loss: Tensor, group: str, *, is_skipped: bool) -> Step:
         optimizer.zero_grad()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.data.conversation import MalformedRowError
-from mindspeed_rl.data.sources import open_source, read_rows
+from mindspeed_rl.data.sources import find_separator, open_source, read_rows
 from mindspeed_rl.files import open_regular, read_regular
 
 #: largest JSON file of questions
@@ -118,7 +119,9 @@ def _open_text(file: Path) -> Iterator[io.TextIOWrapper]:
 def _read_csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with _open_text(file) as stream:
         columns: Sequence[str] = _CHOICE_COLUMNS
-        for number, cells in enumerate(csv.reader(stream), start=1):
+        first = stream.readline()
+        reader = csv.reader(itertools.chain([first], stream), delimiter=find_separator(first))
+        for number, cells in enumerate(reader, start=1):
             if number == 1 and {"question", "answer"} <= {cell.strip().lower() for cell in cells}:
                 columns = [cell.strip() for cell in cells]
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -209,6 +210,17 @@ def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggr
     for term in (f"{A}.use_kl_loss=True", f"{A}.entropy_coeff=0.01"):
         assert f"next to the mean of sequences of {loss}" in refusal(f"{changes} {term}")
         assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
+
+
+def test_what_verl_saves_goes_into_its_own_folder_and_random_rows_are_named() -> None:
+    assert imported("trainer.save_freq=20").get("actor_config.save") == "checkpoints/verl_examples/gsm8k"
+    names = "trainer.project_name=p trainer.experiment_name=e"
+    assert imported(f"trainer.save_freq=20 {names}").get("actor_config.save") == "checkpoints/p/e"
+    # without an interval verl writes no checkpoint
+    assert imported(names).get("actor_config.save") is None
+    run = imported("data.train_max_samples=100")
+    assert "draws as many at random" in run.translated["data.train_files"]
+    assert "at random" not in imported("data.train_max_samples=100 data.shuffle=False").translated["data.train_files"]
 
 
 TOOLS = f"{R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml"
@@ -581,3 +593,19 @@ def test_a_teacher_of_verl_keeps_its_loss_its_devices_and_its_temperature() -> N
 
 def test_several_teachers_of_verl_are_refused_with_the_key_that_has_them() -> None:
     assert "teacher_keys" in refusal("distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1")
+
+
+def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path) -> None:
+    # 32 billion parameters: bfloat16 weights alone have 61 GiB, on each of 8 devices without a split
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
+        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = imported(base=BASE.replace("models/base", str(tmp_path)))
+    assert run.memory.startswith("The layout does not fit") and "tensor_model_parallel_size" in run.memory
+    assert "# The layout does not fit" in run.render("x") and run.memory in run.summarize()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "hidden_size": 512}))
+    assert not imported(base=BASE.replace("models/base", str(tmp_path))).memory

@@ -141,3 +141,15 @@ def test_pixels_of_an_image_are_those_of_its_tokens() -> None:
     words = words.replace("Qwen3-VL-4B", "Qwen2.5-VL-3B")
     run = imported(f"IMAGE_MIN_TOKEN_NUM=16 NPROC_PER_NODE=8 swift rlhf {words}")
     assert run.get("megatron_training.min_pixels") == 16 * 28 * 28
+
+
+def test_rows_of_a_supervised_stage_without_a_limit_have_that_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 40960}))
+    words = "--dataset /d/x.jsonl --tuner_type full --per_device_train_batch_size 2"
+    run = imported(f"NPROC_PER_NODE=8 swift sft --model {tmp_path} {words}")
+    assert run.get("megatron_training.seq_length") == 40960
+    run = imported(f"NPROC_PER_NODE=8 swift sft --model {tmp_path} {words} --max_length 512")
+    assert run.get("megatron_training.seq_length") == 512
+    # without config.json the guess is named
+    run = imported(f"NPROC_PER_NODE=8 swift sft --model /m/elsewhere {words}")
+    assert "set the longest row" in run.added["megatron_training.seq_length"]

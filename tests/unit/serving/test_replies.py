@@ -419,10 +419,12 @@ def test_a_long_backlog_of_events_is_told_in_several_replies() -> None:
         await service.submit(
             [{"key": str(key), "prompt_ids": [1], "sampling": sampling, "seed": 0, "begun": None} for key in range(6)]
         )
+        assert READERS["describe"](await RolloutService(Engine(), RIGHT["describe"]).describe()).version == 0
         last, told = 0, list[int]()
         for _ in range(2):
             news: Any = await service.news(last, 5.0)
             told += [len(event["token_ids"]) for event in news["events"]]
+            READERS["news"](news)  # as a server of the run gives it, without JSON
             last = news["events"][-1]["number"]
             assert len(news["events"]) == 3 and len(json.dumps(news)) < 8 << 20
         assert told == [60_000] * 6

@@ -1,0 +1,386 @@
+# ruff: noqa: E402  (Megatron and vLLM must be imported after the adaptors)
+"""The job of a whole run of reinforcement learning in test processes: the loop itself on every rank, without Ray.
+
+Each rank runs `RLTrainer` on the same inputs, with a fleet that calls its own worker; what workers put into the data plane is
+exchanged after each phase. Each rank reports what the iterations read and made.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import io
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from training_jobs import full_weights, parallel_state  # applies the adaptor of Megatron
+
+from mindspeed_rl import adaptors
+
+adaptors.apply("rollout")
+
+# isort: split
+import numpy as np
+import product_rewards
+import torch
+import torch.distributed as dist
+from random_run_jobs import _Composition
+from router_jobs import collect_gradients
+from safetensors.torch import load_file
+
+from mindspeed_rl.config import load_run_config
+from mindspeed_rl.data.prompts import PromptItem
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.dataplane.columns import objects
+from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.engine.lora import save_peft
+from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.weights import list_local_weights
+from mindspeed_rl.observability.console import IterationProgress
+from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.totals import add_trajectory_rewards
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.columns import list_worker_columns
+from mindspeed_rl.run.models import plan_models, with_model_configs
+from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.prompt_loader import load_prompts
+from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS, RLInputs, _Services, build_trainer
+from mindspeed_rl.trainers.run_logger import LogOutputs
+from mindspeed_rl.trainers.termination import Terminated, Termination
+from mindspeed_rl.workers.actor_worker import ActorWorker
+from mindspeed_rl.workers.update_plan import UpdatePlan
+
+#: columns of the rows that an iteration trains on; those that a run has not are left out
+_COLUMNS = (
+    *("prompt_ids", "labels", "extra", "input_ids", "sequence_lengths", "responses", "response_mask", "truncated"),
+    *("rollout_log_probs", "weight_versions", "rewards", "reward_results", "advantages", "returns", "scored_mask", "loss_mask"),
+    *("old_log_probs", "entropies", "ref_log_probs", "values", "teacher_log_probs", "teacher_ids", "rm_scores"),
+    "marked_tokens",
+)
+
+
+class SharedPlane:
+    """A transfer dock on every rank; `exchange` brings what one rank's worker has put to the others."""
+
+    def __init__(self, run: Run, users: Mapping[str, Sequence[str]]) -> None:
+        self._dock = TransferDock(run.plan.num_prompts, run.plan.n_samples_per_prompt, users)
+        self._mine: list[tuple[Any, list[int], bool]] = []
+        self._in_phase = False
+
+    def put(self, data: Any, indexes: Sequence[int], *, overwrite: bool = False) -> None:
+        if self._in_phase:
+            self._mine.append((data, list(indexes), overwrite))
+        self._dock.put(data, indexes, overwrite)
+
+    def get(
+        self,
+        consumer: str,
+        columns: Sequence[str],
+        count: int | None = None,
+        *,
+        indexes: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Any:
+        result = self._dock.get(consumer, list(columns), count, None if indexes is None else list(indexes))
+        assert result[0] is not None or timeout_s is None, f"{consumer} would wait for {columns}"
+        return result
+
+    def clear(self, num_prompts: int) -> None:
+        self._dock.clear(num_prompts)
+
+    def start_phase(self) -> None:
+        """From now on a worker puts rows."""
+        self._in_phase = True
+
+    def exchange(self) -> None:
+        """End the phase; collective."""
+        everything: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everything, self._mine)
+        self._mine, self._in_phase = [], False
+        for rank, puts in enumerate(everything):
+            if rank != dist.get_rank():
+                for data, indexes, overwrite in puts:
+                    self._dock.put(data, indexes, overwrite)
+
+    def read_all(self) -> dict[str, list[Any]]:
+        """Every column that is complete."""
+        results = {}
+        for name in _COLUMNS:
+            batch, _ = self._dock.get("metrics", [name], None, list(range(self._dock.capacity)))
+            if batch is not None:
+                results[name] = [value.numpy() if isinstance(value, torch.Tensor) else value for value in batch[name]]
+        return results
+
+
+class _Ended:
+    """A phase that has ended."""
+
+    def __init__(self, reports: list[WorkerReport]) -> None:
+        self._reports = reports
+
+    def wait(self) -> list[WorkerReport]:
+        return self._reports
+
+    def wait_with(self, other: Any) -> tuple[list[WorkerReport], list[WorkerReport]]:
+        return self._reports, other.wait()
+
+
+class _Later(_Ended):
+    """Scores of rows that are generated later."""
+
+    def __init__(self, rewards: OwnRewards, num_rows: int) -> None:
+        self._rewards, self._num_rows = rewards, num_rows
+
+    def wait(self) -> list[WorkerReport]:
+        self._rewards.score_rows(self._num_rows)
+        return []
+
+
+class OwnRewards:
+    """The reward functions of the tests, on every rank."""
+
+    accuracies = frozenset[str]()
+
+    def __init__(self, run: Run, plane: SharedPlane) -> None:
+        self._rl, self._plane = run.rl, plane
+
+    def start(self, num_rows: int) -> _Later:
+        return _Later(self, num_rows)
+
+    def score_rows(self, num_rows: int) -> None:
+        """Put the scores of the first rows."""
+        batch, _ = self._plane.get("rule_reward", ["responses", "trajectories"], indexes=range(num_rows), timeout_s=1.0)
+        results = self._score([ids.tolist() for ids in batch["responses"]], objects(batch["trajectories"]))
+        totals = [float("nan") if result.total is None else result.total for result in results]
+        self._plane.put({"rewards": totals, "reward_results": results}, range(num_rows))
+
+    def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
+        """Scores of trajectories of prompts."""
+        columns = [trajectory.reward_columns() for trajectory in trajectories]
+        return self._score([trajectory.token_ids for trajectory in trajectories], columns)
+
+    def _score(self, responses: list[list[int]], trajectories: list[Mapping[str, Any]]) -> list[RewardResult]:
+        functions = self._rl.verifier_function if self._rl.rule_reward else []
+        results = []
+        for response in responses:
+            parts = {name: getattr(product_rewards, name.rpartition(":")[2])(list(response)) for name in functions}
+            total = sum(weight * parts[name] for name, weight in zip(functions, self._rl.verifier_weight))
+            results.append(RewardResult(total, parts) if functions else RewardResult(None, {}, "skipped"))
+        return add_trajectory_rewards(
+            results, trajectories, which=self._rl.trajectory_reward, weight=self._rl.trajectory_reward_weight
+        )
+
+
+class OwnFleet:
+    """The fleet of a run whose driver is on every rank: a phase is that of the own worker.
+
+    Attributes:
+        records: one of each iteration.
+    """
+
+    servers = judge = None
+
+    def __init__(self, run: Run, plane: SharedPlane, worker: ActorWorker) -> None:
+        self._run, self._plane, self._worker = run, plane, worker
+        self._composition = _Composition()
+        worker.hooks.append(self._composition)
+        self.records: list[dict[str, Any]] = []
+        self._record: dict[str, Any] = {}
+        for name, role in (("update_actor", worker.roles.actor), ("update_critic", worker.roles.critic)):
+            if role is not None:
+                role.engine.on_gradients.append(lambda name=name, role=role: self._note_step(name, role))
+
+    def _call(self, name: str, *arguments: Any) -> list[Any]:
+        self._plane.start_phase()
+        mine = getattr(self._worker, name)(*arguments)
+        self._plane.exchange()
+        results: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(results, mine)
+        return results
+
+    # ------------------------------------------------------------------ records
+
+    def _note_step(self, name: str, role: Any) -> None:
+        self._composition.steps[name].append([])
+        unseen = role.config.use_distributed_optimizer or bool(role.config.lora_target_modules)
+        self._record[name].append(None if unseen else collect_gradients(role.engine))
+
+    def _read_weights(self, role: Any) -> dict[str, np.ndarray]:
+        role.offloader.onload(params=True)
+        return {name: value.float().numpy() for name, value in full_weights(role.engine).items()}
+
+    def _read_adapters(self) -> dict[str, np.ndarray]:
+        """The actor's adapters by the names of PEFT; nothing where there are none, or where PEFT has no such form."""
+        role = self._worker.actor
+        settings = LoraSettings.from_config(role.config)
+        if settings is None or role.config.moe_grouped_gemm:
+            return {}
+        folder = self._run.folder.parent / f"adapters_{len(self.records)}"
+        save_peft(role.model, settings, folder, "")
+        named = load_file(folder / "adapter_model.safetensors")
+        return {name.removeprefix("base_model.model."): value.numpy() for name, value in named.items()}
+
+    def _start_record(self) -> None:
+        if self._record:
+            return
+        self._composition.steps = {"update_actor": [[]], "update_critic": [[]]}
+        self._record = {"update_actor": [], "update_critic": [], "columns": self._plane.read_all()}
+
+    def _digest(self) -> list[tuple[Any, str]]:
+        """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
+        found = []
+        for weight in list_local_weights(self._worker.actor.model):
+            bits = weight.tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            shards = (weight.num_shards, weight.shard) if any(one.dim is not None for one in weight.op.splits) else (1, 0)
+            found.append(((weight.op.hf, *shards), hashlib.sha256(bits).hexdigest()))
+        return found
+
+    # ------------------------------------------------------------------ phases
+
+    def push_weights(self, version: int) -> list[WorkerReport]:
+        """The end of an iteration, and what comes before the first."""
+        roles, weights = self._worker.roles, {}
+        for name, role in (("actor", roles.actor), ("ref", roles.ref), ("critic", roles.critic)):
+            if role is not None:
+                weights[name] = self._read_weights(role)
+        weights["adapters"] = self._read_adapters()
+        if self._record:
+            self.records.append(self._record | {"after": weights, "composition": self._composition.steps})
+            self.records[-1]["copies"] = self._digest()
+            self._record = {}
+        else:
+            self.records.append({"after": weights})
+        return self._call("push_weights", version)
+
+    def generate(self, rollout_index: int) -> _Ended:
+        if not self._run.rl.guarantee_order:  # replicas take rows as they come: here each half of them
+            replica, count = self._worker.rollout.replica, self._run.plan.num_samples // self._worker.rollout.num_replicas
+            others = [row for row in range(self._run.plan.num_samples) if row // count != replica]
+            if others:
+                self._plane.get(Phases.GENERATE.consumer, ["prompt_ids"], indexes=others)
+        return _Ended(self._call("generate", rollout_index))
+
+    def continue_responses(self, responses: Any, num_tokens: int) -> list[Any]:
+        return self._call("continue_responses", responses, num_tokens)
+
+    def generate_responses(self, items: Any, seed: int, greedy: bool) -> list[Any]:
+        return self._call("generate_responses", items, seed, greedy)
+
+    def finish_rollout(self) -> list[WorkerReport]:
+        return self._call("finish_rollout")
+
+    def compute_model_rewards(self, count: int) -> list[WorkerReport]:
+        return self._call("compute_model_rewards", count)
+
+    def score(self, prompts: Any, responses: Any) -> list[Any]:
+        return self._call("score", prompts, responses)
+
+    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
+        return self._call("compute_log_probs", role, count)
+
+    def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
+        return self._call("compute_teacher_log_probs", count)
+
+    def compute_values(self, count: int) -> list[WorkerReport]:
+        return self._call("compute_values", count)
+
+    def update_actor(self, plan: UpdatePlan) -> list[WorkerReport]:
+        self._start_record()
+        self._record["steps"] = plan.steps
+        return self._call("update_actor", plan)
+
+    def update_critic(self, steps: list[list[int]]) -> list[WorkerReport]:
+        self._start_record()
+        self._record["steps"] = steps
+        return self._call("update_critic", steps)
+
+    def sync_reference(self, alpha: float) -> list[WorkerReport]:
+        return self._call("sync_reference", alpha)
+
+    def save(self, iteration: int, run_state: dict[str, object]) -> list[WorkerReport]:
+        return self._call("save", iteration, run_state)
+
+    def finish(self) -> list[WorkerReport]:
+        return self._call("finish")
+
+
+def run(path: str, folder: str, *, stops_after: int | None = None) -> dict[str, Any]:
+    """Run a run file; every rank reports its records.
+
+    Args:
+        path: the run file.
+        folder: a run folder of each rank goes below it.
+        stops_after: the iteration after which the run ends early, as after SIGTERM.
+    """
+    os.environ["MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"] = "60"
+    rank = int(os.environ["RANK"])
+    own = Path(folder) / f"rank_{rank}"
+    own.mkdir(parents=True, exist_ok=True)
+    cfg = with_model_configs(load_run_config(path))
+    resolved = plan_models(resolve(cfg, platform="cpu", folder=own))
+    worker: ActorWorker | None = None
+    try:
+        users = {**DATA_PLANE_USERS, **list_worker_columns(resolved.config)}
+        plane = SharedPlane(resolved, users)
+        worker = ActorWorker(resolved, plane, os.environ["MASTER_PORT"], rank=rank)  # pyrefly: ignore[bad-argument-type]
+        return _run(resolved, plane, worker, stops_after)
+    finally:
+        if dist.is_initialized():
+            parallel_state.destroy_model_parallel()
+            dist.destroy_process_group()
+        del worker
+        gc.collect()
+
+
+def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: int | None) -> dict[str, Any]:
+    fleet: Any = OwnFleet(resolved, plane, worker)
+    rewards: Any = OwnRewards(resolved, plane)
+    tokenizer_path = resolved.config.actor_config.tokenizer_name_or_path
+    assert tokenizer_path is not None and resolved.resume is not None
+    tokenizer = load_tokenizer(tokenizer_path)
+    prompts, held_out = load_prompts(resolved, tokenizer)
+    devices = resolved.plan.world_size
+    inputs = RLInputs(resolved, tokenizer, tokenizer_path, prompts, held_out, resolved.resume, devices, summary="")
+    trackers = make_trackers(resolved.rl, resolved.folder, {}, last_iteration=resolved.resume.iteration)
+    termination = Termination()
+    with IterationProgress(resolved.plan.train_iters, stream=io.StringIO()) as progress:
+        services: Any = _Services(plane, fleet, rewards, worker.resumed_state())  # pyrefly: ignore[bad-argument-type]
+        outputs = LogOutputs(resolved.folder, trackers, progress)
+        trainer = build_trainer(inputs, services, outputs, termination)
+        if stops_after is not None:
+            termination.in_loop = True
+            termination.requested = stops_after == 1
+        greedy: list[list[float]] = []
+        plain = trainer.baselines.rewards
+        trainer.advantages._baselines.rewards = lambda: _noted(greedy, plain())  # pyrefly: ignore
+        try:
+            trainer.fit()
+        except Terminated:
+            termination._shutdown.cancel()  # this process goes on
+            assert stops_after is not None
+        finally:
+            trainer.logger.close()
+    lines = [json.loads(line) for line in (resolved.folder / "metrics.jsonl").read_text().splitlines()]
+    return {
+        "records": fleet.records if dist.get_rank() == 0 else [_small(record) for record in fleet.records],
+        "metrics": [line for line in lines if line["iteration"]],
+        "greedy": greedy,
+        "start": resolved.resume.iteration,
+    }
+
+
+def _noted(greedy: list[list[float]], values: torch.Tensor) -> torch.Tensor:
+    greedy.append(values.tolist())
+    return values
+
+
+def _small(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What only this rank knows."""
+    return {name: record[name] for name in ("composition", "copies") if name in record}

@@ -1,0 +1,32 @@
+"""Reward functions of the product's runs: of token ids, so that groups of a random model vary."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def even(response_ids: list[int]) -> float:
+    """Share of even tokens."""
+    return sum(token % 2 == 0 for token in response_ids) / max(1, len(response_ids))
+
+
+def low(response_ids: list[int]) -> float:
+    """1 where the first token is in the lower half of the vocabulary."""
+    return float(bool(response_ids) and response_ids[0] < 64)
+
+
+class TwoTurns:
+    """An environment that asks once more, and gives a point for each letter a of the first turn."""
+
+    async def reset(self, task: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return []
+
+    async def step(self, messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], float | None, bool]:
+        point = float(str(messages[-1]["content"]).count("a"))
+        if len(messages) > 1:
+            return [], point, True
+        return [{"role": "user", "content": "more="}], point, False
+
+    async def close(self) -> None:
+        pass

@@ -1,0 +1,627 @@
+"""The product of features: ingredients of a run file, which pairs of them the rules allow, and runs that cover all of these.
+
+    .venv/bin/python tests/product_matrix.py               # the matrix: runs of each allowed pair, rule of each refused one
+
+`test_product.py` compares the runs with `slow_product.py`. An ingredient is a record; a new one is a line in INGREDIENTS.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import product_rewards
+import tiny_hf
+import tiny_prediction
+import torch
+import transformers
+import yaml
+from megatron_release import GROUPED_EXPERTS
+from random_runs import Row, _choose_objective
+from slow_layouts import EP, MOE_RECOMPUTE, PP, RECOMPUTE, RING, SP, ULYSSES, VPP
+from tokenizers import Tokenizer, decoders, models
+
+from mindspeed_rl.config import ConfigError, build_run_config
+from mindspeed_rl.run.models import plan_models, with_model_configs
+from mindspeed_rl.run.resolve import resolve
+
+Keys = dict[str, Any]
+
+_CONTEXT, MAX_TOKENS, _NUM_PROMPTS = 64, 10, 40
+#: ingredients of a run, at most: more of them may hide each other
+_MOST = 15
+#: ingredients with which a run is compared to within the rounding of bfloat16, or without its random updates
+_ROUGH = frozenset(("bf16", "gated_delta", "dropout"))
+
+
+@dataclass(frozen=True)
+class Ingredient:
+    """A feature of a run file.
+
+    Attributes:
+        keys: what it sets, by group.
+        compared: what shows that it is right.
+        needs: ingredients without which it means nothing; they come with it.
+        model: the model that it needs, where it is not any.
+        doubles: it needs twice as many processes.
+        without: names of other ingredients that set the same keys to other values, or are other ways to the same.
+    """
+
+    name: str
+    keys: Mapping[str, Keys]
+    compared: str
+    needs: tuple[str, ...] = ()
+    model: str = ""
+    doubles: bool = False
+
+
+_REFERENCE = "transformers in float64: log-probs, loss, gradients, weights after the step"
+_SAME = "the same reference, which knows nothing of it"
+
+
+def _train(**keys: Any) -> Mapping[str, Keys]:
+    return {"megatron_training": keys}
+
+
+def _rl(**keys: Any) -> Mapping[str, Keys]:
+    return {"rl_config": keys}
+
+
+def _generate(**keys: Any) -> Mapping[str, Keys]:
+    return {"generate_config": keys}
+
+
+_LORA = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
+
+INGREDIENTS = [
+    # models
+    Ingredient("tied", {}, _REFERENCE, model="tied"),
+    Ingredient("experts", {}, _REFERENCE, model="moe_mixed"),
+    Ingredient("latent", {}, _REFERENCE, model="deepseek"),
+    Ingredient("gated_delta", {}, "the same, to rounding in bfloat16", model="hybrid", needs=("bf16",)),
+    Ingredient("prediction", _train(mtp_num_layers=1, mtp_loss_scaling_factor=0.3), _REFERENCE, model="predicting"),
+    # layouts
+    Ingredient("tensor", _train(**SP), _SAME, doubles=True),
+    Ingredient("pipeline", _train(**PP), _SAME, doubles=True),
+    Ingredient("virtual_pipeline", _train(**VPP), _SAME, doubles=True),
+    Ingredient("ring", _train(**RING), _SAME, doubles=True),
+    Ingredient("ulysses", _train(**ULYSSES), _SAME, doubles=True),
+    Ingredient("expert_parallel", _train(**EP), _SAME, doubles=True, needs=("experts|latent",)),
+    Ingredient("data_parallel", _train(use_distributed_optimizer=True), _SAME, doubles=True),
+    Ingredient("grouped_experts", _train(moe_grouped_gemm=GROUPED_EXPERTS), _SAME, needs=("experts|latent",)),
+    Ingredient("recompute", _train(**RECOMPUTE), _SAME),
+    Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),
+    Ingredient(
+        "bf16",
+        {"megatron_training": {"bf16": True}, "generate_config": {"dtype": "bfloat16"}},
+        "the same reference, to rounding in bfloat16",
+    ),
+    Ingredient(
+        "offload",
+        _generate(offload_train_optimizer=True, offload_train_grad=True, offload_train_param=True),
+        _SAME,
+    ),
+    # the update
+    Ingredient(
+        "muon",
+        _train(optimizer="muon", muon_extra_scale_factor=0.02, muon_momentum=0.9),
+        _REFERENCE,
+    ),
+    Ingredient("lora", _train(**_LORA), "merged weights in each pass; the norm of the update's gradient"),
+    Ingredient("share_backbone", _rl(share_backbone=True), "the reference is the first model", needs=("lora",)),
+    Ingredient("adapter_push", _generate(lora_push="adapter"), "log-probs of the engine", needs=("lora",)),
+    Ingredient(
+        "dropout",
+        {"megatron_training": {"hidden_dropout": 0.1}, "rl_config": {"dropout_in_update": True}},
+        "all passes; the update is random, its copies are equal",
+    ),
+    Ingredient("balancing", _train(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02), _REFERENCE, needs=("experts",)),
+    Ingredient(
+        "sequence_balancing",
+        _train(moe_router_load_balancing_type="seq_aux_loss"),
+        _REFERENCE,
+        needs=("balancing", "experts"),
+    ),
+    Ingredient("router_bias", _train(moe_router_bias_update_rate=0.01), "the formula of the bias", model="deepseek"),
+    Ingredient("replay_r2", _rl(router_replay={"mode": "R2"}), _REFERENCE, needs=("experts|latent", "mini_batches")),
+    Ingredient("replay_r3", _rl(router_replay={"mode": "R3"}), _REFERENCE, needs=("experts|latent",)),
+    # batches
+    Ingredient("padded", _rl(use_remove_padding=False), _SAME),
+    Ingredient("budget", _rl(use_dynamic_bsz=True, max_packing_token_size=96), _SAME),
+    Ingredient("prefixes", _rl(use_prefix_grouper=True), _SAME),
+    Ingredient("mini_batches", _rl(mini_batch_size=2, epochs=2), _REFERENCE),
+    Ingredient("shuffled", _rl(shuffle_mini_batch=True), _REFERENCE, needs=("mini_batches",)),
+    Ingredient("balanced", _rl(use_dp_batch_balance=True), _SAME),
+    # the objective
+    Ingredient("sync_ref", _rl(sync_ref_model=True, ref_model_sync_steps=1, ref_model_mixup_alpha=0.3), _REFERENCE),
+    Ingredient("kl_in_reward", _rl(use_kl_in_reward=True), _REFERENCE),
+    Ingredient(
+        "critic",
+        {
+            "megatron_training": {"stage": "ray_ppo"},
+            "rl_config": {"adv_estimator": "gae", "critic_warmup": 0},
+            "critic_config": {},
+        },
+        _REFERENCE,
+    ),
+    Ingredient("remax", _rl(adv_estimator="remax"), _REFERENCE),
+    Ingredient(
+        "distillation",
+        _rl(
+            distillation={
+                "enabled": True,
+                "teacher_models": ["TEACHER"],
+                "loss_mode": "reverse_kl_topk",
+                "topk": 200,
+                "distillation_loss_coef": 0.5,
+            }
+        ),
+        _REFERENCE,
+    ),
+    Ingredient("correction", _rl(rollout_importance_sampling_mode="token_truncate"), _REFERENCE),
+    # prompts and responses
+    Ingredient("curriculum", _rl(prompt_curriculum="rate"), "the order of the column"),
+    Ingredient("replayed_prompts", _rl(prompt_replay_fraction=0.5, prompt_replay_below=0.9), _SAME),
+    Ingredient(
+        "filtered",
+        _rl(filter_groups_enable=True, filter_groups_metric="product_rewards:even", filter_groups_max_batches=8),
+        "groups that vary",
+    ),
+    Ingredient("resampled", _rl(dynamic_sample=True), _SAME),
+    Ingredient(
+        "drafts",
+        _generate(speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}),
+        "responses of a run without them",
+    ),
+    Ingredient(
+        "agents",
+        _rl(multi_turn_enable=True, environment="product_rewards:TwoTurns", max_total_response_length=24),
+        "log-probs by turn; texts of the environment do not train",
+    ),
+    Ingredient("partial", _rl(partial_rollout_max_split=2, guarantee_order=False), "versions of tokens"),
+    Ingredient("unordered", _rl(guarantee_order=False, actor_rollout_dispatch_size=2), _SAME),
+    Ingredient("cut_offs", _generate(sampling_config={"top_k": 20, "top_p": 0.9}), "log-probs of the whole distribution"),
+    Ingredient(
+        "form",
+        _generate(sampling_config={"structured_output": {"regex": "[a-z]{2,6}"}}),
+        "log-probs of the whole distribution",
+    ),
+    Ingredient("quantized", _generate(quantization="int8"), "log-probs to within 0.15"),
+    Ingredient("prefix_caching", _generate(enable_prefix_caching=True), _SAME),
+    Ingredient("delta_sync", _generate(update_weight_mode="delta"), _SAME),
+    Ingredient("resumed", {"megatron_training": {"save_interval": 1}, "actor_config": {"save": "SAVE"}}, "the next iteration"),
+]
+BY_NAME = {ingredient.name: ingredient for ingredient in INGREDIENTS}
+
+
+def complete(names: Iterable[str]) -> list[frozenset[str]]:
+    """The sets of ingredients with what they need: one for each alternative."""
+    results = [frozenset[str]()]
+    for name in names:
+        options = [[name]]
+        for needed in BY_NAME[name].needs:
+            options.append(needed.split("|"))
+        results = [result | set(chosen) for result in results for chosen in itertools.product(*options)]
+    return list(dict.fromkeys(results))
+
+
+class ConflictError(ValueError):
+    """Two ingredients set a key to different values, or need different models."""
+
+
+#: groups that one ingredient sets as a whole
+_WHOLE = ("distillation", "structured_output", "speculative_config", "router_replay")
+_Path = tuple[str, ...]
+
+
+def _merge(target: Keys, added: Mapping[str, Any], owners: dict[_Path, str], name: str, path: _Path = ()) -> None:
+    for key, value in added.items():
+        where = (*path, key)
+        if isinstance(value, Mapping) and key not in _WHOLE:
+            _merge(target.setdefault(key, {}), value, owners, name, where)
+            continue
+        if where in owners and target[key] != value:
+            raise ConflictError(f"{owners[where]} and {name} set {where[-1]} to different values")
+        owners[where] = name
+        target[key] = value
+
+
+@dataclass
+class ProductRun:
+    """A run of some ingredients.
+
+    Attributes:
+        objective: keys of the loss.
+        path: the run file.
+        written: its keys.
+        keys: the same, each role with those that all roles share.
+    """
+
+    names: frozenset[str]
+    seed: int
+    objective: Keys
+    group_size: int = 2
+    path: str = ""
+    keys: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, Any] = field(default_factory=dict)
+    size: int = 1
+    model: str = "untied"
+
+    def build(self, folders: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+        """Make the run file.
+
+        Raises:
+            ConflictError: ingredients exclude each other by themselves.
+        """
+        chosen = [BY_NAME[name] for name in BY_NAME if name in self.names]
+        wanted = {ingredient.model: ingredient.name for ingredient in chosen if ingredient.model}
+        if len(wanted) > 1:
+            raise ConflictError(f"{' and '.join(wanted.values())} need different models")
+        self.model = next(iter(wanted), "untied")
+        keys, owners = _base(self.seed, self.group_size), dict[tuple[str, ...], str]()
+        keys["rl_config"] |= self.objective
+        for ingredient in chosen:
+            _merge(keys, copy.deepcopy(dict(ingredient.keys)), owners, ingredient.name)
+        self.size = _count_processes(chosen, keys["megatron_training"])
+        mine = folders[self.model]
+        keys["rl_config"]["actor_resource"] = {"num_npus": self.size}
+        keys["megatron_training"]["data_path"] = mine["prompts"]
+        keys["megatron_training"]["tokenizer_name_or_path"] = mine["actor"]
+        keys["actor_config"]["load"] = mine["actor"]
+        if not keys["rl_config"].get("share_backbone"):
+            keys["rl_config"]["integrated_mode_config"] = {"ref_model_load_path": mine["ref"]}
+        if "critic_config" in keys:
+            if "critic" not in mine:
+                raise ConflictError("no critic of this model is made")
+            keys["critic_config"] |= {name: keys["actor_config"][name] for name in _OPTIMIZER} | {"lr": 0.2}
+            keys["critic_config"]["load"] = mine["critic"]
+        if "distillation" in keys["rl_config"]:
+            keys["rl_config"]["distillation"]["teacher_models"] = [mine["teacher"]]
+        if self.names & {"resumed"}:
+            save = str(folder / "save")
+            keys["actor_config"] |= {"save": save, "load": save, "pretrained_checkpoint": mine["actor"], "finetune": False}
+        self.written = copy.deepcopy(keys)
+        self.keys = keys
+        # what the reference reads
+        for role in ("actor_config", "critic_config"):
+            if role in keys:
+                keys[role] = {"muon_momentum": 0.95} | keys["megatron_training"] | keys[role]
+
+    def write(self, folder: Path) -> None:
+        """Write the run file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "run.yaml"
+        path.write_text(yaml.safe_dump(self.written, sort_keys=False))
+        self.path = str(path)
+
+    def resolve(self) -> None:
+        """Ask the rules.
+
+        Raises:
+            ConfigError: one of them refuses the run.
+        """
+        plan_models(resolve(with_model_configs(build_run_config(self.written, config_name="product")), platform="cpu"))
+
+    @property
+    def why_no_update(self) -> str:
+        """Why the update has no reference."""
+        reasons = {
+            "the update is random": {"dropout"},
+            "PEFT has no adapters of grouped experts": {"lora", "grouped_experts"},
+        }
+        return "; ".join(reason for reason, names in reasons.items() if names <= self.names)
+
+    def check_prompts(self, columns: Mapping[str, Any], iteration: int) -> None:
+        """With a curriculum the easy prompts, with a large pass rate, come first."""
+        if "curriculum" not in self.names or self.names & {"filtered", "resampled", "replayed_prompts", "partial"}:
+            return
+        rows = [json.loads(line) for line in Path(self.written["megatron_training"]["data_path"]).read_text().splitlines()]
+        rates = sorted((row["rate"] for row in rows), reverse=True)
+        found = [float(extra["rate"]) for extra in columns["extra"][:: self.group_size]]
+        expected = rates[4 * (iteration - 1) : 4 * iteration]
+        assert found == expected, f"prompts of the pass rates {found}, and not {expected}"
+
+    def version(self, metrics: Mapping[str, float]) -> int:
+        """Version of the weights that train in an iteration."""
+        return int(metrics["iteration"]) - 1
+
+    def check_reward(self, row: Row, reward: float, columns: Mapping[str, Any], index: int) -> None:
+        """The total reward is that of the tokens."""
+        response = row.response
+        expected = product_rewards.even(response) + 0.5 * product_rewards.low(response)
+        parts = columns["reward_results"][index].parts
+        expected += parts.get("trajectory", 0.0)
+        if expected != 0.0 or reward != 0.0:
+            assert abs(reward - expected) < 1e-5, f"reward of row {index}: {reward} instead of {expected}"
+
+
+_OPTIMIZER = ("lr", "lr_decay_style", "adam_eps", "weight_decay", "clip_grad", "finetune")
+
+
+def _count_processes(chosen: Sequence[Ingredient], training: Mapping[str, Any]) -> int:
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    size = 1
+    for name in sizes:
+        size *= training.get(name, 1)
+    data = any(ingredient.name == "data_parallel" for ingredient in chosen)
+    data |= training.get("expert_model_parallel_size", 1) > training.get("context_parallel_size", 1)
+    return size * (2 if data else 1)
+
+
+def plain_objective() -> Keys:
+    """Keys of the loss of a run whose ingredients are asked for."""
+    return {
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "clip_higher_enable": True,
+        "clip_ratio_low": 0.15,
+        "clip_ratio_high": 0.25,
+        "clip_ratio_c": None,
+        "delta": None,
+        "tau_pos": 1.0,
+        "tau_neg": 1.3,
+        "entropy_coeff": 0.0,
+        "top_entropy_quantile": 1.0,
+        "off_policy_sequence_mask_delta": None,
+        "overlong_filter": False,
+        "adv_estimator": "group_norm",
+        "scale_rewards": "group",
+        "adv_epsilon": 1e-3,
+        "gamma": 1.0,
+        "lam": 0.95,
+        "advantage_whiten": True,
+        "cliprange_value": 0.3,
+        "kl_penalty": "low_var_kl",
+        "init_kl_coef": 0.2,
+        "use_kl_in_reward": False,
+        "kl_clamp": True,
+        "use_bias_correction_kl": False,
+        "rollout_importance_sampling_mode": None,
+        "rollout_importance_sampling_threshold": 1.2,
+        "rollout_importance_sampling_threshold_min": None,
+    }
+
+
+def random_objective(seed: int, names: frozenset[str]) -> Keys:
+    """Keys of the loss, drawn: the losses, estimators and corrections are ingredients too."""
+    r = random.Random(seed)
+    keys = _choose_objective(r, "ray_ppo" if "critic" in names else "ray_grpo")
+    keys["init_kl_coef"] = 0.2  # there is a reference
+    return plain_objective() | keys
+
+
+def _base(seed: int, group_size: int) -> dict[str, Any]:
+    optimizer = {
+        "lr": 0.3,
+        "lr_decay_style": "constant",
+        "adam_eps": 1.0,  # an update is then smooth in the gradient
+        "weight_decay": 0.01,
+        "clip_grad": 1.0,
+        "finetune": True,
+    }
+    return {
+        "platform": "cpu",
+        "megatron_training": {
+            "stage": "ray_grpo",
+            "bf16": False,
+            "seed": seed % 1000,
+            "global_batch_size": 4,
+            "seq_length": _CONTEXT,
+            "train_iters": 2,
+            "micro_batch_size": 2,
+            "loss_chunk_size": 16,
+            "dataset_additional_keys": ["labels", "rate"],
+        },
+        "actor_config": dict(optimizer),
+        "rl_config": {
+            "n_samples_per_prompt": group_size,
+            "mini_batch_size": 4,
+            "epochs": 1,
+            "max_prompt_length": 16,
+            "rule_reward": True,
+            "use_remove_padding": True,
+            "guarantee_order": True,
+            "verifier_function": ["product_rewards:even", "product_rewards:low"],
+            "verifier_weight": [1.0, 0.5],
+            "ref_model_mixup_alpha": 0.3,
+            "ref_model_sync_steps": 1,
+        },
+        "generate_config": {
+            "infer_tensor_parallel_size": 1,
+            "max_num_seqs": 16,
+            "max_model_len": _CONTEXT,
+            "max_num_batched_tokens": 512,
+            "dtype": "float32",
+            "kv_cache_memory_gib": 0.03,
+            "sampling_config": {"max_tokens": MAX_TOKENS, "temperature": 0.9},
+        },
+    }
+
+
+# ---------------------------------------------------------------------- folders
+
+
+def make_folders(root: Path) -> dict[str, dict[str, str]]:
+    """Model -> folders of its roles, and the prompts."""
+    transformers.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()
+    results = {}
+    names = {ingredient.model for ingredient in INGREDIENTS if ingredient.model} | {"untied"}
+    for name in sorted(names):
+        folder = root / name
+        for role, seed in (("actor", None), ("ref", 11), ("teacher", 12)):
+            _save_model(name, folder / role, seed)
+            _tokenizer().save_pretrained(folder / role)
+        results[name] = {role: str(folder / role) for role in ("actor", "ref", "teacher")}
+        results[name]["prompts"] = str(root / "prompts.jsonl")
+        if name in _CRITICS:
+            torch.manual_seed(13)
+            config = copy.deepcopy(tiny_hf.CONFIGS[name])
+            config.num_labels = 1
+            critic = transformers.AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+            tiny_hf.spread(critic, 3.0)
+            critic.save_pretrained(folder / "critic")
+            results[name]["critic"] = str(folder / "critic")
+    r = random.Random(5)
+    rows = [
+        {
+            "prompt": "".join(r.choice("abcdefgh") for _ in range(r.randint(1, 6))) + "=",
+            "labels": "x",
+            "rate": index * 17 % 40 / 40,
+        }
+        for index in range(_NUM_PROMPTS)
+    ]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return results
+
+
+_CRITICS = ("untied", "tied", "moe_mixed")
+
+
+def _save_model(name: str, folder: Path, seed: int | None) -> None:
+    if name == "predicting":
+        predicting = tiny_prediction.Predicting.build("mimo")
+        if seed is not None:
+            torch.manual_seed(seed)
+            _nudge(predicting.named_parameters().values())
+        predicting.save(folder)
+        return
+    model = tiny_hf.build(name)
+    if seed is not None:
+        torch.manual_seed(seed)
+        _nudge(model.parameters())
+    model.save_pretrained(folder)
+
+
+@torch.no_grad()
+def _nudge(parameters: Iterable[torch.nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.add_(torch.randn_like(parameter) * 0.003)
+
+
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """One token a printable character, with its ASCII code as id."""
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+# ---------------------------------------------------------------------- the matrix
+
+
+class Rules:
+    """What the product's own rules say to sets of ingredients."""
+
+    def __init__(self, folders: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+        self._folders, self._folder = folders, folder
+        self._known: dict[frozenset[str], str] = {}
+
+    def refusal(self, names: frozenset[str]) -> str:
+        """Why a set of ingredients is no run; empty for a run."""
+        if names not in self._known:
+            run = ProductRun(names, 1, plain_objective())
+            try:
+                run.build(self._folders, self._folder)
+                run.resolve()
+                self._known[names] = ""
+            except ConflictError as error:
+                self._known[names] = f"- {error}"
+            except (ConfigError, ValueError) as error:
+                self._known[names] = " ".join(str(error).split())
+        return self._known[names]
+
+    def refusal_of_all(self, names: Iterable[str]) -> tuple[str, frozenset[str]]:
+        """(why, "") or ("", the first completed set that is a run)."""
+        first = ""
+        for option in complete(names):
+            why = self.refusal(option)
+            if not why:
+                return "", option
+            first = first or why
+        return first, frozenset()
+
+
+def list_pairs(rules: Rules) -> tuple[dict[frozenset[str], frozenset[str]], dict[frozenset[str], str]]:
+    """(allowed pairs with the smallest run of each, refused pairs with the reason)."""
+    allowed, refused = {}, {}
+    for pair in itertools.combinations(BY_NAME, 2):
+        why, option = rules.refusal_of_all(pair)
+        if why:
+            refused[frozenset(pair)] = why
+        else:
+            allowed[frozenset(pair)] = option
+    return allowed, refused
+
+
+def cover(rules: Rules, pairs: Mapping[frozenset[str], frozenset[str]], *, seed: int = 1) -> list[frozenset[str]]:
+    """Sets of ingredients such that each pair is in one of them; a pair of exact ingredients in a set of such ones.
+
+    Args:
+        seed: of the choice among equally good ingredients.
+    """
+    r, left, results = random.Random(seed), dict(pairs), []
+    while left:
+        # exact pairs first: sets of them have no others
+        first = min(
+            sorted(left, key=lambda pair: (bool(left[pair] & _ROUGH), r.random())), key=lambda p: bool(left[p] & _ROUGH)
+        )
+        names = left[first]
+        rough = names & _ROUGH
+
+        def counts(pair: frozenset[str], rough: frozenset[str] = rough) -> bool:
+            return pair in left and (pair & _ROUGH == pair & rough if not rough else bool(pair & rough))
+
+        while len(names) < _MOST:
+            gains = {
+                name: sum(1 for other in names if counts(frozenset((name, other)))) for name in BY_NAME if name not in names
+            }
+            candidates = sorted((name for name, gain in gains.items() if gain), key=lambda name: (-gains[name], r.random()))
+            fitting = next(filter(None, (_extend(rules, pairs, names, name, rough) for name in candidates)), None)
+            if fitting is None:
+                break
+            names = fitting
+        for pair in [pair for pair in left if pair <= names and counts(pair)]:
+            del left[pair]
+        assert first not in left
+        results.append(names)
+    return results
+
+
+def _extend(
+    rules: Rules, pairs: Mapping[frozenset[str], Any], names: frozenset[str], name: str, rough: frozenset[str]
+) -> frozenset[str] | None:
+    """The set with one more ingredient; None where that is no run, or makes a comparison rough."""
+    if any(frozenset((name, other)) not in pairs for other in names):
+        return None
+    options = (names | option for option in complete([name]))
+    return next((one for one in options if _is_small(one) and one & _ROUGH == rough and not rules.refusal(one)), None)
+
+
+def _is_small(names: frozenset[str]) -> bool:
+    return sum(BY_NAME[name].doubles for name in names) <= 2
+
+
+def print_matrix(root: Path) -> None:
+    """Print the pairs; models and run files are made below the folder."""
+    rules = Rules(make_folders(root / "models"), root / "run")
+    allowed, refused = list_pairs(rules)
+    runs = cover(rules, allowed)
+    total = len(BY_NAME) * (len(BY_NAME) - 1) // 2
+    counts = f"{len(allowed)} are allowed, and compared in {len(runs)} runs; {len(refused)} are not"
+    print(f"{len(BY_NAME)} ingredients are {total} pairs: {counts}")
+    for number, names in enumerate(runs):
+        print(f"run {number}: {', '.join(sorted(names))}")
+    for pair in sorted(allowed, key=sorted):
+        where = [str(number) for number, names in enumerate(runs) if pair <= names]
+        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(where)}")
+    for pair, why in sorted(refused.items(), key=lambda item: sorted(item[0])):
+        print(f"refused  {' x '.join(sorted(pair))}: {why[:160]}")

@@ -1,0 +1,509 @@
+"""Whole runs of reinforcement learning by transformers and torch in float64, one iteration after the other.
+
+Each iteration starts from the weights that the run had; only tokens, and the rows of steps, come from the run. What the run
+computed (log-probs of every role, advantages, gradients, metrics, the weights after it) is compared with the reference.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tiny_prediction
+import torch
+import transformers
+from product_runs import ProductRun
+from random_run_jobs import merge_compositions
+from random_runs import RandomRun, Row, RowSequence
+from safetensors.torch import load_file
+from slow_reference import TIE, Margins, SlowModel, SlowRun, Step
+from torch import Tensor
+
+#: relative difference of a gradient or of an update, by norm
+_TOLERANCE = 5e-4
+#: that of Muon's updates: it makes small singular values of a gradient, with their rounding, as large as the others
+_MUON_TOLERANCE = 1e-2
+
+
+class PredictingModel(SlowModel):
+    """A model with prediction layers, which transformers has as a model of more layers."""
+
+    def __init__(self, folder: str, temperature: float, margins: Margins) -> None:
+        self._plain = tiny_prediction.Predicting.build("mimo")
+        self.model = torch.nn.ModuleList([self._plain.model, self._plain.parts]).double().eval()
+        self._temperature, self.margins, self._is_critic = temperature, margins, False
+        self.predicted: list[Tensor] = []
+        self.load({name: value.numpy() for name, value in load_file(Path(folder, "model.safetensors")).items()})
+
+    def compute_log_softmax(self, tokens: Tensor) -> Tensor:
+        first, self.predicted = self._plain.logits(tokens)
+        return (first / self._temperature).log_softmax(-1)
+
+    def named_parameters(self) -> dict[str, tuple[torch.nn.Parameter, Any]]:
+        return {name: (weight, ...) for name, weight in self._plain.named_parameters().items()}
+
+    def named(self, gradients: bool) -> dict[str, np.ndarray]:
+        return {name: _swapped(name, value) for name, value in super().named(gradients).items()}
+
+    def load(self, weights: Mapping[str, np.ndarray]) -> None:
+        super().load({name: _swapped(name, value) for name, value in weights.items()})
+
+
+def _swapped(name: str, value: np.ndarray) -> np.ndarray:
+    """[hidden state; embedding] for [embedding; hidden state]."""
+    return np.roll(value, value.shape[1] // 2, 1) if name.endswith("input_proj.weight") else value
+
+
+class MuonReference:
+    """Muon by its formula (Keller Jordan; arXiv:2502.16982) for the matrices between embedding and head, AdamW for the rest."""
+
+    def __init__(self, model: SlowModel, keys: Mapping[str, Any], others: torch.optim.Optimizer) -> None:
+        self._keys, self._others = keys, others
+        ends = ("embed_tokens.weight", "lm_head.weight")
+        self._matrices = {
+            name: (weight, part)
+            for name, (weight, part) in model.named_parameters().items()
+            if weight[part].dim() == 2 and min(weight[part].shape) > 1 and not name.endswith(ends)
+        }
+        self._momenta: dict[str, Tensor] = {}
+        moved = {id(weight) for weight, _ in self._matrices.values()}
+        for group in others.param_groups:
+            group["params"] = [weight for weight in group["params"] if id(weight) not in moved]
+
+    def zero_grad(self) -> None:
+        self._others.zero_grad()
+        for weight, _ in self._matrices.values():
+            weight.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._others.step()
+        lr, decay, beta = (self._keys[name] for name in ("lr", "weight_decay", "muon_momentum"))
+        fused: dict[str, list[str]] = {}
+        for name in self._matrices:  # gate and up are one matrix of Megatron
+            fused.setdefault(re.sub(r"\.(gate|up)_proj\.", ".gate_up.", name), []).append(name)
+        for names in fused.values():
+            updates = []
+            for name in names:
+                weight, part = self._matrices[name]
+                assert weight.grad is not None
+                momentum = self._momenta.setdefault(name, torch.zeros_like(weight[part]))
+                momentum.mul_(beta).add_(weight.grad[part], alpha=1 - beta)
+                updates.append(momentum)
+            update = torch.cat(updates)
+            u, s, vt = torch.linalg.svd(update, full_matrices=False)
+            s = s / s.square().sum().sqrt().clamp(min=1e-300)
+            for _ in range(5):
+                s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+            scale = self._keys["muon_extra_scale_factor"] * math.sqrt(max(update.shape))
+            moved = (u * s @ vt * scale).split([len(one) for one in updates])
+            for name, one in zip(names, moved):
+                weight, part = self._matrices[name]
+                weight[part] = (1 - lr * decay) * weight[part] - lr * one
+
+
+class LoraReference:
+    """AdamW for the matrices A and B of W = W_0 + s B A; modules that Megatron has in one share A (arXiv:2106.09685)."""
+
+    def __init__(self, model: SlowModel, keys: Mapping[str, Any]) -> None:
+        self._model, self._scale = model, keys["lora_alpha"] / keys["lora_r"]
+        self._keys = keys
+        self._a: dict[str, torch.nn.Parameter] = {}
+        self._b: dict[str, torch.nn.Parameter] = {}
+        self._owners: dict[str, str] = {}
+
+    def load(self, adapters: Mapping[str, np.ndarray]) -> None:
+        """Take the adapters of the run before an iteration, of which A belongs to several modules where it is the same."""
+        is_new = not self._a
+        for name, value in adapters.items():
+            module, _, kind = name.removesuffix(".weight").rpartition(".")
+            tensor = torch.from_numpy(value.copy()).double()
+            if not is_new:
+                target = self._b[module] if kind == "lora_B" else self._a[self._owners[module]]
+                target.data.copy_(tensor)
+            elif kind == "lora_B":
+                self._b[module] = torch.nn.Parameter(tensor)
+            else:
+                same = [owner for owner, known in self._a.items() if known.shape == tensor.shape and torch.equal(known, tensor)]
+                self._owners[module] = same[0] if same else module
+                if not same:
+                    self._a[module] = torch.nn.Parameter(tensor)
+        if is_new:
+            decay = {"params": self.parameters(), "weight_decay": self._keys["weight_decay"]}
+            self._adam = torch.optim.AdamW([decay], lr=self._keys["lr"], betas=(0.9, 0.999), eps=self._keys["adam_eps"])
+        self._weights = self._model.named_parameters()
+        self._base = {module: self._weight(module).detach() - self._delta(module).detach() for module in self._owners}
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [*self._a.values(), *self._b.values()]
+
+    def _weight(self, module: str) -> Tensor:
+        weight, part = self._weights[f"{module}.weight"]
+        return weight[part]
+
+    def _delta(self, module: str) -> Tensor:
+        return self._scale * self._b[module] @ self._a[self._owners[module]]
+
+    def zero_grad(self) -> None:
+        self._adam.zero_grad()
+        self._model.model.zero_grad()
+
+    def find_gradients(self) -> None:
+        """Gradients of A and B from those of the weights."""
+        for module in self._owners:
+            weight, part = self._weights[f"{module}.weight"]
+            assert weight.grad is not None
+            (self._delta(module) * weight.grad[part]).sum().backward()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._adam.step()
+        for module, base in self._base.items():
+            weight, part = self._weights[f"{module}.weight"]
+            weight[part] = base + self._delta(module)
+
+
+@dataclass
+class SlowIteration(SlowRun):
+    """An iteration of a whole run.
+
+    Attributes:
+        recorded: columns of its rows.
+        before: weights of the roles before it, and the adapters.
+        product: the run.
+    """
+
+    before: Mapping[str, Any] = field(default_factory=dict)
+    recorded: dict[str, list[Any]] = field(default_factory=dict)
+    product: ProductRun = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if "agents" in self.product.names:  # the environment's points are a part of the reward
+            names, weights = self.rl["verifier_function"], self.rl["verifier_weight"]
+            self.rl = self.rl | {"verifier_function": [*names, "trajectory"], "verifier_weight": [*weights, 1.0]}
+        self.rollout = [torch.from_numpy(values.copy()).double() for values in self.recorded["rollout_log_probs"]]
+        self.term = self.rl.get("distillation", {"enabled": False})
+        if self.term["enabled"]:
+            temperature = self.run.keys["generate_config"]["sampling_config"]["temperature"]
+            teacher = self._open("teacher", temperature)
+            with torch.no_grad():
+                self.teachers = [self._read_full(teacher, index) for index in range(len(self.rows))]
+
+    def _open(self, role: str, temperature: float) -> SlowModel:
+        if role not in self.models and self.product.model == "predicting":
+            self.models[role] = PredictingModel(self.folders[role], temperature, self.margins)
+        model = super()._open(role, temperature)
+        if role in self.before:
+            model.load(self.before[role])
+        return model
+
+    def _read_full(self, model: SlowModel, index: int) -> Tensor:
+        parts = []
+        for sequence in self.rows[index].sequences:
+            model.read([*sequence.prompt, *sequence.response], len(sequence.prompt))
+            parts.append(model.full)
+        return torch.cat(parts)
+
+    def extra_terms(self, index: int, mask: Tensor) -> list[tuple[Tensor, float, str]]:
+        if not self.term["enabled"]:
+            return []
+        student, teacher = self.current[mask], self.teachers[index][mask]
+        divergence = (student.exp() * (student - teacher)).sum(-1)  # over the whole vocabulary
+        self._add("distillation/divergence", divergence)
+        return [(divergence, self.term["distillation_loss_coef"], "distillation/loss")]
+
+    def _read(
+        self, model: SlowModel, index: int, *, records: bool = False, plain: bool = False, logits: list[Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """See `SlowRun._read`; keeps the whole distributions, the experts and the losses of prediction layers."""
+        full, chosen, predicted = [], [], []
+        read = model.read
+
+        def keep(ids: Sequence[int], first: int, experts: Any = None) -> tuple[Tensor, Tensor]:
+            result = read(ids, first, experts)
+            if not model._is_critic:
+                full.append(model.full)
+            chosen.append(model.chosen)
+            if isinstance(model, PredictingModel):
+                predicted.append((torch.tensor(ids), first, list(model.predicted)))
+            return result
+
+        model.read = keep  # pyrefly: ignore
+        try:
+            result = super()._read(model, index, records=records, plain=plain, logits=logits)
+        finally:
+            del model.read
+        self.current = torch.cat(full) if full else Tensor()
+        if records and self.replay == "R3":  # an engine reports no experts of the last token
+            for experts in self.experts[index]:
+                for layer in experts or ():
+                    layer[-1] = -1
+        if logits is not None:
+            self.step_chosen += chosen
+            self._add_predictions(index, predicted)
+        return result
+
+    def _add_predictions(self, index: int, predicted: list[tuple[Tensor, int, list[Tensor]]]) -> None:
+        """Losses of the prediction layers at the tokens of a row that train."""
+        start = 0
+        for ids, first, layers in predicted:
+            mask = self.train[index][start : start + len(ids) - first]
+            start += len(ids) - first
+            for layer, output in enumerate(layers):
+                log_softmax = output.log_softmax(-1)
+                for token in range(max(first, layer + 2), len(ids)):
+                    if mask[token - first]:
+                        self.predictions.append(-log_softmax[token - layer - 2, ids[token]])
+
+    def start_step(self, rows: Sequence[int]) -> None:
+        """Before the rows of a step are read."""
+        self.step_chosen: list[list[Tensor]] = []
+        self.predictions: list[Tensor] = []
+        self._step_rows = rows
+
+    def step_loss(self) -> Tensor | float:
+        """What the step adds to the loss of the model."""
+        if not self.predictions:
+            return 0.0
+        trained = sum(int(self.train[index].sum()) for index in self._step_rows)
+        total = torch.stack(self.predictions).sum()
+        self.sums["mtp_loss"][0] += float(total.detach())
+        self.sums["mtp_loss"][1] += len(self.predictions)
+        return self.training["mtp_loss_scaling_factor"] / self.training["mtp_num_layers"] / max(trained, 1) * total
+
+    def end_step(self) -> None:
+        """After the optimizer's step: biases of routers move towards the experts with too few tokens."""
+        rate = self.training.get("moe_router_bias_update_rate")
+        if rate is None:
+            return
+        gates = [layer.mlp.gate for layer in self.actor.model.model.layers if hasattr(layer.mlp, "gate")]
+        for place, gate in enumerate(gates):
+            counts = torch.bincount(torch.cat([chosen[place].flatten() for chosen in self.step_chosen]), minlength=4).double()
+            self.margins.add("bias", (counts - counts.mean()).abs() + 1e-3)
+            gate.e_score_correction_bias += (rate * (counts.mean() - counts).sign()).to(gate.e_score_correction_bias.dtype)
+
+    def _optimizer(self, model: SlowModel, group: str) -> Any:
+        is_new = group not in self.optimizers
+        if group == "actor_config" and self.run.keys[group].get("lora_target_modules"):
+            if is_new:
+                self.optimizers[group] = LoraReference(model, self.run.keys[group])
+            self.optimizers[group].load(self.before["adapters"])
+            return self.optimizers[group]
+        plain = super()._optimizer(model, group)
+        keys = self.run.keys[group]
+        if is_new and keys.get("optimizer") == "muon":
+            self.optimizers[group] = MuonReference(model, keys, plain)
+        return self.optimizers[group]
+
+    def _step(self, model: SlowModel, optimizer: Any, loss: Tensor, group: str, *, is_skipped: bool) -> Step:
+        if not isinstance(optimizer, LoraReference):
+            return super()._step(model, optimizer, loss, group, is_skipped=is_skipped)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.find_gradients()
+        if is_skipped:
+            return Step({}, 0.0, is_skipped=True)
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.parameters(), self.run.keys[group]["clip_grad"])
+        optimizer.step()
+        return Step({}, float(norm))
+
+
+class Comparison:
+    """A run against its reference.
+
+    Attributes:
+        notes: what could not be compared, and why.
+    """
+
+    def __init__(self, run: ProductRun, folders: Mapping[str, str]) -> None:
+        self._run, self._folders = run, dict(folders)
+        if "share_backbone" in run.names:  # the reference is the base of the adapters
+            self._folders["ref"] = folders["actor"]
+        #: bfloat16 has 8 bits: log-probs of a spread model, and gradients, come close and no more
+        self._is_rough = bool(run.keys["megatron_training"]["bf16"])
+        self._models: dict[str, SlowModel] = {}
+        self._optimizers: dict[str, Any] = {}
+        self.notes: list[str] = []
+
+    def check(self, reports: Sequence[Mapping[str, Any]]) -> None:
+        """Compare the records of a job (of all ranks), after those of an earlier one."""
+        records, before = reports[0]["records"], None
+        number = reports[0]["start"]
+        metrics = {line["iteration"]: line for line in reports[0]["metrics"]}
+        greedy = list(reports[0]["greedy"])
+        for place, record in enumerate(records):
+            if "columns" not in record:
+                before = record["after"]
+                continue
+            number += 1
+            assert before is not None
+            self._check_copies([report["records"][place]["copies"] for report in reports], number)
+            composition = merge_compositions([report["records"][place]["composition"] for report in reports])
+            baselines = greedy.pop(0) if greedy else None
+            try:
+                self._check_iteration(record, before, metrics[number], composition, baselines)
+            except AssertionError as error:
+                raise AssertionError(f"iteration {number}: {error}") from error
+            before = record["after"]
+
+    def _check_copies(self, digests: Sequence[Sequence[tuple[Any, str]]], number: int) -> None:
+        copies: dict[Any, set[str]] = {}
+        for weight, digest in (pair for report in digests for pair in report):
+            copies.setdefault(weight, set()).add(digest)
+        apart = [weight for weight, found in copies.items() if len(found) > 1]
+        assert not apart, f"iteration {number}: copies of a weight differ: {apart}"
+
+    def _check_iteration(
+        self,
+        record: Mapping[str, Any],
+        before: Mapping[str, Any],
+        metrics: Mapping[str, float],
+        groups: Mapping[str, list[list[tuple[int, ...]]]],
+        baselines: list[float] | None,
+    ) -> None:
+        run, columns = self._run, record["columns"]
+        run.check_prompts(columns, int(metrics["iteration"]))
+        rows = [_read_row(columns, index, run.version(metrics)) for index in range(len(columns["prompt_ids"]))]
+        size = run.group_size
+        scores = [math.nan] * len(rows) if baselines is None else baselines
+        greedy = [None if math.isnan(value) else value for value in scores[::size]]
+        as_random = RandomRun(run.seed, run.size, run.model, run.keys, rows, greedy, size)
+        slow = SlowIteration(
+            as_random,
+            self._folders,
+            models=self._models,
+            optimizers=self._optimizers,
+            before=before,
+            recorded=columns,
+            product=run,
+        )
+        self._check_rows(slow, columns)
+        slow.prepare(has_old="old_log_probs" in columns)
+        expected = {"advantages": slow.advantages, "returns": slow.returns}
+        expected |= {"scored_mask": slow.sampled, "loss_mask": slow.train}
+        expected |= {"old_log_probs": slow.old, "entropies": slow.entropies} if "old_log_probs" in columns else {}
+        expected |= {"ref_log_probs": slow.ref_log_probs} if "ref_log_probs" in columns else {}
+        expected |= {"values": slow.values} if slow.has_critic else {}
+        if slow.margins.smallest < TIE:
+            self.notes.append(f"a tie before the update: {slow.margins.where}")
+            return None
+        for name, values in expected.items():
+            for number, (result, right) in enumerate(zip(columns[name], values, strict=True)):
+                near = {"rtol": 0.1, "atol": 0.3} if self._is_rough else {"rtol": 5e-4, "atol": 1e-4}
+                np.testing.assert_allclose(result, right.numpy(), **near, err_msg=f"{name} of row {number}")
+        if reason := run.why_no_update:
+            self.notes.append(reason)
+            self._optimizers.clear()
+            return None
+        steps = record["steps"]
+        critic_steps = slow.update_critic(steps) if slow.has_critic else []
+        trains = bool(record["update_actor"])
+        actor_steps = slow.update_actor(steps, groups["update_actor"][: len(steps)]) if trains else []
+        if slow.margins.smallest < TIE:
+            self.notes.append(f"a tie in the update: {slow.margins.where}")
+            self._optimizers.clear()
+            return None
+        if slow.has_critic:
+            self._check_steps("critic", record["update_critic"], critic_steps)
+            self._check_weights("critic", record["after"]["critic"], before["critic"], slow.critic)
+        if trains:
+            self._check_steps("actor", record["update_actor"], actor_steps)
+            self._check_weights("actor", record["after"]["actor"], before["actor"], slow.actor)
+        self._check_reference(before, record["after"], metrics)
+        if self._is_rough:
+            self._optimizers.clear()
+            return None
+        for name, value in slow.metrics().items():
+            name = {"mtp_loss": "actor/mtp_loss"}.get(name, name)
+            assert math.isclose(metrics[name], value, rel_tol=2e-3, abs_tol=5e-5), (name, metrics[name], value)
+        return None
+
+    def _check_rows(self, slow: SlowIteration, columns: Mapping[str, Any]) -> None:
+        """Rewards are those of the tokens; log-probs of the engine those of its weights."""
+        limit = 0.15 if self._run.keys["generate_config"].get("quantization") else 0.3 if self._is_rough else 5e-4
+        for index, row in enumerate(slow.rows):
+            mask = np.array(row.sampled) & (np.array(row.ages) == 0)
+            difference = np.abs(columns["rollout_log_probs"][index] - slow.log_probs[index].numpy())[mask]
+            assert difference.max(initial=0.0) < limit, f"rollout_log_probs of row {index} differ by {difference.max()}"
+            self._run.check_reward(row, columns["rewards"][index], columns, index)
+
+    def _check_reference(self, before: Mapping[str, Any], after: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
+        """The reference follows the actor as far as it is told to, or stays."""
+        if "ref" not in after:
+            return
+        rl = self._run.keys["rl_config"]
+        syncs = rl.get("sync_ref_model") and metrics["iteration"] % rl["ref_model_sync_steps"] == 0
+        alpha = rl["ref_model_mixup_alpha"] if syncs else 0.0
+        for name, value in after["ref"].items():
+            expected = (1 - alpha) * before["ref"][name]
+            if alpha:
+                expected = expected + alpha * after["actor"][name]
+            np.testing.assert_allclose(value, expected, atol=1e-6, err_msg=f"{name} of the reference")
+
+    def _check_steps(self, name: str, result: Any, expected: list[Step]) -> None:
+        for number, (gradients, step) in enumerate(zip(result, expected, strict=True)):
+            if gradients is None or step.is_skipped:  # of a distributed optimizer norm and weights show it
+                continue
+            total = np.sqrt(sum(np.square(value).sum() for value in step.gradients.values()))
+            assert not (set(gradients) ^ set(step.gradients)) - {"lm_head.weight"} - _list_biases(gradients), (name, number)
+            for key, value in gradients.items():
+                if key in step.gradients:
+                    right = step.gradients[key]
+                    distance = np.linalg.norm(value - right)
+                    tolerance = 0.3 if self._is_rough else _TOLERANCE
+                    limit = tolerance * (np.linalg.norm(right) + 0.01 * total) + 1e-8
+                    assert distance <= limit, f"gradient {key} of the {name} in step {number}: {distance} of {total}"
+
+    def _check_weights(self, name: str, after: Any, before: Any, model: SlowModel) -> None:
+        expected = model.named(gradients=False)
+        tolerance = _MUON_TOLERANCE if self._run.keys[f"{name}_config"].get("optimizer") == "muon" else _TOLERANCE
+        if self._is_rough:
+            return  # an update is smaller than a bit of the weights
+        moved = np.sqrt(sum(np.square(expected[key] - before[key]).sum() for key in expected if key in before))
+        for key, value in after.items():
+            if key in expected:
+                distance = np.linalg.norm(value - expected[key])
+                assert distance <= tolerance * moved + 1e-5, f"weight {key} of the {name}: {distance} of {moved}"
+        for key, bias in model.biases().items():
+            np.testing.assert_allclose(after[key], bias, atol=1e-6, err_msg=key)
+
+
+def _list_biases(names: Any) -> set[str]:
+    return {name for name in names if name.endswith("e_score_correction_bias")}
+
+
+def _read_row(columns: Mapping[str, Any], index: int, version: int) -> Row:
+    """A row of the data plane."""
+    ids, lengths = columns["input_ids"][index].tolist(), columns["sequence_lengths"][index].tolist()
+    mask, sequences, start, place = columns["response_mask"][index].tolist(), [], 0, 0
+    for prompt, response in zip(lengths[::2], lengths[1::2]):
+        tokens = ids[start + prompt : start + prompt + response]
+        stretches: list[tuple[list[int], bool]] = []
+        for token, sampled in zip(tokens, mask[place : place + response]):
+            if not stretches or stretches[-1][1] != sampled:
+                stretches.append(([], bool(sampled)))
+            stretches[-1][0].append(token)
+        sequences.append(RowSequence(ids[start : start + prompt], stretches))
+        start, place = start + prompt + response, place + response
+    versions = columns["weight_versions"][index].tolist()
+    result = columns["reward_results"][index]
+    reward = float(columns["rewards"][index])
+    zeros = [0.0] * len(mask)
+    return Row(
+        sequences,
+        truncated=bool(columns["truncated"][index]),
+        ages=[version - one if one >= 0 else 0 for one in versions],
+        rollout_noise=zeros,
+        drift=zeros,
+        reward=None if math.isnan(reward) else reward,
+        parts={"trajectory": None, **result.parts},
+    )
+
+
+transformers.logging.set_verbosity_error()

@@ -1,0 +1,126 @@
+"""Ingredients of a run with one another: every pair that the rules allow is in a whole run that equals its reference.
+
+`.venv/bin/python tests/product_matrix.py` prints the matrix. `PRODUCT_RUN=N` makes one of the runs alone, and
+`PRODUCT_SEED=N` draws other losses and other sets of ingredients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import product_jobs as jobs
+import pytest
+from product_runs import BY_NAME, ProductRun, Rules, cover, list_pairs, make_folders, plain_objective, random_objective
+from ranks import Ranks
+from slow_product import Comparison
+
+from mindspeed_rl.config import ConfigError
+
+KIND = "rollout"
+_SEED = int(os.environ.get("PRODUCT_SEED", "1"))
+Folders = Mapping[str, Mapping[str, str]]
+
+#: a few runs for the default suite
+_SOME = {
+    "Muon of experts under tensor parallelism with drafts": ("muon", "experts", "tensor", "drafts", "sync_ref"),
+    "distilled agents of one pipeline": ("distillation", "agents", "pipeline", "tied", "curriculum"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return make_folders(tmp_path_factory.mktemp("models"))
+
+
+def build(names: frozenset[str], seed: int, folders: Folders, folder: Path) -> ProductRun:
+    """The run of these ingredients with a loss that is drawn; the plain one where the rules refuse many others."""
+    for attempt in range(20):
+        objective = random_objective(seed + 1000 * attempt, names) if attempt < 19 else plain_objective()
+        run = ProductRun(names, seed, objective)
+        run.build(folders, folder)
+        try:
+            run.resolve()
+        except ConfigError:
+            continue
+        run.write(folder)
+        return run
+    raise AssertionError(f"the rules refuse {sorted(names)}")
+
+
+def compare(run: ProductRun, ranks: Callable[[int], Ranks], folders: Folders, folder: Path) -> list[str]:
+    """Make the run, and compare it with its reference; return what could not be compared."""
+    comparison = Comparison(run, folders[run.model])
+    group = ranks(run.size)
+
+    def train(name: str, **more: Any) -> list[dict[str, Any]]:
+        return group.run(jobs.run, path=run.path, folder=str(folder / name), timeout_s=240, **more)
+
+    if "resumed" in run.names:
+        reports = train("first", stops_after=1)
+        comparison.check(reports)
+        later = train("second")
+        assert later[0]["start"] == 1
+        comparison.check(later)
+    else:
+        reports = train("run")
+        comparison.check(reports)
+    if "drafts" in run.names:
+        plain = build_without(run, "drafts", folders, folder / "without")
+        others = group.run(jobs.run, path=plain.path, folder=str(folder / "without"), timeout_s=240)
+        for ours, theirs in zip(_first(reports), _first(others), strict=True):
+            assert np.array_equal(ours, theirs), "drafts change the responses"
+    return comparison.notes
+
+
+def build_without(run: ProductRun, name: str, folders: Folders, folder: Path) -> ProductRun:
+    """The same run, and the same loss, without an ingredient."""
+    other = dataclasses.replace(run, names=run.names - {name}, keys={}, written={}, path="")
+    other.build(folders, folder)
+    other.resolve()
+    other.write(folder)
+    return other
+
+
+def _first(reports: list[dict[str, Any]]) -> list[Any]:
+    """Responses of the first iteration."""
+    return next(record["columns"]["responses"] for record in reports[0]["records"] if "columns" in record)
+
+
+@pytest.mark.parametrize("name", _SOME)
+def test_a_run_of_several_ingredients_equals_its_reference(
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path, name: str
+) -> None:
+    compare(build(frozenset(_SOME[name]), _SEED, folders, tmp_path), ranks, folders, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
+) -> None:
+    rules = Rules(folders, tmp_path / "rules")
+    allowed, _ = list_pairs(rules)
+    runs = cover(rules, allowed, seed=_SEED)
+    chosen = range(len(runs)) if "PRODUCT_RUN" not in os.environ else [int(os.environ["PRODUCT_RUN"])]
+    failed = []
+    for number in chosen:
+        folder = tmp_path / str(number)
+        try:
+            run = build(runs[number], _SEED + number, folders, folder)
+            notes = compare(run, ranks, folders, folder)
+            print(f"run {number}: {', '.join(sorted(run.names))}: {'; '.join(notes) or 'equal'}")
+        except Exception as error:  # noqa: BLE001  (all runs are made)
+            failed.append(f"PRODUCT_RUN={number} ({', '.join(sorted(runs[number]))}): {str(error)[-1500:]}")
+            print(failed[-1])
+    assert not failed, f"{len(failed)} of {len(chosen)} runs:\n" + "\n".join(failed)
+
+
+def test_every_ingredient_is_a_run_and_every_name_has_a_record(folders: Folders, tmp_path: Path) -> None:
+    rules = Rules(folders, tmp_path)
+    for name in BY_NAME:
+        why, _ = rules.refusal_of_all([name])
+        assert not why, f"{name}: {why}"
