@@ -10,7 +10,7 @@ import json
 import math
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, verify
@@ -18,6 +18,7 @@ from math_verify import LatexExtractionConfig, verify
 from mindspeed_rl.rewards.answers.grading import grade, normalize_minerva
 from mindspeed_rl.rewards.answers.judge import CpuLimitError, cpu_limit, read_text
 from mindspeed_rl.rewards.samples import RewardSettings
+from mindspeed_rl.rewards.text_scores import think_alone
 
 _TAIL, _BOX_TAIL = 300, 100  # characters
 
@@ -175,7 +176,7 @@ def _list_targets(label: object) -> list[object]:
         label = json.loads(label)
     if isinstance(label, Mapping):
         label = label["target"]
-    return [label] if isinstance(label, str) or not hasattr(label, "__iter__") else list(label)
+    return list(label) if isinstance(label, Iterable) and not isinstance(label, str) else [label]
 
 
 def _spell_words(text: str) -> str:
@@ -312,3 +313,8 @@ def swift_repetition(response: str, settings: RewardSettings) -> float:
     words, size = response.lower().split(), settings.repetition_n_grams
     grams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return settings.repetition_max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+def trl_think_format(response: str) -> float:
+    """Return 1.0 for <think>..</think> and an answer in the response itself; a thought that the prompt opened is none there."""
+    return think_alone(response)

@@ -61,3 +61,9 @@ def test_cosine_of_ms_swift() -> None:
     # half way between the values at length 0 and at the limit
     assert right == pytest.approx((settings.cosine_min_len_value_correct + settings.cosine_max_len_value_correct) / 2)
     assert wrong == pytest.approx((settings.cosine_min_len_value_wrong + settings.cosine_max_len_value_wrong) / 2)
+
+
+def test_the_thought_of_the_prompt_is_none_in_trl() -> None:
+    # the scores of TRL 1.16's think_format_reward
+    for response, score in (("<think>a</think>b", 1.0), ("a</think>b", 0.0), ("<think>a", 0.0), ("<think>a</think>", 1.0)):
+        assert find("trl_think_format")(response) == score
