@@ -251,10 +251,11 @@ def slime_dapo(response: str, label: object) -> float:
 
 # ms-swift and TRL
 
+# ms-swift writes boxed=True, which math-verify takes for neither "all" nor "last"
 _SWIFT_LATEX = (
     LatexExtractionConfig(
         normalization_config=NormalizationConfig(
-            nits=False, malformed_operators=False, basic_latex=True, boxed=True, units=True
+            nits=False, malformed_operators=False, basic_latex=True, boxed="none", units=True
         ),
         boxed_match_priority=0,
         try_extract_without_anchor=False,
