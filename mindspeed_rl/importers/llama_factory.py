@@ -401,6 +401,9 @@ def _read_rest(run: Import, command: _Command) -> None:
     reason = "each layer is computed again in the backward pass" if recomputes else "nothing is computed again"
     run.note_given("disable_gradient_checkpointing", reason, changes_nothing=False)
     run.note_given("stage", f"stage {_STAGES[command.program]}", changes_nothing=False)
+    for option, key in (("freeze_vision_tower", "freeze_vit"), ("freeze_multi_modal_projector", "freeze_aligner")):
+        if not command.flag(option, default=True):
+            run.translate(option, {f"{ACTOR}.{key}": False})
     run.note_given("max_samples", "a word of preprocessing, see data_path", changes_nothing=False)
     if command.flag("streaming"):
         run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")

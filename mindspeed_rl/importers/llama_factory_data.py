@@ -125,6 +125,8 @@ def describe_data(
         packing = " --neat-pack" if command.flag("neat_packing") else " --pack" if command.flag("packing") else ""
         packing += f" --seq-length {length}" if packing else ""
         handler = f" --handler-name LlamaFactoryInstructionHandler --dataset-dir {shlex.quote(folder)}"
+        if any("images" in entry.columns for entry in entries):
+            handler += _write_images(command, folder)
         return path, describe_preprocessing(",".join(names), path, tokenizer, f"{handler}{words}{mixing}{packing}{rows}")
     handler = f"{entries[0].form.capitalize()}Style{'Unpaired' if stage == 'kto' else 'Pairwise'}Handler"
     columns = [_map_columns(entry, stage) for entry in entries]
@@ -184,8 +186,9 @@ def _check(run: Import, entry: _Entry, stage: str, *, modelscope: bool) -> None:
         raise ConfigError([f"{place} {'is' if is_ranking else 'is no'} ranking data, which stage {stage} cannot train on"])
     if stage == "kto" and "kto_tag" not in entry.columns:
         raise ConfigError([f"{place} has no kto_tag in its columns, which stage kto reads"])
-    if media := [name for name in _MEDIA if name in entry.columns]:
-        run.refuse(place, f"{', '.join(media)} of its rows; docs/vision.md shows how images train")
+    readable = ("images",) if stage == "sft" and entry.columns.get("images") in ("images", "image") else ()
+    if media := [name for name in _MEDIA if name in entry.columns and name not in readable]:
+        run.refuse(place, f"{', '.join(media)} of its rows; docs/vision.md shows how images train in stage sft")
     for key in ("script_url", "cloud_file_name", "folder"):
         if value.get(key):
             run.refuse(place, f"{key} {value[key]}; download the data, and name a file_name")
@@ -224,6 +227,13 @@ def _write_template(run: Import, command: SourceCommand, entries: list[_Entry]) 
     elif name is None:
         run.add_default("megatron_training.tokenizer_name_or_path", command.get("model_name_or_path"), note)
     return words
+
+
+def _write_images(command: SourceCommand, folder: str) -> str:
+    """Return the words of images: their folder, and the areas between which LLaMA-Factory brings each."""
+    place = shlex.quote(command.text("media_dir", folder))
+    least, most = command.count("image_min_pixels", 32 * 32), command.count("image_max_pixels", 768 * 768)
+    return f" --image-folder {place} --min-pixels {least} --max-pixels {most}"
 
 
 def _write_mixing(run: Import, command: SourceCommand, entries: list[_Entry]) -> str:

@@ -72,9 +72,13 @@ _SHARED: dict[str, Option] = {
         no_effect("only llamafactory-cli export reads it; mindspeed-rl convert writes a Hugging Face folder"),
     ),
     **_each(
-        "image_max_pixels image_min_pixels image_do_pan_and_scan crop_to_patches video_max_pixels video_min_pixels video_fps "
-        "video_maxlen use_audio_in_video audio_sampling_rate media_dir",
-        no_effect("data sets with images, videos or sounds are refused"),
+        "image_max_pixels image_min_pixels media_dir",
+        with_others("the areas of images", off="a word of preprocessing where rows have images", by_nature=True),
+    ),
+    **_each("image_do_pan_and_scan crop_to_patches", refused("images that are cut into parts")),
+    **_each(
+        "video_max_pixels video_min_pixels video_fps video_maxlen use_audio_in_video audio_sampling_rate",
+        no_effect("data sets with videos or sounds are refused"),
     ),
     "use_kt": refused("KTransformers"),
     **_each(
@@ -187,10 +191,8 @@ _SHARED: dict[str, Option] = {
         refused("an option of the Megatron engines (USE_MCA, USE_MEGATRON_BRIDGE); megatron_training has its own of that name"),
     ),
     "freeze_language_model": refused("a frozen language model"),
-    **_each(
-        "freeze_vision_tower freeze_multi_modal_projector",
-        no_effect("rows of text give these layers no gradient"),
-    ),
+    "freeze_vision_tower": with_others("freeze_vit", off="the tower does not train", by_nature=True),
+    "freeze_multi_modal_projector": with_others("freeze_aligner", off="the projector does not train", by_nature=True),
     "disable_shuffling": to(f"{ACTOR}.no_shuffle"),
     "early_stopping_steps": refused("a run that ends when a metric no longer improves"),
     **_each(

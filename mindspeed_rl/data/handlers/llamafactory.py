@@ -19,6 +19,7 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
+from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 from mindspeed_rl.files import read_json
@@ -81,6 +82,8 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
         raise ValueError(f"dataset {name!r} needs file_name or hf_hub_url in {_INFO_FILE}")
     formatting = value.get("formatting", "alpaca")
     columns = {key: column for key, column in value.get("columns", {}).items() if column}
+    if (images := columns.pop("images", "images")) not in ("images", "image"):
+        raise ValueError(f"dataset {name!r}: the column of images is {images!r}, but must be images or image; rename it")
     tags = value.get("tags")
     has_openai_tags = tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
     kind: type[InstructionHandler]
@@ -178,10 +181,13 @@ class LlamaFactoryInstructionHandler(Handler):
 
     can_pack = True
     can_append_eod = True
+    can_read_images = True
     default_map: ClassVar = {}
 
     def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
+        if self.images is not None:
+            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         self._handlers: list[InstructionHandler] = []
 
     def open_source(self, config: PreprocessConfig) -> _MixedSource:
@@ -194,7 +200,7 @@ class LlamaFactoryInstructionHandler(Handler):
         self._handlers = []
         for entry in entries:
             try:
-                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys, images=None)))
+                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys)))
             except ValueError as error:
                 raise ValueError(f"dataset {entry.name!r}: {error}") from error
         sources = [entry.source for entry in entries]

@@ -36,6 +36,7 @@ INFO = {
     },
     "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
     "pictures": {"file_name": "p.json", "formatting": "sharegpt", "columns": {"messages": "messages", "videos": "videos"}},
+    "seen": {"file_name": "s.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
     "elsewhere": {"ms_hub_url": "AI/elsewhere"},
     "drawn": {"file_name": "own.json", "num_samples": 10},
 }
@@ -288,6 +289,14 @@ def test_switches_of_the_environment(folder: Path) -> None:
 def test_options_of_a_command_line(folder: Path) -> None:
     words = " ".join(f"--{name} {value}" for name, value in BASE.items() if name not in ("do_train", "bf16"))
     assert training(take(f"llamafactory-cli train {words} --do_train --bf16"))["global_batch_size"] == 64
+
+
+def test_images_have_a_folder_and_areas(folder: Path) -> None:
+    run = take(write(folder, {"dataset": "seen,own", "image_max_pixels": 262144, "freeze_vision_tower": True}))
+    # the smallest area is the default of LLaMA-Factory, 32 x 32
+    assert "--image-folder data --min-pixels 1024 --max-pixels 262144" in run.translated["dataset"]
+    assert "freeze_vit" not in training(run)
+    assert training(take(write(folder, {"dataset": "seen", "freeze_vision_tower": False})))["freeze_vit"] is False
 
 
 def test_num_samples_are_said(folder: Path) -> None:
