@@ -283,9 +283,10 @@ class ProductRun:
             keys["critic_config"]["load"] = mine["critic"]
         if "distillation" in keys["rl_config"]:
             keys["rl_config"]["distillation"]["teacher_models"] = [mine["teacher"]]
-        if self.names & {"resumed"}:
-            save = str(folder / "save")
-            keys["actor_config"] |= {"save": save, "load": save, "pretrained_checkpoint": mine["actor"], "finetune": False}
+        for role, kind in (("actor_config", "actor"), ("critic_config", "critic")) if "resumed" in self.names else ():
+            if role in keys:
+                save = str(folder / f"{kind}-save")
+                keys[role] |= {"save": save, "load": save, "pretrained_checkpoint": mine[kind], "finetune": False}
         self.written = copy.deepcopy(keys)
         self.keys = keys
         # what the reference reads
