@@ -36,6 +36,7 @@ class PredictingModel(SlowModel):
     def __init__(self, folder: str, temperature: float, margins: Margins) -> None:
         self._plain = tiny_prediction.Predicting.build("mimo")
         self.model = torch.nn.ModuleList([self._plain.model, self._plain.parts]).double().eval()
+        self._plain.model.get_input_embeddings().padding_idx = None
         self._temperature, self.margins, self._is_critic = temperature, margins, False
         self.predicted: list[Tensor] = []
         self.load({name: value.numpy() for name, value in load_file(Path(folder, "model.safetensors")).items()})
