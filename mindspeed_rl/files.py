@@ -1,19 +1,38 @@
-"""The way to write a file: complete under its name or not at all, with one sentence where that fails.
+"""The way to write a file, complete under its name or not at all, and the way to read one that comes from elsewhere.
 
 For files that are made in one go. Logs that grow have `observability.run_files.LineWriter`; folders of a checkpoint are
-renamed as a whole by their writers.
+renamed as a whole by their writers. Only regular files are read: a pipe or a device would hold the reader, or never end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, BinaryIO
 
+from mindspeed_rl import registry
+
+#: largest file of settings that is read into memory; indexes and tokenizers of published models have up to 40 MiB
+_MAX_JSON_BYTES = 512 << 20
+#: names of a folder that are compared with a mistyped one
+_MAX_NAMES = 10_000
+#: read of a file that has no size
+_BLOCK_BYTES = 1 << 16
+#: what a path is, where it is not a regular file
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 #: file systems that cannot reserve room, and files that have none
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV, errno.ESPIPE, errno.ENOSYS)
 
@@ -23,6 +42,97 @@ class FileWriteError(OSError):
 
     def __str__(self) -> str:
         return str(self.strerror)
+
+
+def describe_missing(path: str | os.PathLike[str]) -> str:
+    """Describe a path where nothing is: its absolute form, the folder that it is relative to, and the nearest name there."""
+    text = os.fspath(path)
+    try:
+        full = Path(text).expanduser()
+        absolute = Path(os.path.abspath(full))
+        if absolute.is_symlink():
+            return f"'{text}' is a link to '{os.readlink(absolute)}', which does not exist ({absolute})"
+        there = next(folder for folder in absolute.parents if os.path.lexists(folder))
+        base = "" if full.is_absolute() else f", relative to {Path.cwd()}"
+        if not there.is_dir():
+            return f"'{text}' does not exist ({absolute}{base}): {there} is a file"
+        first, *rest = absolute.relative_to(there).parts
+        names = list(itertools.islice((item.name for item in os.scandir(there)), _MAX_NAMES))
+    except (OSError, RuntimeError, StopIteration, ValueError):  # no such user, a name that no file can have, no permission
+        return f"'{text[:200]}' does not exist"
+    near = registry.find_similar(first, names)
+    if near is None:
+        return f"'{text}' does not exist ({absolute}{base})"
+    meant = there.joinpath(near, *rest)
+    meant = meant if meant.exists() else there / near
+    shown = meant if full.is_absolute() else os.path.relpath(meant)
+    return f"'{text}' does not exist ({absolute}{base}); did you mean '{shown}'?"
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file that comes from elsewhere for reading, as bytes. Never waits: a pipe without a writer is refused at once.
+
+    Raises:
+        OSError: it cannot be opened.
+        ValueError: it is not a regular file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            kind = next((name for test, name in _KINDS if test(mode)), "no regular file")
+            raise ValueError(f"{os.fspath(path)} is {kind}; only regular files are read")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], max_bytes: int = _MAX_JSON_BYTES) -> bytes:
+    """Read a whole file that comes from elsewhere.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a regular file, or larger than `max_bytes`.
+    """
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"{os.fspath(path)} has {size} bytes; at most {max_bytes} are read of such a file")
+        # a buffer of this size is made first, so not `max_bytes`; files of /proc have no size
+        return file.read(size or _BLOCK_BYTES)
+
+
+def read_json_value(path: str | os.PathLike[str]) -> Any:
+    """Read the JSON value in a file that comes from elsewhere.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not a regular file, too large, or not JSON.
+    """
+    content = read_regular(path)
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits, and nesting
+        raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the JSON object in a file that comes from elsewhere.
+
+    Raises:
+        ValueError: the file is missing, cannot be read, or has no JSON object; the message names it.
+    """
+    try:
+        content = read_json_value(path)
+    except FileNotFoundError:
+        raise ValueError(f"{Path(path).parent} has no {Path(path).name}") from None
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{os.fspath(path)} holds {type(content).__name__} where a JSON object is expected")
+    return content
 
 
 def write_file(

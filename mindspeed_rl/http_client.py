@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from mindspeed_rl.redaction import hide_in_text
+
 #: until a connection is open; afterwards the limit of the request counts
 CONNECT_LIMIT_S = 30.0
 #: statuses that pass: overload, limits, gateways
@@ -24,14 +26,14 @@ _Result = TypeVar("_Result")
 
 
 class HttpError(Exception):
-    """No usable reply.
+    """No usable reply. The text shows no password of an address.
 
     Attributes:
         late: it took longer than the request's limit.
     """
 
     def __init__(self, text: str, late: bool = False) -> None:
-        super().__init__(text)
+        super().__init__(hide_in_text(text))
         self.late = late
 
 

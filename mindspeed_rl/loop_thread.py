@@ -6,9 +6,9 @@ import asyncio
 import concurrent.futures
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 
@@ -34,6 +34,10 @@ class LoopThread:
             # also on Ctrl-C: the coroutine would continue in its own thread
             future.cancel()
             raise
+
+    def wait(self, pending: Collection[Future[Any]], *, limit_s: float | None = None) -> None:
+        """Wait until these are done, at most for `limit_s` where it is given."""
+        concurrent.futures.wait(pending, timeout=limit_s)
 
     def close(self) -> None:
         """Cancel all work in the loop and end it."""

@@ -10,13 +10,14 @@ import atexit
 import contextlib
 import fcntl
 import os
-import shutil
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from mindspeed_rl.folders import remove_folder
 
 _OWNER = ".mindspeed-rl-owner"
 #: a folder whose file is unlocked after this time has lost its owner; a younger one may be in the making
@@ -57,14 +58,14 @@ def scratch_folder(prefix: str, parent: Path | None = None) -> Iterator[Path]:
         try:
             yield folder
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             _folders.discard(folder)
 
 
 def remove_scratch_folders() -> None:
     """Remove all folders of this process, which is about to end without its `finally` blocks."""
     for folder in _folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
 
 
 def make_process_folder(prefix: str) -> Path:
@@ -106,7 +107,7 @@ def _remove_orphans(parent: Path) -> list[_Orphan]:
     """Remove these folders; return them."""
     orphans = find_orphans(parent)
     for orphan in orphans:
-        shutil.rmtree(orphan.folder, ignore_errors=True)
+        remove_folder(orphan.folder)
     return orphans
 
 

@@ -4,20 +4,30 @@ torch's kernel (2.13) takes 32 queries of one head at a time below 768 tokens, a
 that are not Intel's (see `cpu_products`): 40 GFLOPS of a core's 245. Here the queries of all heads that share a key are one
 matrix, in blocks of positions, each with the keys up to its end, so that a block's scores stay in the processor's caches and
 memory grows only with the length. Always in float32: in bfloat16 torch's gradient takes four to six times as long.
-Without AVX-512 products are no faster in blocks, and torch's kernel is ahead by up to 1.6 times (Zen 3).
-It can go when torch's kernel is as fast; `benchmarks/products.py` compares them.
+
+Which one is faster depends on the processor: torch's is ahead by up to 1.6 times without AVX-512 (Zen 3), and by 1.8 times on
+Intel's with it, whose products are MKL's best. So both are tried for 50 ms. Their last bits differ, so one choice is for
+all workers of a run: the driver makes it (`try_kernels`), passes it on as `ATTENTION_VARIABLE`, and a run that resumes has the
+choice of its checkpoint. It can go when torch's kernel is as fast; `benchmarks/products.py` compares them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_rl.adaptors import cpu_products, torch_attention
+from mindspeed_rl.platform.environment import ATTENTION_VARIABLE
+
+Kernel = Literal["torch", "blocks"]
 
 #: from here on torch's kernel has larger blocks and is as fast
 _LONG = 768
@@ -25,6 +35,77 @@ _LONG = 768
 _BLOCK = 64
 #: scores of a block that one thread computes at a time
 _SCORES = 1 << 18
+#: seconds of a trial, and its tensors: sequences, positions, heads, heads of keys, width
+_TRIAL_S, _TRIAL_SHAPE = 0.05, (1, 256, 8, 2, 64)
+#: blocks are chosen where they take less than this share of torch's time; far from 1, so that trials of a processor agree
+_CLEARLY_FASTER = 0.8
+
+
+@dataclass(frozen=True)
+class KernelChoice:
+    """The kernel of attention on the CPU, and the reason in words."""
+
+    kernel: Kernel
+    reason: str
+
+
+def try_kernels(threads: int) -> KernelChoice:
+    """Try both kernels for 50 ms, with torch's settings as workers have them, and choose one.
+
+    Args:
+        threads: number of threads of a worker.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with cpu_products.applied():
+            in_blocks, by_torch = _measure(_attention_in_blocks), _measure(torch_attention)
+    finally:
+        torch.set_num_threads(before)
+    return _choose(in_blocks, by_torch)
+
+
+def keep_kernel(kernel: object) -> KernelChoice:
+    """Return the choice that a checkpoint has recorded.
+
+    Raises:
+        ValueError: there is no such kernel.
+    """
+    for known in get_args(Kernel):
+        if known == kernel:
+            return KernelChoice(known, f"{_TITLES[known]}, as before the run was resumed")
+    raise ValueError(f"cpu_attention of the checkpoint: '{kernel}' is not one of {', '.join(get_args(Kernel))}.")
+
+
+def _choose(in_blocks: float, by_torch: float) -> KernelChoice:
+    """Choose by the seconds of both."""
+    kernel: Kernel = "blocks" if in_blocks < _CLEARLY_FASTER * by_torch else "torch"
+    times = {"torch": by_torch, "blocks": in_blocks}
+    other = "torch" if kernel == "blocks" else "blocks"
+    took = f"{times[kernel] * 1e3:.1f} ms by trial, {_TITLES[other]} {times[other] * 1e3:.1f} ms"
+    return KernelChoice(kernel, f"{_TITLES[kernel]} ({took})")
+
+
+_TITLES: dict[Kernel, str] = {"torch": "torch's kernel", "blocks": "blocks of products"}
+
+
+def _measure(attention: Callable[..., Tensor]) -> float:
+    """Return the shortest time of several passes forwards and backwards; no random number is taken."""
+    (b, s, n, g, d), times = _TRIAL_SHAPE, []
+    with torch.inference_mode(False), torch.enable_grad():
+        query, key, value = (torch.arange(float(b * s * h * d)).sin().view(b, s, h, d).requires_grad_() for h in (n, g, g))
+        end = time.perf_counter() + _TRIAL_S / 2
+        while len(times) < 3 or time.perf_counter() < end:
+            start = time.perf_counter()
+            torch.autograd.grad(attention(query, key, value, d**-0.5).sum(), (query, key, value))
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@functools.cache
+def _get_kernel() -> str:
+    """Return the kernel of this process: the driver's, or by a trial where no driver has started it."""
+    return os.environ.get(ATTENTION_VARIABLE) or _choose(_measure(_attention_in_blocks), _measure(torch_attention)).kernel
 
 
 def split_into_blocks(queries: Tensor, keys: Tensor, shared: int) -> Iterator[tuple[slice, slice, slice]]:
@@ -101,7 +182,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float, dr
     q, k, v = query.float(), key.float(), value.float()
     # where keys come before the first query torch's kernel has a mask, and computes what that hides
     fast = q.size(1) >= _LONG and q.size(1) == k.size(1)
-    if dropout or fast or not cpu_products.has_avx512():
+    if dropout or fast or _get_kernel() == "torch":
         return torch_attention(q, k, v, scale, dropout).to(query.dtype)
     return _attention_in_blocks(q, k, v, scale).to(query.dtype)
 

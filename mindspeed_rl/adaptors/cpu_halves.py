@@ -49,6 +49,20 @@ def product_format(dtype: torch.dtype) -> torch.dtype:
 
 
 @contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """Compute the block as a process does that called `apply`."""
+    global _registration
+    before = _registration
+    apply()
+    try:
+        yield
+    finally:
+        if before is None and _registration is not None:
+            _registration._destroy()
+            _registration = None
+
+
+@contextlib.contextmanager
 def _suspend() -> Iterator[None]:
     """Compute products by torch's own kernels in the block."""
     global _registration

@@ -16,7 +16,9 @@ oneDNN; benchmarks/products.py compares them.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,6 +37,19 @@ def apply() -> None:
         os.environ.setdefault(_VLLM_PRECISION, _PRECISION)
     else:
         torch.set_float32_matmul_precision("highest")
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """Compute the block as a process does that called `apply`; torch's setting and the environment are as before afterwards."""
+    precision, variable = torch.get_float32_matmul_precision(), os.environ.get(_VLLM_PRECISION)
+    apply()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        if variable is None:
+            os.environ.pop(_VLLM_PRECISION, None)
 
 
 def is_worthwhile() -> bool:

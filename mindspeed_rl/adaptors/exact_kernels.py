@@ -16,7 +16,8 @@ among the sums of one |
 | experts | products as above; the outputs of a token's experts are added in float32, in the order of their numbers |
 
 Zeros that are added never change a sum, which is what all of it rests on: a key after the last one has probability 0.
-`check` finds out whether the products of this processor keep the first rule. Gradients are as in other runs: they need not
+`check` finds out whether the products of this processor keep the first rule, and `find_violation` does so before a worker is
+started. Gradients are as in other runs: they need not
 be equal. The idea comes from Thinking Machines' batch-invariant operators ("Defeating Nondeterminism in LLM Inference", 2025).
 """
 
@@ -32,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mindspeed_rl.adaptors import cpu_halves, cpu_products
 from mindspeed_rl.adaptors.cpu_attention import CausalAttention, split_into_blocks
 
 #: rows of a product: a multiple of the first, at most one of the others (`find_max_rows`)
@@ -46,18 +48,24 @@ KEY_BLOCK = 128
 _GROUP = 16
 
 
-@functools.cache
-def find_max_rows() -> int:
+def find_max_rows(dtype: torch.dtype) -> int:
     """Return the rows of the largest block that gives a row the same bits as smaller ones, by trial; 16 where none does.
 
-    Some processors have another kernel for more than about a hundred rows. The answer holds for the threads of the first call.
+    Some processors have another kernel for more than about a hundred rows, or for more than a few in bfloat16 (AMX). Products
+    of 16-bit rows may also be computed in float32 (`Platform.float32_product`), so their blocks are exact in both formats. The
+    answer holds for the threads of the first call.
     """
-    matrices = [_waves(torch.cos, columns, width).t() for width in _WIDTHS for columns in (48, 1024)]
+    return min(_try_blocks(tried) for tried in {dtype, torch.float32})
+
+
+@functools.cache
+def _try_blocks(dtype: torch.dtype) -> int:
+    matrices = [_waves(torch.cos, columns, width).to(dtype).t() for width in _WIDTHS for columns in (48, 1024)]
     matrices += [matrix.contiguous() for matrix in matrices]
 
     def is_exact(size: int) -> bool:
         for matrix in matrices:
-            rows = _waves(torch.sin, size, matrix.size(0))
+            rows = _waves(torch.sin, size, matrix.size(0)).to(dtype)
             full = torch.mm(rows, matrix)
             counts = (ROWS, 2 * ROWS, size // 2, size - ROWS)
             if any(not torch.equal(torch.mm(rows[:count], matrix), full[:count]) for count in counts):
@@ -78,7 +86,7 @@ def multiply_rows(product: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
     Args:
         product: [m, k] -> [m, ...], each row on its own.
     """
-    max_rows = find_max_rows()
+    max_rows = find_max_rows(rows.dtype)
     if len(rows) <= max_rows and not len(rows) % ROWS:
         return product(rows)
     parts = []
@@ -276,12 +284,27 @@ def check(slices: int = 1) -> None:
     Raises:
         RuntimeError: they do not.
     """
-    heads = torch.arange(2.0 * 64 * 64).view(2, 64, 64).sin()
-    few = torch.bmm(heads[:, :QUERY_ROWS], heads[:, : 2 * ROWS].transpose(1, 2))
-    if not torch.equal(few, torch.bmm(heads, heads.transpose(1, 2))[:, :QUERY_ROWS, : 2 * ROWS]):
-        raise RuntimeError("rl_config.exact_log_probs: products of attention on this processor depend on the number of queries")
-    for reason in _find_differences(torch.mm, slices):
+    for reason in _find_violations(slices):
         raise RuntimeError(f"rl_config.exact_log_probs: {reason}")
+
+
+def find_violation(slices: int, threads: int) -> str | None:
+    """Return the sentence that `check` would end a worker on this machine with; None where it would not.
+
+    torch's settings are those of a worker meanwhile, and as before afterwards.
+
+    Args:
+        threads: number of threads of a worker.
+    """
+    before = torch.get_num_threads()
+    _try_blocks.cache_clear()
+    try:
+        torch.set_num_threads(threads)
+        with cpu_products.applied(), cpu_halves.applied():
+            return next((f"rl_config.exact_log_probs: {reason}" for reason in _find_violations(slices)), None)
+    finally:
+        torch.set_num_threads(before)
+        _try_blocks.cache_clear()
 
 
 def equals_torch(multiply: Callable[[Tensor, Tensor], Tensor], slices: int = 1) -> bool:
@@ -294,10 +317,19 @@ def equals_torch(multiply: Callable[[Tensor, Tensor], Tensor], slices: int = 1) 
     return not any(True for _ in _find_differences(multiply, slices))
 
 
+def _find_violations(slices: int) -> Iterator[str]:
+    """Yield a sentence for each kind of products on which exact log-probs cannot rest."""
+    heads = torch.arange(2.0 * 64 * 64).view(2, 64, 64).sin()
+    few = torch.bmm(heads[:, :QUERY_ROWS], heads[:, : 2 * ROWS].transpose(1, 2))
+    if not torch.equal(few, torch.bmm(heads, heads.transpose(1, 2))[:, :QUERY_ROWS, : 2 * ROWS]):
+        yield "products of attention on this processor depend on the number of queries; set it to false"
+    yield from _find_differences(torch.mm, slices)
+
+
 def _find_differences(multiply: Callable[[Tensor, Tensor], Tensor], slices: int) -> Iterator[str]:
     """Yield a sentence for each kind of block whose rows differ from those of torch's product of all rows."""
-    max_rows = find_max_rows()
     for dtype in (torch.float32, torch.bfloat16):
+        max_rows = find_max_rows(dtype)
         for width in _WIDTHS:
             rows, matrix = _waves(torch.sin, max_rows, width).to(dtype), _waves(torch.cos, 48, width).to(dtype).t()
             full = torch.mm(rows, matrix)
@@ -318,3 +350,7 @@ def _find_differences(multiply: Callable[[Tensor, Tensor], Tensor], slices: int)
                         f"products of {dtype} on this processor depend on the number of rows ({count} rows of {width}); "
                         "set it to false"
                     )
+            # a block of `ROWS` rows, where no larger one is exact, has a row at any place
+            for shift in (1, 5, 11):
+                if not torch.equal(multiply(rows[:ROWS].roll(shift, 0), matrix), full[:ROWS].roll(shift, 0)):
+                    yield f"products of {dtype} on this processor depend on the place of a row ({width} wide); set it to false"

@@ -75,7 +75,7 @@ _MEGATRON_KEYS = frozenset(
 #: megatron.training's start, and the engine asks torch and HCCL for the same itself. `LEFT_OFF_FEATURES` do not, nor does
 #: moe_grouped_gemm (its experts read Megatron-LM's parsed arguments: "no attribute 'fp8'"): experts run on Megatron's own
 #: GroupedMLP, whose grouped product MindSpeed replaces in any case.
-_PASSED_KEYS = ("moe_permutation_async_comm", "swap_optimizer")
+_PASSED_KEYS = ("moe_permutation_async_comm", "swap_optimizer", "swap_optimizer_times")
 
 #: fields of Megatron's TransformerConfig that its fused modules look at
 TRANSFORMER_SETTINGS = {"bias_activation_fusion": True}

@@ -6,6 +6,9 @@
   segment name, and a killed job leaves it behind;
 - rotary embedding of latent attention (RotaryEmbedding.forward_cpu): the compiled kernel takes a row for each token; given
   parts of heads, it takes each for a token: wrong angles, and keys written beyond their end;
+- latent attention (CpuPlatform.check_and_update_config): on a processor with AMX vLLM chooses a backend that computes in
+  bfloat16 only and multiplies by packed copies of the loaded weights: float32 fails at the load, bfloat16 at the first weight
+  sync. `CPU_MLA`, which it chooses elsewhere, reads the weights themselves;
 - KV release (the storage behind `kv_caches`): sleep mode does not exist on the CPU.
 
 They can go when vLLM's CPU worker reloads weights in place; the rollout tests compare log-probs after each push, and
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _applied = False
+#: model types with latent attention of their own, of which vLLM has one backend
+_OTHER_LATENT_MODELS = ("deepseek_v4",)
 
 
 def apply() -> None:
@@ -44,6 +49,7 @@ def apply() -> None:
     _import_without_compiler()
     vllm_cpu_linear.apply()
     _rotate_full_tokens()
+    _choose_latent_attention()
     _applied = True
 
 
@@ -77,6 +83,31 @@ def _rotate_full_tokens() -> None:
 
     replaced: Any = RotaryEmbedding
     replaced.forward_cpu = forward
+
+
+def _choose_latent_attention() -> None:
+    """Engines with latent attention have the backend whose weights may be replaced, on every processor."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backends = AttentionBackendEnum.__members__
+    if not {"CPU_MLA", "AMX_MLA"} <= set(backends):  # releases that have no other
+        return
+    update = CpuPlatform.check_and_update_config
+
+    def choose(cls: Any, vllm_config: Any) -> None:
+        model, attention = vllm_config.model_config, vllm_config.attention_config
+        if model is not None and model.use_mla and model.hf_config.model_type not in _OTHER_LATENT_MODELS:
+            if attention.backend == backends["AMX_MLA"]:
+                raise ValueError(
+                    "generate_config.engine_kwargs: the attention backend AMX_MLA multiplies by packed copies of the weights, "
+                    "which no weight sync replaces; leave it out, and CPU_MLA is used."
+                )
+            attention.backend = backends["CPU_MLA"]
+        update(vllm_config)
+
+    replaced: Any = CpuPlatform
+    replaced.check_and_update_config = classmethod(choose)
 
 
 def _name_segments_uniquely(run_id: str) -> None:

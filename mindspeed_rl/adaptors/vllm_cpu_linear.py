@@ -94,12 +94,7 @@ def _kernels() -> Any:
 
 
 def _is_packable(weight: Tensor, x: Tensor, min_elements: int) -> bool:
-    return (
-        _kernels()._supports_onednn
-        and weight.dim() == 2
-        and weight.dtype == x.dtype
-        and weight.numel() >= min_elements
-    )
+    return _kernels()._supports_onednn and weight.dim() == 2 and weight.dtype == x.dtype and weight.numel() >= min_elements
 
 
 def apply() -> None:

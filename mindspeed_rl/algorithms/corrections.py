@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from mindspeed_rl.catalogue.objective import Objective
 
 
+#: log of the largest weight in `rollout/kl`: e^60 = 1e26, of which float32 can add up a trillion
+_MAX_LOG_WEIGHT = 60.0
+
+
 @torch.no_grad()
 def compute_rollout_weights(difference: Tensor, mask: Tensor, objective: Objective) -> Tensor:
     """Return the weight of every token: [B, R], no gradient, 1.0 where the mask is False.
@@ -75,17 +79,17 @@ def measure_mismatch(difference: Tensor) -> dict[str, TokenValues]:
     """Return the distance of the trainer's log-probs from the inference engine's at every token, as metrics.
 
     rollout/log_probs_diff_mean, _max: |log pi_old - log mu|.
-    rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w.
+    rollout/kl: KL(mu || pi_old), by k3 on the tokens mu sampled: w - 1 - log w, with log w at most 60.
     rollout/ess: (sum w)^2 / (n sum w^2) of the token weights w = pi_old / mu; 1.0 when both policies agree.
 
     Args:
         difference: [B, R] log pi_old - log mu; 0 where the mask is False.
     """
-    distance, excess = difference.abs(), difference.expm1()
+    distance, limited = difference.abs(), difference.clamp(max=_MAX_LOG_WEIGHT)
     return {
         "rollout/log_probs_diff_mean": ("mean", distance),
         "rollout/log_probs_diff_max": ("max", distance),
-        "rollout/kl": ("mean", compute_k3(-difference, excess)),
+        "rollout/kl": ("mean", compute_k3(limited)[0]),
         "rollout/ess": ("ess", difference),
     }
 

@@ -47,13 +47,14 @@ def k2(x: Tensor) -> Tensor:
     return 0.5 * x.square()
 
 
-def compute_k3(x: Tensor, excess: Tensor) -> Tensor:
-    """Return e^-x + x - 1 from x and e^-x - 1."""
-    value = excess + x
-    # near 0 the two terms cancel: their sum has a relative error of 2 eps / |x|, this form one of |x|^3 / 540
-    near_0 = 18.0 * (x / (x + 6.0)).square()
-    # the two errors are equal at x^4 = 1080 eps, where the value is x^2 / 2
-    return torch.where(value < math.sqrt(270.0 * torch.finfo(x.dtype).eps), near_0, value)
+def compute_k3(y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return e^y - y - 1 and e^y - 1."""
+    excess = torch.expm1(y)
+    value = excess - y
+    # near 0 the two terms cancel: their sum has a relative error of 2 eps / |y|, this form one of |y|^3 / 540
+    near_0 = 18.0 * (y / (y - 6.0)).square()
+    # the two errors are equal at y^4 = 1080 eps, where the value is y^2 / 2
+    return torch.where(value < math.sqrt(270.0 * torch.finfo(y.dtype).eps), near_0, value), excess
 
 
 class _K3(torch.autograd.Function):
@@ -61,9 +62,9 @@ class _K3(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (torch: the arguments of `apply`)
-        excess = torch.expm1(-x)
+        value, excess = compute_k3(-x)
         ctx.save_for_backward(excess)
-        return compute_k3(x, excess)
+        return value
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyrefly: ignore[bad-override]  (as above)

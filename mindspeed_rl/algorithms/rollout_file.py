@@ -37,8 +37,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from mindspeed_rl.files import read_json
 
 _FORMAT, _VERSION = "mindspeed_rl.rollout_batch", 1
 _REQUIRED = ("response_mask", "rewards", "log_probs")
@@ -115,7 +118,7 @@ class RolloutBatch:
                 raise ValueError(
                     f"{file} does not exist; a rollout batch is a .safetensors file with a .json file of the same name"
                 )
-        description = json.loads(sidecar.read_text(encoding="utf-8"))
+        description = read_json(sidecar)
         if (description.get("format"), description.get("version")) != (_FORMAT, _VERSION):
             raise ValueError(
                 f"{sidecar}: format {description.get('format')!r} version {description.get('version')!r}, "
@@ -124,10 +127,13 @@ class RolloutBatch:
         missing = [name for name in ("group_size", "max_response_length", "stage", "rl_config") if name not in description]
         if missing:
             raise ValueError(f"{sidecar} lacks {', '.join(missing)}")
-        return cls(
-            load_file(path),
-            description["group_size"],
-            description["max_response_length"],
-            description["stage"],
-            description["rl_config"],
-        )
+        try:
+            return cls(
+                load_file(path),
+                description["group_size"],
+                description["max_response_length"],
+                description["stage"],
+                description["rl_config"],
+            )
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from isal.isal_zlib import crc32
 
+from mindspeed_rl.files import read_json
+
 NAME = "checksums.json"
 #: sums of the files of one rank, until they are joined: `<_PARTS>/rank_00003.json`
 _PARTS = "checksums"
@@ -106,15 +108,15 @@ def read(folder: Path) -> Sums | None:
             raise DamagedCheckpointError(f"{path} is missing; the files of this checkpoint cannot be verified")
         return None
     try:
-        return {str(name): (int(size), int(crc)) for name, (size, crc) in json.loads(path.read_text("utf-8")).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        return {str(name): (int(size), int(crc)) for name, (size, crc) in read_json(path).items()}
+    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         raise DamagedCheckpointError(f"{path} is damaged: {type(error).__name__}: {str(error)[:100]}") from None
 
 
 def _promises_sums(folder: Path) -> bool:
     """Return whether the checkpoint's record promises checksums."""
     try:
-        record = json.loads((folder / "run_state.json").read_text(encoding="utf-8"))
+        record = read_json(folder / "run_state.json")
     except (OSError, ValueError):
         return False
     return isinstance(record, dict) and bool(record.get("checksums"))

@@ -40,6 +40,7 @@ from mindspeed_rl.checkpoint.torch_file import (
     load_with_records,
     save_with_holes,
 )
+from mindspeed_rl.files import open_regular, read_json
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig
@@ -106,7 +107,7 @@ def read_metadata(path: Path) -> dcp.Metadata:
     if not path.is_file():
         raise ValueError(f"{path} is missing")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             metadata = _MetadataUnpickler(file).load()
         _check_index(metadata)
         return metadata
@@ -123,8 +124,8 @@ def _load_part(path: str, start: int, length: int, *, as_tensors: bool = False) 
     available = os.path.getsize(path) - start
     if available < length:
         raise ValueError(f"{path} is truncated: {length} bytes expected at {start}, {max(available, 0)} found")
-    with open(path, "rb") as file:
-        view = cast(IO[bytes], _create_file_view(file, start, length))  # declared as its base class
+    with open_regular(path) as file:
+        view = cast(IO[bytes], _create_file_view(cast(io.IOBase, file), start, length))  # declared as its base class
         # many zip files lie in one .distcp, and torch's reader takes its stream for a whole one
         return load_part_with_records(path, view, start, as_tensors=as_tensors)
 
@@ -321,7 +322,7 @@ class DistFolder:
         self.args: CheckpointArgs = read_args(content.get("args") if isinstance(content, Mapping) else None)
         # a training checkpoint says here which adapters it holds
         record = self.folder / "run_state.json"
-        lora = json.loads(record.read_text(encoding="utf-8")).get("lora") if record.is_file() else None
+        lora = read_json(record).get("lora") if record.is_file() else None
         if lora is not None:
             self.args = replace(self.args, lora_r=int(lora["r"]), lora_alpha=float(lora["alpha"]))
         self.chunks = _stored_chunks(self.folder, self.metadata)

@@ -7,26 +7,27 @@ in the order of interleaved rotary embedding; Hugging Face has a head's halves o
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.command import DTYPES, parse_size
+from mindspeed_rl.checkpoint.gguf_file import GgufFile, GgufTensor
 from mindspeed_rl.checkpoint.hf import HfFolderWriter, write_config
 from mindspeed_rl.checkpoint.options import ConvertOptions
-
-if TYPE_CHECKING:
-    from gguf import GGUFReader, ReaderTensor
+from mindspeed_rl.files import describe_missing
+from mindspeed_rl.models import architecture_for
 
 #: general.architecture -> class and model_type of Hugging Face
 _FAMILIES = {
@@ -66,11 +67,11 @@ class GgufModel:
     config: dict[str, Any]
     dtype: torch.dtype
     names: dict[str, str]
-    reader: GGUFReader
+    tensors: tuple[GgufTensor, ...]
 
     def describe(self) -> str:
         """Return what the file holds, in a line."""
-        kinds = sorted({tensor.tensor_type.name for tensor in self.reader.tensors if len(tensor.shape) > 1})
+        kinds = sorted({tensor.kind.name for tensor in self.tensors if len(tensor.shape) > 1})
         return f"{self.path} ({self.config['model_type']}, {len(self.names)} tensors, {', '.join(kinds)})"
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -78,9 +79,9 @@ class GgufModel:
         from gguf import dequantize
 
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        for tensor in self.reader.tensors:
+        for tensor in self.tensors:
             name = self.names[tensor.name]
-            values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
+            values = np.array(dequantize(tensor.data, tensor.kind), dtype=np.float32)
             if self.config["model_type"] == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
                 values = _split_halves(values, heads if match[1] == "q" else kv_heads)
             yield name, torch.from_numpy(values)
@@ -113,18 +114,35 @@ def open_gguf(path: Path) -> GgufModel:
     """
     if find_spec("gguf") is None:
         raise ValueError(f"{path}: reading GGUF needs the package gguf: pip install gguf")
-    from gguf import GGUFReader
-
     try:
-        reader = GGUFReader(path)
-        values = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, IndexError, KeyError, OSError, UnicodeDecodeError) as error:
+        content = GgufFile.open(path)
+        _check_kinds(content.tensors)
+    except (ValueError, OSError) as error:
         raise ValueError(f"{path} is not a GGUF file, or damaged: {error}") from error
-    family = str(values.get("general.architecture"))
-    if family not in _FAMILIES:
-        raise ValueError(f"{path}: its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
+    try:
+        return _build_model(path, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _check_kinds(tensors: Iterable[GgufTensor]) -> None:
+    """Raise ValueError for a format of numbers that the package cannot restore."""
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    for kind in {tensor.kind for tensor in tensors}:
+        try:
+            dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], dtype=np.uint8), kind)
+        except NotImplementedError:
+            raise ValueError(f"tensors of the format {kind.name} are not supported") from None
+
+
+def _build_model(path: Path, content: GgufFile) -> GgufModel:
+    values, tensors = content.values, content.tensors
+    family = values.get("general.architecture")
+    if not isinstance(family, str) or family not in _FAMILIES:
+        raise ValueError(f"its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
     names, unknown = {}, []
-    for tensor in reader.tensors:
+    for tensor in tensors:
         outer, _, kind = tensor.name.rpartition(".")
         match = _BLOCK.fullmatch(tensor.name)
         if match is not None and match[2] in _BLOCK_NAMES:
@@ -135,34 +153,40 @@ def open_gguf(path: Path) -> GgufModel:
             unknown.append(tensor.name)
     if unknown:
         raise ValueError(
-            f"{path}: {len(unknown)} tensors, such as {unknown[0]}, are of no dense {family} model; experts and scaled rotary "
+            f"{len(unknown)} tensors, such as {unknown[0][:100]!r}, are of no dense {family} model; experts and scaled rotary "
             "embedding (rope_freqs, Llama 3.1) are not supported"
         )
     if scaling := values.get(f"{family}.rope.scaling.type"):
         if scaling != "none":
-            raise ValueError(f"{path}: rotary embedding scaled by {scaling!r} is not supported")
-    config = _build_config(path, family, values, reader.tensors)
+            raise ValueError(f"rotary embedding scaled by {scaling!r} is not supported")
+    config = _build_config(family, values, {tensor.name: tensor.shape for tensor in tensors})
     if (num_layers := len({name.split(".")[2] for name in names.values() if name.startswith("model.layers.")})) != (
         layers := config["num_hidden_layers"]
     ):
-        raise ValueError(f"{path} has tensors of {num_layers} layers, and states {layers}; is it one of several parts?")
-    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+        raise ValueError(f"it has tensors of {num_layers} layers, and states {layers}; is it one of several parts?")
+    _check_shapes(config, {names[tensor.name]: tensor.shape for tensor in tensors})
+    kinds = {tensor.kind.name for tensor in tensors if len(tensor.shape) > 1}
     dtype = next((dtype for dtype, kind in _TYPES.items() if kinds == {kind}), torch.bfloat16)
-    return GgufModel(path, config, dtype, names, reader)
+    return GgufModel(path, config, dtype, names, tensors)
 
 
-def _build_config(path: Path, family: str, values: dict[str, Any], tensors: list[ReaderTensor]) -> dict[str, Any]:
+def _build_config(family: str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return config.json by the metadata of the file."""
 
-    def read(name: str, default: object = None) -> Any:
+    def read(name: str, default: float | None = None) -> float:
         value = values.get(f"{family}.{name}", default)
         if value is None:
-            raise ValueError(f"{path} lacks {family}.{name}")
+            raise ValueError(f"it lacks {family}.{name}")
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            kind = f"a list of {len(value)}" if isinstance(value, list) else repr(value)[:60]
+            raise ValueError(f"{family}.{name} is {kind}; expected a number above 0")
         return value
 
     heads, hidden = int(read("attention.head_count")), int(read("embedding_length"))
+    embedding = shapes.get("token_embd.weight", ())
+    if len(embedding) != 2:
+        raise ValueError(f"its embedding, token_embd.weight, has the shape {list(embedding)}; expected tokens x {hidden}")
     architecture, model_type = _FAMILIES[family]
-    shapes = {tensor.name: [int(size) for size in tensor.shape] for tensor in tensors}
     config = {
         "architectures": [architecture],
         "model_type": model_type,
@@ -172,8 +196,7 @@ def _build_config(path: Path, family: str, values: dict[str, Any], tensors: list
         "num_attention_heads": heads,
         "num_key_value_heads": int(read("attention.head_count_kv", heads)),
         "head_dim": int(read("attention.key_length", hidden // heads)),
-        # the file has the smaller dimension first
-        "vocab_size": shapes["token_embd.weight"][1],
+        "vocab_size": embedding[0],
         "max_position_embeddings": int(read("context_length")),
         "rope_theta": float(read("rope.freq_base", 10000.0)),
         "rms_norm_eps": round(float(read("attention.layer_norm_rms_epsilon")), 12),
@@ -183,8 +206,24 @@ def _build_config(path: Path, family: str, values: dict[str, Any], tensors: list
     }
     for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"), ("padding_token_id", "pad_token_id")):
         if (token := values.get(f"tokenizer.ggml.{name}")) is not None:
-            config[key] = int(token)
+            if type(token) is not int or not 0 <= token < embedding[0]:
+                raise ValueError(f"tokenizer.ggml.{name} is {token!r}; expected a token below {embedding[0]}")
+            config[key] = token
     return config
+
+
+def _check_shapes(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ValueError where the tensors of the file are not those of the model that its metadata describes."""
+    architecture = architecture_for(config)
+    ops = architecture.weight_ops(architecture.read_model_config(config))
+    expected = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+    lacking, surplus = sorted(expected.keys() - shapes.keys()), sorted(shapes.keys() - expected.keys())
+    if lacking or surplus:
+        what = f"it lacks {lacking[0]}" if lacking else f"it has {surplus[0]}, which such a model has not"
+        raise ValueError(f"{what} ({len(lacking)} tensors are missing, {len(surplus)} are not known)")
+    for name, shape in expected.items():
+        if shapes[name] != tuple(shape):
+            raise ValueError(f"{name} has the shape {list(shapes[name])}; by the metadata it is {list(shape)}")
 
 
 def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
@@ -195,7 +234,9 @@ def convert_file(options: ConvertOptions, *, dry_run: bool) -> str:
     """
     path = find_gguf(options.load_dir.expanduser())
     if path is None:
-        raise ValueError(f"--load-dir {options.load_dir} is not a GGUF file, nor a folder that has one")
+        is_there = options.load_dir.expanduser().exists()
+        problem = f"{options.load_dir} is not a GGUF file, nor a folder that has one"
+        raise ValueError(f"--load-dir: {problem if is_there else describe_missing(options.load_dir)}")
     model, folder, start = open_gguf(path), options.save_dir.expanduser(), time.perf_counter()
     if dry_run:
         return f"would write {model.describe()} to {folder}"

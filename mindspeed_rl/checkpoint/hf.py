@@ -6,7 +6,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.stacked_experts import is_stack, separate_stacks
 from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
+from mindspeed_rl.files import describe_missing, open_regular, read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
@@ -40,21 +41,8 @@ _COMPANION_PATTERNS = ("*.json", "*.model", "*.tiktoken", "*.jinja", "*.txt", "*
 # they describe the weights or the training beside them, not the model
 _NOT_COMPANIONS = ("*.index.json", "adapter_config.json", "trainer_state.json", "conversion.json")
 
-_INDEX_NAME = "model.safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 _SINGLE_NAME = "model.safetensors"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file; ValueError naming the file if it is missing, broken, or no object."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__} where a JSON object is expected")
-    return content
 
 
 def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
@@ -65,15 +53,15 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
     """
     if not path.is_file():
         raise ValueError(f"weight file {path} is missing")
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         # before it is read: a damaged length could ask for any amount of memory
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")
         try:
             header = json.loads(file.read(length))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not a safetensors file: {error}") from error
     records = {}
     for name, entry in header.items() if isinstance(header, dict) else [("the header", header)]:
@@ -119,7 +107,7 @@ class HfFolder(RecordSource):
     def __init__(self, path: str | Path) -> None:
         folder = Path(path)
         if not folder.is_dir():
-            raise ValueError(f"{folder} is not a folder")
+            raise ValueError(f"{folder} is not a folder" if folder.exists() else describe_missing(folder))
         self.path = folder
         self.config = read_json(folder / "config.json")
         stored = read_weight_files(folder)
@@ -138,10 +126,19 @@ class HfFolder(RecordSource):
         return HfFolder, (self.path,)
 
 
+def list_missing_shards(folder: Path) -> list[str]:
+    """Return the weight files that the index of a folder names and that are not there; none without an index."""
+    if not (folder / INDEX_NAME).is_file():
+        return []
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, dict) else set()
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
 def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     """Read the records of an HF folder's tensors from its index and headers; ValueError as for `HfFolder`."""
-    index_path = folder / _INDEX_NAME
-    if not index_path.is_file():
+    index_path = folder / INDEX_NAME
+    if not os.path.lexists(index_path):
         if (folder / _SINGLE_NAME).is_file():
             return read_safetensors_header(folder / _SINGLE_NAME)
         # an only file may have any name; an adapter's is not a model
@@ -150,7 +147,7 @@ def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
             return read_safetensors_header(files[0])
         if list(folder.glob("pytorch_model*.bin")):
             raise ValueError(f"{folder} holds pytorch_model*.bin files; save it as safetensors first (save_pretrained does)")
-        raise ValueError(f"{folder} has neither {_SINGLE_NAME} nor {_INDEX_NAME}")
+        raise ValueError(f"{folder} has neither {_SINGLE_NAME} nor {INDEX_NAME}")
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file_name, str) for file_name in weight_map.values()):
         raise ValueError(f"{index_path} has no weight_map from tensor names to files")
@@ -158,11 +155,11 @@ def read_weight_files(folder: Path) -> dict[str, TensorRecord]:
     for file_name in sorted(set(weight_map.values())):
         path = folder / file_name
         if not path.is_file():
-            raise ValueError(f"{folder} lacks {file_name}, which {_INDEX_NAME} names")
+            raise ValueError(f"{folder} lacks {file_name}, which {INDEX_NAME} names")
         records |= read_safetensors_header(path)
     for name, file_name in weight_map.items():
         if name not in records:
-            raise ValueError(f"{file_name} lacks tensor {name!r}, which {_INDEX_NAME} places there")
+            raise ValueError(f"{file_name} lacks tensor {name!r}, which {INDEX_NAME} places there")
     return records
 
 
@@ -243,7 +240,7 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_bytes: int) -
     if set(weight_map.values()) == {_SINGLE_NAME}:
         return
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / _INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _companion_files(folder: Path) -> list[Path]:
@@ -297,13 +294,17 @@ def set_end_token(folder: Path, token: str) -> None:
 
 
 def _update_json(path: Path, changes: Mapping[str, Any]) -> None:
-    content = read_json(path) if path.is_file() else {}
-    path.write_text(json.dumps({**content, **changes}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(path, {**(read_json(path) if path.is_file() else {}), **changes})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON object as files of an HF folder have it."""
+    path.write_text(json.dumps(dict(content), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write config.json."""
-    (folder / "config.json").write_text(json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_json(folder / "config.json", config)
 
 
 def dtype_keys(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, str]:
@@ -329,7 +330,7 @@ class HfFolderWriter:
         companions: HF folder whose config, generation config and tokenizer files are copied.
         config_changes: keys of config.json that differ from the companion folder's.
         max_shard_bytes: size at which a new weight file starts.
-        end_token: text of the end token, where it differs from the companion folder's.
+        finish: called with the folder once the companion files are in it, to change some of them.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -341,7 +342,7 @@ class HfFolderWriter:
         companions: str | Path,
         config_changes: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 5 * 10**9,
-        end_token: str | None = None,
+        finish: Callable[[Path], object] | None = None,
     ) -> None:
         self.path = Path(path)
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -349,7 +350,7 @@ class HfFolderWriter:
         self.companions = Path(companions)
         self.config_changes = dict(config_changes or {})
         self.max_shard_bytes = max_shard_bytes
-        self.end_token = end_token
+        self.finish = finish
         # beside it, because a rename works within one file system only
         self.partial = self.path.with_name(self.path.name + ".partial")
         self._pending: dict[str, Tensor] = {}
@@ -399,8 +400,8 @@ class HfFolderWriter:
             weight_map |= dict.fromkeys(names, file_name)
         write_index(self.partial, weight_map, self._total_bytes)
         copy_companions(self.companions, self.partial, self.config_changes)
-        if self.end_token is not None:
-            set_end_token(self.partial, self.end_token)
+        if self.finish is not None:
+            self.finish(self.partial)
         if self.path.exists():
             self.path.rmdir()
         os.replace(self.partial, self.path)

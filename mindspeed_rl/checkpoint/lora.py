@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_rl.checkpoint.hf import read_json, read_safetensors_header
+from mindspeed_rl.checkpoint.hf import read_safetensors_header
 from mindspeed_rl.checkpoint.jobs import LoraShards, add_delta
 from mindspeed_rl.checkpoint.mcore import Adapters
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.vision import TOWER, get_tower_part, is_adapted
 from mindspeed_rl.models.weights import TensorSource, WeightOp
@@ -194,8 +195,9 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{path}: adapter_config.json has init_lora_weights {start!r}, which changes the base too; convert the adapter to "
             "plain LoRA (peft's save_pretrained with path_initial_model_for_weight_conversion)"
         )
-    rank, alpha = (config.get(key) for key in ("r", "lora_alpha"))
-    if not isinstance(rank, int) or not isinstance(alpha, (int, float)) or rank < 1 or alpha <= 0:
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    are_numbers = type(rank) is int and isinstance(alpha, (int, float)) and not isinstance(alpha, bool)
+    if not are_numbers or rank < 1 or not 0 < alpha < math.inf:
         raise ValueError(f"{path}: adapter_config.json has r {rank!r} and lora_alpha {alpha!r}; expected numbers above 0")
     return config
 
@@ -225,7 +227,8 @@ def _pair(path: Path, hf_shapes: Mapping[str, tuple[int, ...]], rank: int) -> di
             if side not in found:
                 raise ValueError(f"{path}: the lora_{other} of {module} has no lora_{side} next to it")
         a, b = found["A"], found["B"]
-        if (b.shape[0], a.shape[1]) != hf_shapes[name] or not a.shape[0] == b.shape[1] == rank:
+        outer, inner = hf_shapes[name]
+        if a.shape != (rank, inner) or b.shape != (outer, rank):
             shapes = f"{list(b.shape)} x {list(a.shape)}"
             raise ValueError(f"{path}: the adapter of {module}, {shapes} with r {rank}, does not fit {list(hf_shapes[name])}")
         pairs[name] = (a, b)

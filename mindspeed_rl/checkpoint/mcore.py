@@ -17,6 +17,7 @@ from mindspeed_rl.checkpoint.megatron_args import CheckpointArgs, read_args
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME, newest_checkpoint
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord
 from mindspeed_rl.checkpoint.torch_file import create_with_holes, load_with_records, records_at, walk_records
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, Rank
 from mindspeed_rl.models.model_config import ModelConfig
@@ -47,7 +48,7 @@ def iteration_folder(path: str | Path, iteration: int | None = None) -> Path:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is not a folder")
+        raise ValueError(f"{folder} is not a folder" if folder.exists() else describe_missing(folder))
     if iteration is not None:
         named = folder / f"iter_{iteration:07d}"
         if not named.is_dir():

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mindspeed_rl.checkpoint.hf import read_json, read_weight_files
+from mindspeed_rl.checkpoint.hf import INDEX_NAME, list_missing_shards, read_weight_files
 from mindspeed_rl.checkpoint.megatron_source import has_score_head
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, newest_checkpoint
 from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.plan import ModelSource
 
@@ -59,10 +60,7 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
             break
         if key == candidates[-1][0]:
             named = load_key if key == "load" and load_key else f"{role}.{key}"
-            raise ValueError(
-                f"{named}: {value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint "
-                f"({TRACKER_NAME})."
-            )
+            raise ValueError(f"{named}: {_describe_no_weights(str(value))}")
     assert weights is not None
     folders = [weights[0]] if weights[1] == "hf" else []
     folders += [Path(path).expanduser() for path in (config.tokenizer_name_or_path, config.pretrained_checkpoint) if path]
@@ -73,6 +71,30 @@ def find_model(config: MegatronConfig, role: str, load_key: str | None = None) -
             return ModelSource(folder, *weights, is_start, adapter)
     raise ValueError(
         f"{role}.tokenizer_name_or_path: {config.tokenizer_name_or_path} has no config.json; the model's shape is read from it."
+    )
+
+
+def _describe_no_weights(value: str) -> str:
+    """Return why a folder has no weights that can be used, and what to do."""
+    folder = Path(value).expanduser()
+    if not folder.exists():
+        return f"{describe_missing(value)}; give the folder of a model, of a checkpoint, or a name on a hub as owner/name."
+    if not folder.is_dir():
+        return f"{folder.absolute()} is a file; give the folder that it is in."
+    where = folder.absolute()
+    if list_missing_shards(folder):
+        missing = list_missing_shards(folder)
+        return (
+            f"{where} lacks {len(missing)} weight files that {INDEX_NAME} names, such as {missing[0]}: the download or copy is "
+            "not complete; repeat it (mindspeed-rl download owner/name resumes one)."
+        )
+    if (folder / "config.json").is_file():
+        return f"{where} has config.json and no weights (*.safetensors); download or copy them there too."
+    if any(folder.glob("*.safetensors")):
+        return f"{where} has weights and no config.json; copy it from the published model."
+    return (
+        f"{value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint ({TRACKER_NAME}); it "
+        f"is {where}."
     )
 
 
@@ -122,6 +144,8 @@ def weights_kind(folder: Path, iteration: int | None = None) -> _WeightsKind | N
     Raises:
         ValueError: what names the newest checkpoint is missing beside checkpoints or names none, or the one meant is absent.
     """
+    if folder.exists() and not folder.is_dir():
+        return None
     newest = newest_checkpoint(folder) if iteration is None else str(iteration)
     if newest is not None:
         checkpoint = folder / ("release" if newest == "release" else f"iter_{int(newest):07d}")

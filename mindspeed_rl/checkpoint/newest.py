@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mindspeed_rl.files import read_regular
+
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 #: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
 EXPORTS = "hf"
@@ -24,7 +26,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
     others = iterations(folder)
     held = f"the folder holds iterations {', '.join(map(str, others[-5:]))}" if others else "the folder holds no checkpoint"
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_regular(path).decode("utf-8").strip()
     except FileNotFoundError:
         if not others:
             return None
@@ -33,7 +35,7 @@ def newest_checkpoint(folder: str | Path) -> str | None:
         raise ValueError(
             f"{path}: missing, but {held}; write the number to go on from into it, or name another folder."
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path}: cannot be read ({type(error).__name__}: {error}); {held}.") from None
     if text == "release":
         name = text

@@ -11,11 +11,12 @@ from typing import Any, Literal, cast
 import torch
 
 from mindspeed_rl.checkpoint.block_fp8 import group_of, is_scale, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolder, read_json
+from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.checkpoint.jobs import FreshGroup, Group, HfGroup, LoraShards, MegatronGroup
 from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
 from mindspeed_rl.config.model_metadata import HF_FILES
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
@@ -271,6 +272,7 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
     """
     folder = HfFolder(path)
     _check_layer_count(folder, architecture, model_config)
+    _check_vocabulary(folder, architecture, model_config)
     names = {name for op in architecture.weight_ops(model_config) for name in op.hf}
     copies = {
         *architecture.hf_copies(model_config),
@@ -284,6 +286,20 @@ def check_hf_tensors(path: Path, architecture: Architecture, model_config: Model
     if surplus.predictions:
         notes.append(f"left out {_num_layers(surplus.predictions)} multi-token-prediction layer(s), which are not trained")
     return notes
+
+
+def _check_vocabulary(folder: HfFolder, architecture: Architecture, model_config: ModelConfig) -> None:
+    """Raise ValueError where the rows of embedding or head are not the tokens that config.json states."""
+    for op in architecture.weight_ops(model_config):
+        if op.mcore not in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            continue
+        for name, shape in zip(op.hf, op.shapes):
+            record = folder.records.get(name)
+            if record is not None and len(record.shape) == 2 and record.shape[0] != shape[0]:
+                raise ValueError(
+                    f"{folder.path.absolute()}: {name} has {record.shape[0]} tokens, and vocab_size of its config.json is"
+                    f" {shape[0]}; weights and config.json are of different models, or one was edited"
+                )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mindspeed_rl.files import open_regular
+
 #: bytes of the block, whole elements of any format. What is written at once the kernel keeps in pieces of memory of up to this
 #: size, and has less to do than with blocks of the size of a core's cache: 2 GB took a third longer by 256 KiB
 _BLOCK_BYTES = 2 << 20
@@ -170,7 +172,7 @@ class TensorRecord:
             return torch.empty(record.shape, dtype=record.dtype)
         # a mapping begins at a page
         skipped = record.offset % mmap.ALLOCATIONGRANULARITY
-        with open(record.path, "rb") as file:
+        with open_regular(record.path) as file:
             # touching a mapping past the end of its file would kill the process (SIGBUS)
             if os.fstat(file.fileno()).st_size < record.offset + record.num_bytes:
                 raise ValueError(f"{record.path} is truncated: it ends inside a tensor of shape {list(record.shape)}")

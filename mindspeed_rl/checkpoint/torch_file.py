@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_rl.checkpoint.tensor_record import TensorRecord, contiguous_strides
+from mindspeed_rl.files import open_regular
 
 _SAFE: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
@@ -228,7 +229,7 @@ def load_with_records(path: str | Path, *, as_tensors: bool = False) -> Any:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"checkpoint file {path} is missing")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         # the mark of a zip file, which torch writes since 1.6
         if file.read(4) == b"PK\x03\x04":
             return load_part_with_records(str(path), path, 0, as_tensors=as_tensors)
@@ -274,7 +275,7 @@ def check_small_files(folder: Path) -> None:
         if path.is_file() and path.suffix:
             load_with_records(path)
         elif path.is_file():
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 try:
                     _CheckingUnpickler(file).load()
                 except UNREADABLE as error:

@@ -33,6 +33,7 @@ from mindspeed_rl.cli.options import (
     refuse_first,
     take_adapter,
 )
+from mindspeed_rl.config.model_metadata import HF_FILES
 
 if TYPE_CHECKING:
     from mindspeed_rl.checkpoint.conversion_plan import Plan
@@ -250,6 +251,7 @@ def _convert(args: argparse.Namespace) -> int:
     options = build_options(ConvertOptions, args)
     # the options are checked before torch is imported, which takes seconds
     from mindspeed_rl.checkpoint import command, convert, lora
+    from mindspeed_rl.checkpoint.trained_template import copy_beside_adapter
 
     source = command.open_source(options)
     for notice in source.warnings:
@@ -264,6 +266,8 @@ def _convert(args: argparse.Namespace) -> int:
         num_bytes = sum(math.prod(shard.shape) * shard.dtype.itemsize for shard in shards)
         with convert.nothing_left(options.save_dir, num_bytes, [lora.get_staging_path(options.save_dir)]):
             modules = lora.export_peft(options.save_dir, source.adapters, scale, base, source.architecture)
+            if (trained := options.load_dir / HF_FILES).is_dir():  # beside a checkpoint of a training
+                copy_beside_adapter(trained, options.save_dir)
         print_status(f"wrote the adapter of {', '.join(modules)} to {options.save_dir}")
         return 0
     plan = command.plan_conversion(options, source)

@@ -164,7 +164,7 @@ def _open_tasks(args: argparse.Namespace) -> list[Task]:
         if args.scorer is None:
             raise ValueError("--external-plugins register a reward function; name it with --scorer")
         rl = RLConfig(verifier_function=[args.scorer], external_plugins=args.external_plugins)
-        if violations := check_reward_functions(rl) or dry_run_reward_functions(rl, {}):
+        if violations := check_reward_functions(rl) or dry_run_reward_functions(rl, {}).violations:
             texts = (text.removeprefix("rl_config.").replace("verifier_function:", "--scorer:") for text in violations)
             raise ValueError("; ".join(text.replace("external_plugins:", "--external-plugins:") for text in texts))
     options = TaskOptions(
@@ -273,6 +273,7 @@ def _run_harness(
         num_shots=args.num_shots,
         max_samples=args.max_eval_samples,
         chat_template=args.hf_chat_template,
+        template_arguments=session.prompt_format.template_arguments,
         max_model_len=session.settings.max_model_len,
         stop_token_ids=session.prompt_format.stop_token_ids,
         seed=args.seed,
@@ -312,6 +313,7 @@ def _write_json(
     content = {
         "model": session.model.describe(),
         "prompt_type": session.prompt_format.name,
+        "chat_template_kwargs": session.prompt_format.template_arguments,
         "dtype": session.settings.dtype
         if session.settings.dtype != "auto"
         else str(session.model.source.dtype).removeprefix("torch."),

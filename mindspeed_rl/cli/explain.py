@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         report = report_failure(error.errors)
     if arguments.validate and not arguments.json:
-        text = "\n".join(f"error: {error}" for error in report["errors"]) or "valid"
+        warnings = "".join(f"\nwarning: {warning}" for warning in report["warnings"])
+        unchecked = f", apart from what cannot be checked yet: {report['unchecked']}" if report.get("unchecked") else ""
+        text = "\n".join(f"error: {error}" for error in report["errors"]) or f"valid{unchecked}{warnings}"
     else:
         text = json.dumps(report, indent=2, ensure_ascii=False) if arguments.json else render(report)
     try:
@@ -82,15 +84,19 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
     if not report["errors"] and (checks_files or cfg.has_files_here):
-        _check_files(cfg, num_nodes, report)
+        _check_files(cfg, num_nodes, report, checks_hub=checks_files)
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
     report["valid"] = not report["errors"]
     return report
 
 
-def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
-    """Run both stages of the checks of `train`, and add what they find to the report."""
+def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: bool) -> None:
+    """Run both stages of the checks of `train`, and add what they find to the report.
+
+    Args:
+        checks_hub: a hub that cannot be reached, for a model that is not in its cache, is an error.
+    """
     prepare_environment()
     # imports torch and Ray, which no other plan needs
     check = "sft_setup:check_supervised" if cfg.is_supervised else "rl_setup:check_rl"
@@ -103,6 +109,11 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report) -> None:
             inputs = check_machine(run)
     except NotFetchedError as error:
         report["unchecked"] = str(error)
+        try:
+            if checks_hub:
+                error.check_hub()
+        except ValueError as unreachable:
+            report["errors"].append(str(unreachable))
         return
     except (ValueError, RuntimeError, OSError) as error:
         report["errors"] += error.errors if isinstance(error, ConfigError) else [str(error)]

@@ -129,7 +129,7 @@ def _read_piped_lines() -> list[str]:
         raise ValueError("there is no prompt: give --prompt, --input, or lines on standard input")
     texts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     if not texts:
-        raise ValueError("there is no prompt: standard input has no lines")
+        raise ValueError("there is no prompt: give --prompt TEXT, --input FILE, or lines on standard input, which has none")
     return texts
 
 

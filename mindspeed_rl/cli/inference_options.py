@@ -11,7 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from mindspeed_rl.cli.options import Parser, add_silent, build_options, note_without_effect, print_status, take_adapter
+from mindspeed_rl.cli.options import (
+    Parser,
+    add_silent,
+    build_options,
+    note_without_effect,
+    print_status,
+    read_json_object,
+    take_adapter,
+)
 from mindspeed_rl.config.run import PLATFORMS
 from mindspeed_rl.config.threads import WAITING
 from mindspeed_rl.data.hub import fetch, parse_hub_name
@@ -108,6 +116,7 @@ def add_prompt_options(parser: Parser) -> None:
     add("--prompt-type-path", help="file with templates of your own")
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
     add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
+    add("--chat-template-kwargs", type=read_json_object, help="JSON object of further arguments of the tokenizer's template")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
     add("--stop-token-ids", nargs="+", type=int, default=[], metavar="ID", help="the same, by id")
 

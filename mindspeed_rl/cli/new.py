@@ -12,7 +12,7 @@ from string import Template
 
 from mindspeed_rl.cli.options import Parser, print_status
 from mindspeed_rl.data.hub import fetch, parse_hub_name
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import read_json, write_file
 
 #: column -> value
 _Row = dict[str, str]
@@ -256,7 +256,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     if not (path / "config.json").is_file():
         raise ValueError(f"--model {model} holds no config.json: give a Hugging Face folder")
     try:
-        hidden = int(json.loads((path / "config.json").read_text(encoding="utf-8")).get("hidden_size", 4096))
+        hidden = int(read_json(path / "config.json").get("hidden_size", 4096))
     except (ValueError, AttributeError) as error:
         raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024

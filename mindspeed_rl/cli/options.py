@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -58,6 +59,24 @@ class RunParser(argparse.ArgumentParser):
             names = [word for word in self._words if "=" not in word and not word.startswith("-")]
             message += f"; did you mean --config-name {names[0]}?" if names else ""
         super().error(message)
+
+
+def read_json_object(text: str) -> dict[str, Any]:
+    """Read the value of an option that is a JSON object.
+
+    Raises:
+        ArgumentTypeError: it is not.
+    """
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not JSON ({error.msg}); keys and values have double quotes, and the shell needs single ones around"
+            " all: '{\"prompt\": \"question\"}'"
+        ) from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
 
 
 def get_flag(args: argparse.Namespace, flag: str) -> Any:

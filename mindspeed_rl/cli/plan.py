@@ -26,7 +26,8 @@ from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
-from mindspeed_rl.planner.text import FitReport, MemoryReport, TimeReport
+from mindspeed_rl.planner.smallest import find_smallest
+from mindspeed_rl.planner.text import FitReport, MemoryReport, SmallestReport, TimeReport
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
@@ -51,12 +52,23 @@ def main(argv: list[str]) -> int:
     _add_run(time)
     _add_lengths(time)
     fit_parser = kinds.add_parser("fit", help="layouts of a model on a number of devices, the fastest that fit")
-    _add_fit(fit_parser)
+    fit_parser.add_argument("--npus", type=int, required=True, help="devices, over all nodes")
+    fit_parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    fit_parser.add_argument("--top", type=int, default=5, help="layouts to print")
+    fit_parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
+    _add_model(fit_parser)
+    smallest = kinds.add_parser("smallest", help="the smallest machine on which each stage of a model trains")
+    _add_model(smallest)
     experts = kinds.add_parser("experts", help="assignment of experts to devices, from counts of a rollout")
     _add_experts(experts)
-    arguments = _parse(parser, argv)
+    both = kinds.add_parser("run", help="memory, then time: what `mindspeed-rl plan --config-name FILE` prints")
+    _add_run(both)
+    _add_lengths(both)
+    # without a kind, the first word is an option of the run
+    has_kind = not argv or not argv[0].startswith("--") or argv[0] == "--help"
+    arguments = _parse(parser, argv if has_kind else ["run", *argv])
     try:
-        return {"memory": _memory, "time": _time, "fit": _fit, "experts": _experts}[arguments.kind](arguments)
+        return _PLANS[arguments.kind](arguments)
     except ConfigError as error:
         print("error: " + "\nerror: ".join(error.errors), file=sys.stderr)
     except ValueError as error:
@@ -68,7 +80,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
     """Parse the arguments; overrides may be between the flags."""
     # argparse intermixes no subcommands
     arguments, rest = parser.parse_known_args(argv)
-    if arguments.kind in ("fit", "experts"):
+    if arguments.kind in ("fit", "smallest", "experts"):
         if rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return arguments
@@ -107,8 +119,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_fit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--npus", type=int, required=True, help="devices, over all nodes")
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
     parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
     parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
@@ -120,9 +131,6 @@ def _add_fit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-gib", type=float, default=None, help="memory of a device, where it differs from the device's default"
     )
-    parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
-    parser.add_argument("--top", type=int, default=5, help="layouts to print")
-    parser.add_argument("-o", "--output", default=None, metavar="FILE", help="run file to write, with the best layout")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -179,6 +187,13 @@ def _memory(arguments: argparse.Namespace) -> int:
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
+def _both(arguments: argparse.Namespace) -> int:
+    fits = _memory(arguments)
+    if not arguments.json:
+        print(flush=True)
+    return max(fits, _time(arguments))
+
+
 def _time(arguments: argparse.Namespace) -> int:
     _, run, device = _read(arguments)
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
@@ -211,20 +226,32 @@ def _modes(cfg: RunConfig, plan: TimePlan) -> dict[str, ModeTime]:
     }
 
 
+def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) -> FitRequest:
+    """Return the model and the run that it must fit.
+
+    Raises:
+        ValueError: a number is below 1, or the model has no block.
+    """
+    given = {"npus": npus, "nodes": nodes, "prompts": arguments.prompts, "samples": arguments.samples}
+    for name, count in given.items():
+        if count < 1:
+            raise ValueError(f"--{name}: {count} must be at least 1.")
+    block = read_block(arguments.model, arguments.config_dir)
+    lengths = arguments.prompt, arguments.response, arguments.prompts, arguments.samples
+    return FitRequest(arguments.model, block, npus, *lengths, nodes)
+
+
+def _smallest(arguments: argparse.Namespace) -> int:
+    request, device = _read_request(arguments), get_device(arguments.chip, arguments.memory_gib)
+    stages = find_smallest(request, device, samples=SampleMeans(arguments.mean_response))
+    _print(SmallestReport(request, device, stages), arguments)
+    return 0
+
+
 def _fit(arguments: argparse.Namespace) -> int:
-    for name in ("npus", "prompts", "samples", "nodes", "top"):
-        if getattr(arguments, name) < 1:
-            raise ValueError(f"--{name}: {getattr(arguments, name)} must be at least 1.")
-    request = FitRequest(
-        arguments.model,
-        read_block(arguments.model, arguments.config_dir),
-        arguments.npus,
-        arguments.prompt,
-        arguments.response,
-        arguments.prompts,
-        arguments.samples,
-        arguments.nodes,
-    )
+    if arguments.top < 1:
+        raise ValueError(f"--top: {arguments.top} must be at least 1.")
+    request = _read_request(arguments, arguments.npus, arguments.nodes)
     device = get_device(arguments.chip, arguments.memory_gib)
     layouts = fit(request, device, samples=SampleMeans(arguments.mean_response))
     _print(FitReport(request, device, layouts[: arguments.top]), arguments)
@@ -246,7 +273,7 @@ def _experts(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print(report: MemoryReport | TimeReport | FitReport, arguments: argparse.Namespace) -> None:
+def _print(report: MemoryReport | TimeReport | FitReport | SmallestReport, arguments: argparse.Namespace) -> None:
     text = json.dumps(report.encode(), indent=2) if arguments.json else report.format()
     print(text, flush=True)
 
@@ -257,6 +284,8 @@ def _write(path: Path, text: str) -> None:
     except FileWriteError as error:
         raise ValueError(f"--output: {error}.") from None
 
+
+_PLANS = {"run": _both, "memory": _memory, "time": _time, "fit": _fit, "smallest": _smallest, "experts": _experts}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,17 +6,16 @@ Settings come from flags, from a YAML file (`--config-name math_17k`, or the bar
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 
 from mindspeed_rl import registry
-from mindspeed_rl.cli.options import print_status
+from mindspeed_rl.cli.options import print_status, read_json_object
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.data import HANDLERS
 from mindspeed_rl.data.parts import merge
@@ -47,26 +46,26 @@ _IGNORED_KEYS: dict[str, tuple[type, tuple[Any, ...] | None]] = {
 }
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
-    return value
-
-
 def _true_or_false(text: str) -> bool:
     if text.lower() not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() == "true"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Argument parser whose errors are a line, without a page of options above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    parser = argparse.ArgumentParser(
-        prog="preprocess_data.py", description=__doc__, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = _Parser(
+        prog="mindspeed-rl preprocess",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="name of a YAML file in the config folder")
     parser.add_argument("--config-name", help="the same, as a flag")
@@ -83,14 +82,14 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
     add("--input", help=f"file, folder, pattern or comma-separated list ({forms}), saved dataset, or dataset name")
     add("--output-prefix", help="path and first part of the written files' names")
     add("--handler-name", help=f"{'; '.join(HANDLERS)}; or module:Class of your own")
-    add("--map-keys", type=_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
+    add("--map-keys", type=read_json_object, help='JSON object: the handler\'s name of a column -> yours; "" switches it off')
     add("--json-keys", nargs="+", help="text columns for pretraining")
     add("--dataset-additional-keys", nargs="*", help="columns kept with the prompt (RL)")
     add("--max-samples", type=int, help="stop after this many rows")
     add("--on-bad-row", choices=PreprocessConfig.choices["on_bad_row"], help="action on a malformed row")
     add("--cache-dir", help="cache for dataset names")
     add("--streaming", action="store_true", default=None, help="stream a dataset name instead of downloading all of it")
-    add("--hf-datasets-params", type=_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
+    add("--hf-datasets-params", type=read_json_object, help="JSON object of further load_dataset arguments (split, name ...)")
     add("--image-folder", help="folder of images that rows name by relative paths (default: the working directory)")
     add("--min-pixels", type=int, help="smaller images are enlarged to this area (default: the model's)")
     add("--max-pixels", type=int, help="larger images are reduced to this area (default: the model's)")
@@ -109,6 +108,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--prompt-type", help="chat template; hf is the tokenizer's own")
     add("--prompt-type-path", help="template file of your own")
     add("--enable-thinking", choices=PreprocessConfig.choices["enable_thinking"])
+    add("--chat-template-kwargs", type=read_json_object, help="JSON object of arguments of the tokenizer's template (hf)")
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
     add("--drop-thinking", type=_true_or_false, help="leave out thoughts before the last question (default: the template's)")
     add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")

@@ -100,11 +100,14 @@ def _engine_keys(args: argparse.Namespace) -> tuple[GenerateConfig, Path, _Share
         if args.config_name is not None:
             raise ValueError("--join and --config-name exclude one another: the settings come from the run")
         settings = ServerFolder(args.join.expanduser()).read_settings()
-        pixels = settings["min_pixels"], settings["max_pixels"]
-        shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
-        sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
-        generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
-        folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
+        try:
+            pixels = settings["min_pixels"], settings["max_pixels"]
+            shared = _Shared(pixels=pixels, exact_slices=settings["exact_slices"])
+            sampling = SamplingConfig(**settings["generate"].pop("sampling_config"))
+            generate = GenerateConfig(**settings["generate"], sampling_config=sampling)
+            folder, args.platform = folder or Path(settings["hf_folder"]), settings["platform"]
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"--join {args.join}: servers/run.json is not of a run of this release ({error})") from None
     if args.config_name is not None:
         cfg = load_run(args.config_name, args.config_dir, args.overrides).config
         if cfg.generate_config is None:

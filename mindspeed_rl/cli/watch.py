@@ -22,6 +22,11 @@ from mindspeed_rl.observability.run_files import EXAMPLES, RunFiles, read_run
 _POLL_S, _IDLE_S = 1.0, 15.0
 #: first port that is tried; a busy one gives way to any free port
 _PORT = 8787
+#: the page has its scripts and styles in it, and gets its figures from this server; it loads nothing from elsewhere
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
 #: files whose change is news
 _FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
 
@@ -63,8 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # a page of the internet must not read prompts and responses through a name that it has bound to this machine
-        host = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        if host not in ("127.0.0.1", "localhost"):
+        if _read_host(self.headers.get("Host", "")) not in ("127.0.0.1", "localhost"):
             self.send_error(403)
         elif self.path == "/":
             self._send_page()
@@ -85,6 +89,9 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Security-Policy", _POLICY)
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -109,6 +116,14 @@ class _Handler(BaseHTTPRequestHandler):
                 last_s = time.monotonic()
                 self.wfile.write(b": nothing new\n\n")
             time.sleep(_POLL_S)
+
+
+def _read_host(header: str) -> str | None:
+    """Return the host of a header, without its port; None where it has none, such as "[::1"."""
+    try:
+        return urlsplit(f"//{header}").hostname
+    except ValueError:
+        return None
 
 
 def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mindspeed_rl.files import read_json_value
+
 _KEY = "generate_config.expert_map_path"
 
 #: experts by device, by layer with experts
@@ -39,7 +41,7 @@ def read_expert_map(path: Path) -> _ExpertMap:
             expert would get its weights, but the proof of a weight sync sums over all devices.
     """
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json_value(path)
         layers: _ExpertMap = [[list(item["device_expert"]) for item in layer["device_list"]] for layer in tree["layer_list"]]
     except OSError as error:
         raise ValueError(f"{_KEY}: {path} cannot be read ({error.strerror}).") from None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +20,7 @@ from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
 from mindspeed_rl.config.model_metadata import read_model_metadata
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
-from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.config.run_files import compose, find_project_configs, locate
 
 _G = TypeVar("_G")
 #: groups of a run file -> their dataclasses
@@ -59,6 +61,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     errors: list[str] = []
     tree = normalize(tree)
     groups, deprecated = _read_groups(tree, errors)
+    _find_beside(groups, Path(config_dir) if config_dir else None)
     set_keys: dict[str, frozenset[str]] = {}
     sampling = _fill_groups(groups)
 
@@ -150,6 +153,50 @@ def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[st
         errors.append("the group megatron_training is missing")
         groups["megatron_training"] = {}
     return groups, deprecated
+
+
+#: keys of files and folders that a run reads
+_INPUTS = frozenset(
+    "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path prompt_type_path "
+    "image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path "
+    "environment runtime_env_path".split()
+)
+_SLICE = re.compile(r"(\[[\d:]*\]|#\d+)$")
+
+
+def _find_beside(groups: Mapping[str, dict[str, Any]], folder: Path | None) -> None:
+    """Replace relative paths that are not in the working directory, but in the folder of the run file.
+
+    Args:
+        folder: folder of the run file; None for a run without one.
+    """
+    if folder is None or folder in (Path.cwd(), find_project_configs()):
+        return
+    for values in groups.values():
+        for name in values.keys() & _INPUTS:
+            value = values[name]
+            if name == "load" and value == values.get("save"):
+                continue  # checkpoints that this run writes
+            if isinstance(value, str):
+                values[name] = _place(value, folder)
+            elif isinstance(value, list):
+                values[name] = [_place(item, folder) if isinstance(item, str) else item for item in value]
+
+
+def _place(value: str, folder: Path) -> str:
+    path = Path(_SLICE.sub("", value))
+    if not path.parts or path.is_absolute() or value.startswith("~") or "," in value or "://" in value:
+        return value
+
+    def is_in(base: Path) -> bool:
+        # the prefix of preprocessed data is the start of the names of its files
+        target = base / path
+        return target.exists() or target.parent.is_dir() and any(target.parent.glob(f"{glob.escape(path.name)}_*.idx"))
+
+    try:
+        return str(folder / value) if is_in(folder) and not is_in(Path.cwd()) else value
+    except (OSError, ValueError):  # a name that no file can have, which a rule reports
+        return value
 
 
 def _fill_groups(groups: dict[str, dict[str, Any]]) -> frozenset[str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.files import read_json
 
 #: folder inside a Megatron checkpoint that keeps config, generation config and tokenizer of the HF model
 HF_FILES = "huggingface"
@@ -140,7 +140,7 @@ def _read_max_length(folder: Path, config: Mapping[str, object]) -> int | None:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = read_json(path)
     except (OSError, ValueError):
         return {}  # loading the model reports the damaged file
     return tree if isinstance(tree, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import os
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.run_files import find_project_configs
+from mindspeed_rl.files import read_json
 
 #: values of `platform` in a run file: auto, or a device kind of `mindspeed_rl.platform`
 PlatformName = Literal["auto", "npu", "cpu", "cuda"]
@@ -113,7 +113,7 @@ class RunConfig:
         rl, generate = self.rl_config, self.generate_config
         assert rl is not None and generate is not None and rl.served_judge is not None
         path = Path(rl.served_judge).expanduser() / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = read_json(path) if path.is_file() else {}
         limit = max(_JUDGE_LEN, 2 * generate.max_model_len + rl.judge_max_tokens)
         longest = (config.get("text_config") or config).get("max_position_embeddings") or limit
         return replace(

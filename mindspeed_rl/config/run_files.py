@@ -16,6 +16,7 @@ from mindspeed_rl.config.errors import ConfigError, suggest_name
 from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES
 from mindspeed_rl.config.keys.schema import normalize
+from mindspeed_rl.files import read_regular
 
 #: limits of file systems, less the suffix
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 240, 4000
@@ -261,7 +262,7 @@ def check_yaml(path: Path) -> None:
         size = path.stat().st_size
         if not path.is_file() or size > _MAX_BYTES:
             raise ConfigError([f"{path} is not a run file: it has {size} bytes, more than {_MAX_BYTES}, or is not plain"])
-        text = path.read_bytes().decode("utf-8")
+        text = read_regular(path).decode("utf-8")
     except OSError as error:
         raise ConfigError([f"{path} cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
@@ -296,6 +297,6 @@ def check_yaml(path: Path) -> None:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError([f"{path.name} cannot be read: {_join_lines(error)[:500]}"]) from None
+        raise ConfigError([f"{path} cannot be read: {_join_lines(error)[:500]}"]) from None
     except RecursionError:
         raise ConfigError([f"{path} is nested too deeply"]) from None

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from mindspeed_rl.files import open_regular
+
 
 def _open_zstd(raw: BinaryIO) -> Any:
     import pyarrow
@@ -48,7 +50,7 @@ def open_content(path: str | Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
     Raises:
         ValueError: the compressed data is damaged or cut, now or while it is read.
     """
-    with open(path, "rb") as raw:
+    with open_regular(path) as raw:
         if not is_compressed(path):
             yield raw, raw
             return

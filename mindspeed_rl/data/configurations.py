@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mindspeed_rl.files import read_json
 
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
 #: name of a file that is one of several of a split: train-00000-of-00002
@@ -103,7 +104,7 @@ def _read_card(folder: Path) -> Mapping[str, Any]:
 def _read_infos(folder: Path) -> Mapping[str, Any]:
     path = folder / "dataset_infos.json"
     try:
-        infos = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        infos = read_json(path) if path.is_file() else {}
     except ValueError:
         return {}
     return infos if isinstance(infos, Mapping) else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from mindspeed_rl.data import strict_json
@@ -22,6 +22,18 @@ _TARGET_ROLES = ("assistant", "function")
 
 class MalformedRowError(ValueError):
     """A row whose structure is wrong: a missing column, roles out of order, broken JSON."""
+
+
+class MisplacedAnswersError(MalformedRowError):
+    """A template cannot train an answer where it is, as it writes it differently before later messages.
+
+    Attributes:
+        index: index of the last such message; there are messages after it.
+    """
+
+    def __init__(self, message: str, index: int) -> None:
+        super().__init__(message)
+        self.index = index
 
 
 class DropReason:
@@ -116,6 +128,10 @@ class Conversation:
     def num_hf_messages(self) -> int:
         """Number of messages in the form of `apply_chat_template`, where each tool result is one; without the system prompt."""
         return sum(len(message.contents) for message in self.messages)
+
+    def as_context(self) -> Conversation:
+        """Return the conversation of which no answer trains: it is read, as in a prompt."""
+        return replace(self, messages=[replace(message, trains=False) for message in self.messages])
 
     def check_roles(self) -> None:
         """Raise MalformedRowError unless the roles alternate."""

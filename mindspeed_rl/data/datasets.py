@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypedDict
@@ -11,6 +10,7 @@ import numpy as np
 
 from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages
 from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, UNPAIRED_COLUMNS, IndexedColumns, is_paired
+from mindspeed_rl.files import read_json
 
 
 class _WithImages(TypedDict, total=False):
@@ -38,9 +38,12 @@ class StoredLogProbs:
                 f"sft_loss_type: there are no log-probs of a teacher for {prefix} ({index.name}); write them with "
                 "`mindspeed-rl teacher-log-probs`"
             )
-        self.metadata: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))
-        self._offsets = np.cumsum([0, *self.metadata["lengths"]])
-        k = self.metadata["topk"]
+        self.metadata: dict[str, Any] = read_json(index)
+        lengths, k = self.metadata.get("lengths", [None]), self.metadata.get("topk", 0)
+        counts = [*lengths, k] if isinstance(lengths, list) else [None]
+        if any(type(count) is not int or not 0 <= count < 1 << 31 for count in counts):
+            raise ValueError(f"sft_loss_type: {index} has no 'lengths' and 'topk' that are numbers of tokens; write it again")
+        self._offsets = np.cumsum([0, *lengths])
         if data.stat().st_size != self._offsets[-1] * self.record(k).itemsize:
             raise ValueError(f"sft_loss_type: {data} has another size than {index.name} says; write it again")
         self._records = np.memmap(data, dtype=self.record(k), mode="r") if self._offsets[-1] else np.empty(0, self.record(k))

@@ -9,12 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
+from mindspeed_rl.files import describe_missing
+
+#: longest wait for a connection
+_CONNECT_S = 5.0
 HF, MS = "hf://", "ms://"
 _NAME = re.compile(r"(hf://|ms://)?([\w.-]+/[\w.-]+|(?<=//)[\w.-]+)(?:@([\w.-]+))?")
 #: files of a model that are used: neither other frameworks' weights nor a second copy
@@ -23,7 +30,21 @@ _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "*.py
 
 
 class NotFetchedError(ValueError):
-    """The model or data set is not on this machine, and downloading it is not allowed."""
+    """The model or data set is not on this machine, and downloading it is not allowed.
+
+    Attributes:
+        name: the name on its hub.
+        key: where the user wrote it.
+    """
+
+    def __init__(self, name: HubName, key: str) -> None:
+        super().__init__(f"{key}: '{name}' is not in the cache; train fetches it, or mindspeed-rl download {name}")
+        self.name, self.key = name, key
+
+    def check_hub(self) -> None:
+        """Raise ValueError where the hub cannot be reached, so that `train` could not fetch it."""
+        if reason := _find_network_problem(self.name):
+            raise ValueError(_describe_unreachable(self.name, self.key, reason))
 
 
 @dataclass(frozen=True)
@@ -94,8 +115,16 @@ def _describe_missing(name: HubName, key: str, is_dataset: bool) -> str:
     )
 
 
-def _describe_unfetched(name: HubName, key: str) -> str:
-    return f"{key}: '{name}' is not in the cache; train fetches it, or mindspeed-rl download {name}"
+def _find_network_problem(name: HubName) -> str | None:
+    """Return why nothing takes a connection at the address of a hub; None where something does, or a proxy is used."""
+    address = urlsplit(name.endpoint)
+    if getproxies() or not address.hostname:
+        return None
+    try:
+        with socket.create_connection((address.hostname, address.port or 443), timeout=_CONNECT_S):
+            return None
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _describe_unreachable(name: HubName, key: str, reason: object) -> str:
@@ -106,14 +135,24 @@ def _describe_unreachable(name: HubName, key: str, reason: object) -> str:
     )
     text = (str(reason).strip() or type(reason).__name__).splitlines()[0][:200]
     return (
-        f"{key}: '{name}' is not complete in the cache, and {name.endpoint} cannot be reached ({text}). Fetch it where there "
-        f"is a network (mindspeed-rl download {name}) and copy the folder; {other}"
+        f"{key}: {_describe_folder(name)}'{name}' is not complete in the cache, and {name.endpoint} cannot be reached ({text})."
+        f" Where it is one, fetch it where there is a network (mindspeed-rl download {name}) and copy the folder; {other}"
     )
+
+
+def _describe_folder(name: HubName) -> str:
+    """Return a clause about the folder that a plain owner/name could also be; nothing for another name."""
+    return "" if name.hub == MS or name.revision else f"{describe_missing(name.name)}; as a name on a hub, "
 
 
 def _fetch_hf(name: HubName, key: str, is_dataset: bool, patterns: list[str] | None, downloads: bool) -> str:
     from huggingface_hub import errors, snapshot_download
 
+    if downloads and os.environ.get("HF_HUB_OFFLINE", "0") in ("", "0") and (reason := _find_network_problem(name)):
+        try:  # at once from the cache, or not at all: the client tries again for many seconds
+            return _fetch_hf(name, key, is_dataset, patterns, downloads=False)
+        except NotFetchedError:
+            raise ValueError(_describe_unreachable(name, key, reason)) from None
     kind = "dataset" if is_dataset else "model"
     try:
         return snapshot_download(
@@ -132,7 +171,7 @@ def _fetch_hf(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
         raise ValueError(_describe_missing(name, key, is_dataset)) from error
     except errors.LocalEntryNotFoundError as error:
         if not downloads:
-            raise NotFetchedError(_describe_unfetched(name, key)) from None
+            raise NotFetchedError(name, key) from None
         raise ValueError(_describe_unreachable(name, key, error.__cause__ or error)) from error
     except (OSError, RuntimeError) as error:  # of the network, in the middle; the next attempt goes on from there
         raise ValueError(_describe_unreachable(name, key, error)) from error
@@ -155,13 +194,13 @@ def _fetch_ms(name: HubName, key: str, is_dataset: bool, patterns: list[str] | N
         folder = load(local_files_only=not downloads)
         # the client names the folder also where there is none
         if not downloads and not (Path(folder).is_dir() and any(Path(folder).iterdir())):
-            raise NotFetchedError(_describe_unfetched(name, key))
+            raise NotFetchedError(name, key)
         return folder
     except NotFetchedError:
         raise
     except (errors.HubError, OSError, ValueError) as error:
         if not downloads:
-            raise NotFetchedError(_describe_unfetched(name, key)) from None
+            raise NotFetchedError(name, key) from None
         # the client raises errors of its own, or errors of requests
         status = getattr(error, "status_code", None) or getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403):

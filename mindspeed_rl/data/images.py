@@ -12,10 +12,12 @@ import binascii
 import contextlib
 import io
 import itertools
-import json
 import math
 import os
 import re
+import struct
+import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,6 +31,7 @@ from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, IndexedColumns, column_prefix, read_index
 from mindspeed_rl.data.sources import ArrowRow
 from mindspeed_rl.data.turns import IMAGE_MARK
+from mindspeed_rl.files import open_regular, read_json, read_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -49,6 +52,10 @@ _SOURCES = ("bytes", "image_url", "image", "url", "path", "base64", "data")
 #: types of the parts of a message
 _IMAGE_PARTS, _OTHER_PARTS = ("image", "image_url", "input_image"), ("video", "video_url", "audio", "input_audio")
 _MAX_RATIO = 200
+#: bytes of an encoded image: above pillow's limit of 1.8e8 pixels, as 16-bit RGB without compression
+_MAX_FILE_BYTES = 1 << 30
+#: formats for which pillow starts a program
+_PROGRAMS = ("EPS", "WMF")
 #: pixels of the longer side of an image on a page
 _THUMBNAIL = 160
 #: rows of a dataset whose images are compared with the run's limits
@@ -57,6 +64,9 @@ _CHECKED_ROWS = 64
 _ORIENTATION, _TURNED = 274, (5, 6, 7, 8)
 #: tags of a TIFF (6.0): width and height as stored; bits of a value; 0 is white where the last is 0
 _SIDES, _BITS, _PHOTOMETRIC = (256, 257), 258, 262
+#: errors of pillow at damaged bytes, by format
+_UNREADABLE = (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, SyntaxError)
+_UNREADABLE += (TypeError, ValueError, struct.error, zlib.error)
 #: modes of pillow with values of 16 bits, and formats which it reads as such values in mode I
 _GREY_16, _GREY_16_IN_I = ("I;16", "I;16L", "I;16B", "I;16N"), ("PNG", "PPM")
 #: modes of pillow whose black and white nothing defines
@@ -258,29 +268,51 @@ def read_image(reference: str) -> bytes:
             raise ImageError(f"image {_shorten(reference)} is not base64: {error}") from error
     try:
         if (stored := _STORED.fullmatch(reference)) and not os.path.exists(reference):
-            return np.memmap(stored["path"], np.uint8, "r", int(stored["offset"]), (int(stored["size"]),)).tobytes()
-        return Path(reference.removeprefix("file://")).expanduser().read_bytes()
-    except (OSError, ValueError) as error:
+            return _read_slice(stored["path"], int(stored["offset"]), int(stored["size"]))
+        return read_regular(Path(reference.removeprefix("file://")).expanduser(), _MAX_FILE_BYTES)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: ~user of no user
         raise ImageError(f"image {_shorten(reference)} cannot be read: {error}") from error
+
+
+def _read_slice(path: str, offset: int, size: int) -> bytes:
+    """Read bytes of a file that has more of them.
+
+    Raises:
+        ValueError: they are more than an image may have, or the file ends before.
+    """
+    with open_regular(path) as file:
+        end = os.fstat(file.fileno()).st_size
+        if size > _MAX_FILE_BYTES or offset + size > end:
+            raise ValueError(f"{size} bytes from byte {offset} are not in the file of {end} bytes, or above {_MAX_FILE_BYTES}")
+        return os.pread(file.fileno(), size, offset)
 
 
 @contextlib.contextmanager
 def _open(reference: str) -> Iterator[Image]:
     """Open an image; only its header is read until a pixel is needed. All errors of pillow become one that names the image."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        image = Image.open(io.BytesIO(read_image(reference)))
-        _check_form(image, f"image {_shorten(reference)}")
-        yield image
+        with warnings.catch_warnings():  # pillow's, of large images and of damage that decoding finds
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(read_image(reference)))
+            _check_form(image, f"image {_shorten(reference)}")
+            yield image
     except ImageError:
         raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # pillow's, by format
+    except UnidentifiedImageError as error:
+        raise ImageError(f"image {_shorten(reference)} is broken, or of no format that pillow knows") from error
+    except (*_UNREADABLE, Image.DecompressionBombError) as error:
         raise ImageError(f"image {_shorten(reference)} is broken: {error}") from error
 
 
 def _check_form(image: Image, name: str) -> None:
-    """Raise ImageError for an image of which pillow's RGB would be another one: without a range, or with further pictures."""
+    """Raise ImageError for an image of which pillow's RGB would be another one: without a range, or with further pictures.
+
+    So it does for a format that is a program.
+    """
+    if image.format in _PROGRAMS:
+        raise ImageError(f"{name} has the format {image.format}, which is a program; save it as PNG")
     numbers = _NO_RANGE.get(image.mode)
     if numbers and not (image.mode == "I" and image.format in _GREY_16_IN_I):
         raise ImageError(f"{name} has {numbers} as pixels, whose black and white are not defined; save it with 8 or 16 bits")
@@ -309,12 +341,12 @@ def _to_8_bits(image: Image) -> Image:
 
     tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
     white = 2 ** tags.get(_BITS, (16,))[0] - 1
-    values = np.asarray(image).astype(np.int64)
-    grey = np.clip((values * 255 + white // 2) // white, 0, 255)
-    grey = 255 - grey if tags.get(_PHOTOMETRIC) == 0 else grey
-    if (clear := image.info.get("transparency")) is not None:
-        grey[values == clear] = 255
-    converted = Image.fromarray(grey.astype(np.uint8))
+    # a table, since a large image must not have 8 bytes per pixel
+    levels = np.clip((np.arange(1 << 16) * 255 + white // 2) // white, 0, 255)
+    levels = 255 - levels if tags.get(_PHOTOMETRIC) == 0 else levels
+    if isinstance(clear := image.info.get("transparency"), int) and 0 <= clear < len(levels):
+        levels[clear] = 255
+    converted = Image.fromarray(levels.astype(np.uint8)[np.clip(np.asarray(image), 0, len(levels) - 1)])
     converted.getexif()[_ORIENTATION] = image.getexif().get(_ORIENTATION, 1)
     return converted
 
@@ -558,10 +590,21 @@ class ImageReader:
         check_images(references)
         return replace(conversation, messages=messages, images=references)
 
+    def select(self, conversation: Conversation) -> Conversation:
+        """Return the beginning of a conversation with the images of its markers only."""
+        texts = [conversation.system or "", *(text for message in conversation.messages for text in message.contents)]
+        return replace(conversation, images=conversation.images[: sum(text.count(self.marker) for text in texts)])
+
     def write_markers(self, conversation: Conversation) -> Conversation:
         """Return the conversation with this reader's marker in the place of each IMAGE_MARK."""
-        texts = [tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents) for one in conversation.messages]
-        messages = [replace(one, contents=contents) for one, contents in zip(conversation.messages, texts)]
+        messages = [
+            replace(
+                one,
+                contents=tuple(text.replace(IMAGE_MARK, self.marker) for text in one.contents),
+                entries=tuple({**entry, "content": entry["content"].replace(IMAGE_MARK, self.marker)} for entry in one.entries),
+            )
+            for one in conversation.messages
+        ]
         system = conversation.system and conversation.system.replace(IMAGE_MARK, self.marker)
         return replace(conversation, messages=messages, system=system)
 
@@ -729,7 +772,7 @@ def split_images(images: Sequence[StoredImage], samples: Sequence[np.ndarray]) -
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return read_json(path) if path.is_file() else {}
 
 
 def _shorten(reference: str) -> str:

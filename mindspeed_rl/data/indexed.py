@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl.files import open_regular
+
 if TYPE_CHECKING:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
@@ -137,7 +139,7 @@ def read_index(path_prefix: str | Path) -> _Index:
     for suffix in SUFFIXES:
         if not os.path.isfile(f"{path_prefix}{suffix}"):
             raise ValueError(f"{path_prefix}{suffix} does not exist; a Megatron dataset is a .bin and an .idx of the same name")
-    with open(f"{path_prefix}.idx", "rb") as index:
+    with open_regular(f"{path_prefix}.idx") as index:
         if index.read(9) != b"MMIDIDX\x00\x00":
             raise ValueError(
                 f"{path_prefix}.idx is not a Megatron index (wrong first bytes); was the run that wrote it cut short?"
@@ -157,6 +159,10 @@ def read_index(path_prefix: str | Path) -> _Index:
     pointers = (
         np.memmap(f"{path_prefix}.idx", np.int64, "r", 34 + 4 * num_rows, (num_rows,)) if num_rows else np.empty(0, np.int64)
     )
+    # Megatron's reader asserts it, and reads documents past the last row otherwise
+    documents = np.memmap(f"{path_prefix}.idx", np.int64, "r", 34 + 12 * num_rows, (num_documents,)) if num_documents else [-1]
+    if documents[0] != 0 or documents[-1] != num_rows or (np.diff(documents) < 0).any():
+        raise ValueError(f"{path_prefix}.idx is damaged: its documents are not those of {num_rows} rows; write it again")
     ends = pointers + lengths.astype(np.int64) * dtype.itemsize
     needed = int(ends.max(initial=0))
     if needed != size or (lengths < 0).any() or (pointers < 0).any():

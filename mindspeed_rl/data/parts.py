@@ -42,7 +42,7 @@ def _encode_chunk(handler: Handler, chunk: Chunk, *, on_bad_row: str) -> _ChunkR
     """Read and encode one chunk."""
     rows = read_chunk(chunk)
     batch = handler.encode(rows)
-    counts = Counts(rows_read=len(rows), rows_kept=len(batch.rows), dropped=batch.dropped)
+    counts = Counts(rows_read=len(rows), rows_kept=len(batch.rows), rows_added=batch.added, dropped=batch.dropped)
     counts.bad_rows = [f"{chunk.path}, row {number}: {problem}" for number, problem in batch.bad[: counts.max_bad_rows]]
     first_error = counts.bad_rows[0] if batch.bad and on_bad_row == "error" else None
     if batch.bad:

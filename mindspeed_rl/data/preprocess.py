@@ -66,6 +66,8 @@ def _build_handler(config: PreprocessConfig) -> Handler:
         raise ValueError(
             f"prompt_type={config.prompt_type!r} has no meaning for {config.handler_name}, which writes plain text"
         )
+    if config.chat_template_kwargs and not kind.needs_template:
+        raise ValueError(f"chat_template_kwargs has no meaning for {config.handler_name}, which writes plain text")
     if forced is not None and config.prompt_type not in (None, forced):
         raise ValueError(f"{config.handler_name} always uses prompt_type={forced!r}; drop prompt_type={config.prompt_type!r}")
     if config.pack and not kind.can_pack:
@@ -78,7 +80,10 @@ def _build_handler(config: PreprocessConfig) -> Handler:
     template = None
     if kind.needs_template:
         template = load_template(
-            config.prompt_type or forced or kind.default_template or "empty", tokenizer, path=config.prompt_type_path
+            config.prompt_type or forced or kind.default_template or "empty",
+            tokenizer,
+            path=config.prompt_type_path,
+            arguments=config.chat_template_kwargs,
         )
         if template.eos_token is not None:
             # before the handler is built: its encoder keeps the id of the end token

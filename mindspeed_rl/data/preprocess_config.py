@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import ClassVar, cast, get_args
 
-from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.data.templates import Thinking, choose_thinking
 
 #: a number of processes that any machine can start; all of them are forked at once
 _MAX_WORKERS = 64
@@ -37,6 +37,7 @@ class PreprocessConfig:
     prompt_type: str | None = None
     prompt_type_path: str | None = None
     enable_thinking: str = "none"
+    chat_template_kwargs: Mapping[str, object] | None = None
     reasoning_effort: str | None = None
     drop_thinking: bool | None = None
     append_eod: bool = False
@@ -76,6 +77,8 @@ class PreprocessConfig:
         for name in ("on_bad_row", "enable_thinking", "mix_strategy"):
             if getattr(self, name) not in self.choices[name]:
                 raise ValueError(f"{name}={getattr(self, name)!r} is unknown; allowed: {', '.join(self.choices[name])}")
+        thinking = choose_thinking(cast("Thinking", self.enable_thinking), self.chat_template_kwargs)
+        object.__setattr__(self, "enable_thinking", thinking)
         for name in ("workers", "n_subs", "log_interval", "pad_to_multiple_of"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1")

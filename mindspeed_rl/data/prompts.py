@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 
+from mindspeed_rl import registry
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
@@ -32,8 +33,9 @@ from mindspeed_rl.data.images import (
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
 from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
-from mindspeed_rl.data.templates import PLAIN_TEMPLATE, Thinking, load_template
+from mindspeed_rl.data.templates import PLAIN_TEMPLATE, HfTemplate, Template, Thinking, load_template
 from mindspeed_rl.data.tokenizer import set_eos_token
+from mindspeed_rl.files import describe_missing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +67,7 @@ class PromptSettings:
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
     can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
-    relative paths.
+    relative paths. vocab_size is that of the model, which has every token of a prompt.
     """
 
     prompt_type: str | None = None
@@ -78,6 +80,17 @@ class PromptSettings:
     tools: tuple[Mapping[str, object], ...] = ()
     image_rules: ImageRules | None = None
     image_folder: str | None = None
+    vocab_size: int | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
+
+    def load_template(self, tokenizer: PreTrainedTokenizerBase) -> Template | HfTemplate:
+        """Load the template of the prompts.
+
+        Raises:
+            ValueError: it does not exist, or does not read an argument.
+        """
+        name = self.prompt_type or PLAIN_TEMPLATE
+        return load_template(name, tokenizer, path=self.prompt_type_path, arguments=self.chat_template_kwargs)
 
 
 class PromptDataset:
@@ -108,10 +121,18 @@ class PromptDataset:
         self.dropped = dict(dropped)
         self.num_too_long = len(lengths) - len(self._row_indices)
         self.num_read = len(lengths) + sum(dropped.values())
+        self.longest = int(lengths.max(initial=0))
+        if self.num_read == 0:
+            raise ValueError("no prompt is left: the data has no row at all, not one line with content")
+        if len(lengths) == 0:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
+            raise ValueError(f"no prompt is left: all {self.num_read} rows are left out ({reasons})")
         if len(self._row_indices) == 0:
             raise ValueError(
                 f"no prompt is left: {self.num_too_long} of {self.num_read} rows have max_prompt_length={max_prompt_length}"
-                " tokens or more"
+                f" tokens or more: they have {lengths.min()} to {self.longest}, half of them {np.median(lengths):g} or more;"
+                f" set rl_config.max_prompt_length to {self.longest + 1} for all, and generate_config.max_model_len to it"
+                " plus the tokens of a response"
             )
 
     def __len__(self) -> int:
@@ -131,7 +152,7 @@ class PromptDataset:
         Raises:
             ValueError: a row has no such prompt.
         """
-        template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
+        template = settings.load_template(tokenizer)
         columns = {"prompt": column, "query": "", "response": column, "system": "", "history": ""}
         handler = Math17kAlpacaStyleInstructionHandler(
             HandlerSettings(tokenizer=tokenizer, template=template, map_keys=columns, enable_thinking=settings.enable_thinking)
@@ -147,7 +168,7 @@ class PromptDataset:
                 raise ValueError(f"{where}: column {column!r} is not a prompt of a teacher: {error}") from error
             if conversation.system is None and settings.system_prompt:
                 conversation = replace(conversation, system=settings.system_prompt)
-            renderings.append(handler.render_conversation(conversation))
+            renderings.append(handler.render_conversation(conversation.as_context()))
         self._added = {}
         for index, turns in enumerate(handler.encoder.encode_renderings(renderings)):
             if isinstance(turns, MalformedRowError):
@@ -333,8 +354,11 @@ def open_prompts(
     return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
 
 
-def check_prompt_files(data_path: str | Path) -> None:
+def check_prompt_files(data_path: str | Path, key: str = "data_path") -> None:
     """Check that data exists at `data_path`; see `open_prompts`.
+
+    Args:
+        key: where the user wrote it, for the message.
 
     Raises:
         ValueError: it does not exist.
@@ -342,9 +366,9 @@ def check_prompt_files(data_path: str | Path) -> None:
     path, _, _ = split_slice(str(data_path))
     if not list_packed_columns(path) and not path.startswith(HUBS) and not has_files(path):
         raise ValueError(
-            f"data_path={path!r} is neither a raw file or folder, nor a prefix of files named"
-            f" {path}_packed_input_ids_document.bin; give the --output-prefix of preprocessing, raw data (also"
-            " data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
+            f"{key}={path!r} is neither a raw file or folder, nor a prefix of files named"
+            f" {path}_packed_input_ids_document.bin: {describe_missing(path)}; give the --output-prefix of preprocessing, raw"
+            " data (also data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
         )
 
 
@@ -375,7 +399,7 @@ def _load_raw(
     keys: Sequence[str] | None,
     settings: PromptSettings,
 ) -> PromptDataset:
-    template = load_template(settings.prompt_type or PLAIN_TEMPLATE, tokenizer, path=settings.prompt_type_path)
+    template = settings.load_template(tokenizer)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:
@@ -398,6 +422,7 @@ def _load_raw(
             is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
             if settings.map_keys is None and is_plain and "instruction" not in first:
                 settings = replace(settings, map_keys=_PLAIN_COLUMNS)
+            _check_label_column(first, settings.map_keys)
             if keys is None:
                 guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
                 has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
@@ -442,6 +467,12 @@ def _load_raw(
                 bad.append((number, error))
                 continue
             tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+            if settings.vocab_size is not None and max(tokens, default=0) >= settings.vocab_size:
+                # before lengths, which another tokenizer makes too long
+                raise ValueError(
+                    f"{path}, row {number}: the tokenizer writes token {max(tokens)}, but the model's vocabulary has"
+                    f" {settings.vocab_size}; give the tokenizer of the model (tokenizer_name_or_path)"
+                )
             values = draft.note if images is None else {**draft.note, IMAGES: References(image.key for image in stored)}
             rows.append(tokens, values, (path, number))
         if bad and settings.on_bad_row == "error":
@@ -452,6 +483,17 @@ def _load_raw(
             dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
     return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped, note=source.note)
+
+
+def _check_label_column(row: Row, map_keys: Mapping[str, object] | None) -> None:
+    """Raise ValueError where map_keys names a column of labels that the rows do not have."""
+    column = (map_keys or {}).get("response")
+    if column and row and column not in row and map_keys is not _PLAIN_COLUMNS:
+        hint = registry.did_you_mean(column, map(str, row))
+        raise ValueError(
+            f"map_keys: response names the column {column!r} for labels, which the rows do not have; they have"
+            f" {', '.join(map(str, row))}{hint}; leave response out of map_keys for data without labels"
+        )
 
 
 def _choose_handler(row: Row, keys: Sequence[str], map_keys: Mapping[str, object] | None) -> str:

@@ -7,9 +7,11 @@ not grow with the input.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -26,6 +28,7 @@ from mindspeed_rl.data.conversation import MalformedRowError, Row
 from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
 from mindspeed_rl.data.short_floats import shorten_floats
 from mindspeed_rl.data.strict_json import StrictDecoder
+from mindspeed_rl.files import open_regular
 
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -152,7 +155,8 @@ class Source:
         if self.format == "parquet":
             import pyarrow.parquet
 
-            return sum(pyarrow.parquet.read_metadata(path).num_rows for path in self.paths)
+            with _naming_damage(", ".join(self.paths[:1])):
+                return sum(pyarrow.parquet.read_metadata(path).num_rows for path in self.paths)
         if self.format == "dataset":
             return len(self.dataset)
         if self.format == "arrow":
@@ -344,7 +348,10 @@ def _find_split(file: Path) -> str | None:
 def _open_saved_dataset(path: Path) -> Source:
     from datasets import DatasetDict, load_from_disk
 
-    loaded = load_from_disk(str(path), keep_in_memory=False)
+    try:
+        loaded = load_from_disk(str(path), keep_in_memory=False)
+    except Exception as error:
+        raise ValueError(f"input={str(path)!r} is not a data set that datasets has saved, or damaged: {error!r}") from error
     note = None
     if isinstance(loaded, DatasetDict):
         if "train" not in loaded and len(loaded) != 1:
@@ -479,7 +486,9 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     position = 0
     with open_content(path) as (content, raw):
         # newline "": the csv module handles line ends inside quotes
-        reader = csv.DictReader(io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline=""))
+        text = io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
+        header = text.readline()
+        reader = csv.DictReader(itertools.chain([header], text), delimiter=find_separator(header))
         _check_names(path, reader.fieldnames or ())
         for number, row in enumerate(reader, start=1):
             rows.append(_csv_row(row))
@@ -487,6 +496,11 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
                 yield Chunk(path, "rows", first, len(rows), raw.tell() - position, payload=rows)
                 first, position, rows = number + 1, raw.tell(), []
         yield Chunk(path, "rows", first, len(rows), os.path.getsize(path) - position, payload=rows)
+
+
+def find_separator(header: str) -> str:
+    """Return the separator of a CSV file by its first line: a comma where it has one, else a semicolon or a tab."""
+    return next((mark for mark in ",;\t" if mark in header), ",")
 
 
 def _check_names(path: str, names: Sequence[str], where: str = "") -> None:
@@ -528,6 +542,8 @@ def _table_chunks(path: str, first_row: int, table: Any, size: ChunkSize) -> Ite
     """Split an Arrow table or record batch into chunks of bytes, because a pickled slice includes its full table."""
     import pyarrow
 
+    with _naming_damage(path):
+        table.validate(full=True)  # offsets of damaged files lead anywhere
     _check_schema(path, table.schema)
     rows = max(1, min(size.num_rows, table.num_rows * size.num_bytes // max(table.nbytes, 1)))
     for start in range(0, table.num_rows, rows):
@@ -543,11 +559,22 @@ def _parquet_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
     import pyarrow.parquet
 
     row = 1
-    with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+    with _naming_damage(path), pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
         _check_schema(path, file.schema_arrow)
         for batch in file.iter_batches(batch_size=size.num_rows, use_threads=False):
             yield from _table_chunks(path, row, batch, size)
             row += batch.num_rows
+
+
+@contextlib.contextmanager
+def _naming_damage(path: str) -> Iterator[None]:
+    """Raise ValueError with the file's name where Arrow cannot read it."""
+    import pyarrow
+
+    try:
+        yield
+    except (pyarrow.ArrowException, MemoryError, OSError, OverflowError, UnicodeDecodeError) as error:
+        raise ValueError(f"'{path}' is damaged: {error or type(error).__name__}") from error
 
 
 def _arrow_batches(path: str) -> Iterator[Any]:
@@ -644,7 +671,7 @@ def _chunk_rows(chunk: Chunk) -> list[_NumberedRow]:
 def _read_content(chunk: Chunk) -> bytes:
     if chunk.payload is not None:
         return chunk.payload
-    with open(chunk.path, "rb") as file:
+    with open_regular(chunk.path) as file:
         file.seek(chunk.start)
         return file.read(chunk.stop - chunk.start)
 

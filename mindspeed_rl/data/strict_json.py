@@ -61,9 +61,9 @@ class StrictDecoder:
     def _object(self, pairs: list[tuple[str, object]]) -> dict[str, object]:
         value = dict(pairs)
         if len(value) != len(pairs):
-            keys = [key for key, _ in pairs]
+            seen: set[str] = set()
             # noted, not raised: the value's end has to be found, where the next one may begin
-            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
             self._problem = f"the key {twice!r} stands twice in an object"
         return value
 

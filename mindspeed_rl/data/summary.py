@@ -24,6 +24,7 @@ class Counts:
     rows_read: int = 0
     rows_kept: int = 0
     rows_truncated: int = 0
+    rows_added: int = 0
     tokens: int = 0
     tokens_trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
@@ -34,6 +35,7 @@ class Counts:
         self.rows_read += other.rows_read
         self.rows_kept += other.rows_kept
         self.rows_truncated += other.rows_truncated
+        self.rows_added += other.rows_added
         self.tokens += other.tokens
         self.tokens_trained += other.tokens_trained
         self.dropped.update(other.dropped)
@@ -114,6 +116,7 @@ def format_summary(
     dropped = sum(counts.dropped.values())
     lines = [
         f"rows read {counts.rows_read}, kept {counts.rows_kept}, dropped {dropped}, truncated {counts.rows_truncated}",
+        *([f"  added, earlier answers as rows of their own: {counts.rows_added}"] if counts.rows_added else []),
         *(f"  dropped, {reason}: {count}" for reason, count in sorted(counts.dropped.items())),
         *(f"  {row}" for row in counts.bad_rows),
         f"tokens {counts.tokens}, of them trained {counts.tokens_trained}",

@@ -52,12 +52,15 @@ from mindspeed_rl.data.conversation import (
     JsonObject,
     MalformedRowError,
     Message,
+    MisplacedAnswersError,
     ToolCall,
     assistant,
     user,
 )
 from mindspeed_rl.data.messages import THOUGHT_KEYS
 from mindspeed_rl.data.tools import get_tool_style
+from mindspeed_rl.files import read_json_value
+from mindspeed_rl.thoughts import THINK, build_marks, find_marks, find_template_marks, remove_thought, split_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,6 +73,13 @@ Thinking = Literal["true", "false", "none"]
 # Contents of artificial messages (question, answer, next message): equally long, and unchanged by templates.
 _PROBES = ("question5041", "answerab7302", "nextcont8263")
 _MAX_BORDERS = 4096
+#: argument of chat templates that has a key of its own
+THINKING_ARGUMENT = "enable_thinking"
+#: arguments of apply_chat_template that are set for each conversation
+_SET_ARGUMENTS = frozenset(
+    "conversation messages tools chat_template add_generation_prompt continue_final_message tokenize padding truncation "
+    "max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs".split()
+)
 _REWRITES = "the tokenizer's chat template writes earlier turns differently after later ones are added; use prompt_type"
 
 _FIELD = re.compile(r"\{\{(content|idx|name|arguments)\}\}")
@@ -104,26 +114,33 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A rendered conversation; `efficient_eos` is explained in the module's docstring.
+    """A rendered conversation.
 
-    With `as_one_text` the turns have texts only, and are tokenized together as one text.
+    Attributes:
+        efficient_eos: see the module's docstring.
+        as_one_text: the turns have texts only, and are tokenized together as one text.
+        without_thought: indexes of the messages of answers that train, but of which the template leaves out the thought, as
+            templates do before the last question.
     """
 
     turns: tuple[Turn, ...]
     efficient_eos: bool = False
     as_one_text: bool = False
+    without_thought: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class _Field:
+class Field:
+    """A field of a slot: content, idx, name or arguments."""
+
     name: str
 
 
-class _Format:
+class Format:
     """A list of slots, parsed once. A slot is a special token, or a list of literal text and fields."""
 
     def __init__(self, slots: Sequence[object], location: str) -> None:
-        self.parts: list[str | Token | _Field] = []
+        self.parts: list[str | Token | Field] = []
         for slot in slots:
             if isinstance(slot, dict) and set(slot) == {"token"}:
                 self.parts.append(Token(slot["token"]))
@@ -131,16 +148,16 @@ class _Format:
                 self.parts.append(Token(slot[0]))
             elif isinstance(slot, str):
                 fields = _FIELD.split(slot)
-                self.parts.extend(_Field(text) if index % 2 else text for index, text in enumerate(fields) if text)
+                self.parts.extend(Field(text) if index % 2 else text for index, text in enumerate(fields) if text)
             else:
                 raise ValueError(
                     f'{location}: a slot is a text, {{"token": ...}}, ["bos_token"] or ["eos_token"], not {slot!r}'
                 )
-        self.fields = frozenset(part.name for part in self.parts if isinstance(part, _Field))
+        self.fields = frozenset(part.name for part in self.parts if isinstance(part, Field))
 
     def apply(self, **values: str) -> list[TextOrToken]:
         """Fill in the fields; values are not searched for fields."""
-        return [values[part.name] if isinstance(part, _Field) else part for part in self.parts]
+        return [values[part.name] if isinstance(part, Field) else part for part in self.parts]
 
 
 def _merge_texts(parts: Sequence[TextOrToken]) -> tuple[TextOrToken, ...]:
@@ -191,34 +208,37 @@ class Template:
         self.observation_join: str = entry.get("observation_join", "\n")
         opening, closing = entry.get("thought_words", ("<think>\n", "\n</think>\n\n"))
         self.thought_words: tuple[str, str] = (opening, closing)
+        #: marks of a thought: a known family, or one of its own
+        self.marks = find_marks(opening.strip()) or build_marks(opening.strip(), closing.strip())
         self.thought_empty: str = entry.get("thought_empty", opening + closing)
         self.thought_in_source = bool(entry.get("thought_in_source", False))
         self.drop_thinking = bool(entry.get("drop_thinking", False))
         self._keeps_thoughts_with_tools = template_class == "DeepSeek4Template"
-        self._thought_earlier: str = entry.get("thought_earlier", self.thought_empty)
-        self._strip_answers: str | None = entry.get("strip_answers")
-        if self._strip_answers not in (None, "lines", "blanks"):
-            raise ValueError(f"{location}: strip_answers={self._strip_answers!r} is unknown; allowed: lines, blanks")
+        self.thought_earlier: str = entry.get("thought_earlier", self.thought_empty)
+        self.strip_answers: str | None = entry.get("strip_answers")
+        if self.strip_answers not in (None, "lines", "blanks"):
+            raise ValueError(f"{location}: strip_answers={self.strip_answers!r} is unknown; allowed: lines, blanks")
         self.thinking_off_suffix: str = entry.get("thinking_off_suffix", "")
         self.efforts: dict[str, str] = entry.get("reasoning_effort", {})
         # data from other models has the common marks, independent of this template
-        marks = {(opening.strip(), closing.strip()), ("<think>", "</think>")}
+        self.thought_marks = tuple(dict.fromkeys([(opening.strip(), closing.strip()), THINK.texts]))
         self._thoughts = [
             re.compile(r"^\s*" + re.escape(first) + r"(?P<thought>.*?)" + re.escape(last) + r"\n*", re.DOTALL)
-            for first, last in marks
+            for first, last in self.thought_marks
         ]
         self._ends_of_thoughts = [
-            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\n*", re.DOTALL) for first, last in marks
+            re.compile(rf"(?P<thought>((?!{re.escape(first)}).)*?){re.escape(last)}\n*", re.DOTALL)
+            for first, last in self.thought_marks
         ]
 
         end = [] if self.efficient_eos else [["eos_token"]]
 
-        def slots(key: str, default: list[Any]) -> _Format:
-            return _Format(entry.get(key, {}).get("slots", default), f"{location}, {key}")
+        def slots(key: str, default: list[Any]) -> Format:
+            return Format(entry.get(key, {}).get("slots", default), f"{location}, {key}")
 
         self.user = slots("format_user", ["{{content}}"])
         self.assistant = slots("format_assistant", ["{{content}}", *end])
-        self._earlier = slots("format_earlier", entry.get("format_assistant", {}).get("slots", ["{{content}}", *end]))
+        self.earlier = slots("format_earlier", entry.get("format_assistant", {}).get("slots", ["{{content}}", *end]))
         self.system = slots("format_system", ["{{content}}"])
         if self.system_in_user and any(isinstance(part, Token) for part in self.system.parts):
             raise ValueError(
@@ -248,6 +268,7 @@ class Template:
         last = len(messages) - 1
         drops = self.drop_thinking and not (self._keeps_thoughts_with_tools and conversation.tools)
         question = max((index for index, message in enumerate(messages) if self._is_question(message)), default=0)
+        without_thought: list[int] = []
         for index in range(0, len(messages), 2):
             lead = ""
             if index:
@@ -258,7 +279,11 @@ class Template:
             source += self._render_source(messages[index], lead, suffix, index // 2)
             target: list[TextOrToken] = []
             if index < last:
-                as_thinking = "false" if drops and index < question else thinking
+                is_dropped = drops and index < question
+                as_thinking = "false" if is_dropped else thinking
+                if is_dropped and thinking != "false" and messages[index + 1].trains:
+                    if self._read_thought(messages[index + 1])[0].strip():
+                        without_thought.append(index + 1)
                 opening, target = self._render_target(messages[index + 1], as_thinking, is_last=index + 1 == last)
                 source.append(opening)
             elif self.can_think and thinking == "false":
@@ -267,7 +292,7 @@ class Template:
             elif self.thought_in_source:
                 source.append(self.thought_words[0] if thinking == "true" else self.thought_empty)
             turns.append(Turn(_merge_texts(source), _merge_texts(target), index == last or messages[index + 1].trains))
-        return Rendering(tuple(turns), self.efficient_eos)
+        return Rendering(tuple(turns), self.efficient_eos, without_thought=tuple(without_thought))
 
     def _is_question(self, message: Message) -> bool:
         """Return True for a message of the user; Qwen's templates do not count a tool's result that the user's turn has."""
@@ -317,7 +342,7 @@ class Template:
         """Return the text that the answer adds to the source, and the target."""
         opening, thought, content = self._split_thought(message, thinking, is_last=is_last)
         if message.role != "function":
-            answer = self.assistant if is_last else self._earlier
+            answer = self.assistant if is_last else self.earlier
             return opening, [thought, *answer.apply(content=content)]
         if self.tools is None:
             raise MalformedRowError(f"template {self.name!r} cannot write function calls; templates that can have format_tools")
@@ -337,14 +362,34 @@ class Template:
 
     def _split_thought(self, message: Message, thinking: Thinking, *, is_last: bool) -> tuple[str, str, str]:
         """Return (end of the source, thought as written in the target, answer without it)."""
-        content = message.content
         if not self.can_think:
             if message.reasoning:
                 raise MalformedRowError(
                     f"template {self.name!r} cannot write reasoning_content; qwen3 and other reasoning templates can"
                 )
-            return "", "", content
-        thought = message.reasoning
+            return "", "", message.content
+        thought, content = self._read_thought(message)
+        empty = self.thought_empty if is_last or not self.drop_thinking else self.thought_earlier
+        # as MindSpeed-LLM: an empty thought is read, and learned only with thinking
+        is_empty = thinking == "false" or (not thought and (thinking != "true" or not empty))
+        if self.strip_answers == "blanks":
+            thought, content = thought.strip(), content.strip()
+        elif self.strip_answers and not (is_empty and not empty):
+            thought, content = thought.strip("\n"), content.lstrip("\n")
+        if is_empty:
+            return empty, "", content
+        opening, closing = self.thought_words
+        if self.thought_in_source:
+            return opening, thought + closing, content
+        return "", opening + thought + closing, content
+
+    def _read_thought(self, message: Message) -> tuple[str, str]:
+        """Return (thought, text after it) of an answer, which has its thought under a key or in its text.
+
+        Raises:
+            MalformedRowError: it has two.
+        """
+        thought, content = message.reasoning, message.content
         # an answer that ends a thought without opening it: the prompt, which is not part of it, has opened it
         for pattern in (*self._thoughts, *(() if thought else self._ends_of_thoughts)):
             match = pattern.match(content)
@@ -355,22 +400,8 @@ class Template:
                         f"an answer has two thoughts: {thought[:60]!r} under a key, and {in_text[:60]!r} in its"
                         " text; leave one out"
                     )
-                thought = thought or in_text
-                content = content[match.end() :]
-                break
-        empty = self.thought_empty if is_last or not self.drop_thinking else self._thought_earlier
-        # as MindSpeed-LLM: an empty thought is read, and learned only with thinking
-        is_empty = thinking == "false" or (not thought and (thinking != "true" or not empty))
-        if self._strip_answers == "blanks":
-            thought, content = thought.strip(), content.strip()
-        elif self._strip_answers and not (is_empty and not empty):
-            thought, content = thought.strip("\n"), content.lstrip("\n")
-        if is_empty:
-            return empty, "", content
-        opening, closing = self.thought_words
-        if self.thought_in_source:
-            return opening, thought + closing, content
-        return "", opening + thought + closing, content
+                return thought or in_text, content[match.end() :]
+        return thought, content
 
 
 @dataclass(frozen=True)
@@ -391,10 +422,15 @@ class HfTemplate:
     Each answer starts at the end of the template's generation prompt. It ends with the text that the template writes after a
     last answer, up to and including the tokenizer's end token; if an earlier answer ends differently, with the first special
     token between it and the next message, if that token ends messages. The ends are found with artificial messages, so that
-    no text of a row can be taken for an end.
+    no text of a row can be taken for an end. Where the template writes nothing after an answer (GLM), the tokenizer's end
+    token is learned there, as with `efficient_eos`.
+
+    Args:
+        arguments: chat_template_kwargs, which every rendering has; `choose_thinking` reads enable_thinking.
 
     Raises:
-        ValueError: the tokenizer has no chat template, or it writes nothing after an answer.
+        ValueError: the tokenizer has no chat template, it does not read an argument, or it writes nothing after an answer, and
+            the tokenizer has no end token.
     """
 
     name = HF_TEMPLATE
@@ -405,9 +441,18 @@ class HfTemplate:
     writes_tools = True
     tool_format: str | None = None  # unknown for the tokenizer's template
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object] | None = None) -> None:
         if not tokenizer.chat_template:
-            raise ValueError("prompt_type='hf' needs a tokenizer with a chat template; this one has none")
+            raise ValueError(
+                "prompt_type='hf' needs a tokenizer with a chat template; this one has none: take a template by name"
+                " (prompt_type: chatml, or empty for plain text), or copy chat_template.jinja of the published model"
+            )
+        self._arguments: dict[str, Any] = {key: value for key, value in (arguments or {}).items() if key != THINKING_ARGUMENT}
+        for name in self._arguments:
+            if name in _SET_ARGUMENTS:
+                raise ValueError(f"chat_template_kwargs has {name!r}, which is set for each conversation; leave it out")
+            if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+                raise ValueError(f"chat_template_kwargs has {name!r}, which the tokenizer's chat template does not read")
         self._tokenizer = tokenizer
         added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         # the longest first: an alternation takes the first match, which may be a prefix of another
@@ -415,6 +460,7 @@ class HfTemplate:
         self._special = re.compile("|".join(map(re.escape, special)))
         self._borders: dict[tuple[str, str, bool, Thinking], _Border] = {}
         self._source = str(tokenizer.chat_template)
+        self.marks = find_template_marks(self._source, (str(token) for token in tokenizer.added_tokens_decoder.values()))
         # the name under which the template reads thoughts, as most do where it reads none
         self._thought_key = next((key for key in THOUGHT_KEYS if self._reads(key)), THOUGHT_KEYS[0])
         self._terminator = self._find_terminator()
@@ -440,7 +486,7 @@ class HfTemplate:
         from jinja2.exceptions import TemplateError
 
         # left out, not null: templates test whether it is defined, and have a default
-        extra: JsonObject = {} if thinking == "none" else {"enable_thinking": thinking == "true"}
+        extra: JsonObject = {} if thinking == "none" else {THINKING_ARGUMENT: thinking == "true"}
         try:
             # None, not an empty list: Llama 3.1's template tests `tools is not none` and would write its header of tools
             text = self._tokenizer.apply_chat_template(
@@ -448,6 +494,7 @@ class HfTemplate:
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self._arguments,
                 **extra,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -471,7 +518,7 @@ class HfTemplate:
         if eos and eos in terminator:
             # generation stops at the end token, so the text after it (ChatML's newline) is never sampled
             terminator = terminator[: terminator.index(eos) + len(eos)]
-        if not probe or not terminator:
+        if not probe or not (terminator or eos):
             raise ValueError("the tokenizer's chat template writes nothing after an answer, so a model could not learn to stop")
         return terminator
 
@@ -511,12 +558,22 @@ class HfTemplate:
             # the probes are equally long, so the end is the same for either
             text = text[start + len(answer) :]
             between = os.path.commonprefix([between[::-1], text[::-1]])[::-1] if index else text
+        if not self._terminator:
+            cut = self._find_next_message(between, is_last=not after) if calls else 0
+            return _Border("", between[cut:], prompt)
         position = between.find(self._terminator)
         if position == 0 or (position > 0 and calls):
             cut = position + len(self._terminator)
         else:
             position, cut = self._find_other_end(between, prompt, calls=bool(calls))
         return _Border(between[position:cut], between[cut:], prompt)
+
+    def _find_next_message(self, between: str, *, is_last: bool) -> int:
+        """Return the position after a call in `between`, where the template writes no end."""
+        match = None if is_last else self._special.search(between)
+        if match is None and not is_last:
+            raise MalformedRowError("the tokenizer's chat template writes nothing that ends function calls")
+        return len(between) if match is None else match.start()
 
     def _find_other_end(self, between: str, prompt: str, *, calls: bool) -> tuple[int, int]:
         """Return (start, end) in `between` of the end of an answer that does not end as the last answer does."""
@@ -537,6 +594,7 @@ class HfTemplate:
         """Write the conversation out; the turns' concatenation is the chat template's own text.
 
         Raises:
+            MisplacedAnswersError: an answer that trains is written differently before later messages.
             MalformedRowError: the roles do not alternate, or the template refuses or drops a part, or rewrites earlier turns.
         """
         conversation.check_roles()
@@ -550,19 +608,27 @@ class HfTemplate:
         replies = conversation.messages[1::2]
         full_text = self._apply(messages, tools, thinking, prompt=len(sources) > len(replies))
         openings = []
+        misplaced: list[int] = []
         sent = len(messages) - conversation.num_hf_messages
-        for source, reply in zip_longest(sources, replies):
+        for index, (source, reply) in enumerate(zip_longest(sources, replies)):
             sent += len(source.contents)
             openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else full_text)
             sent += 1
             # context is read as the template writes it, whatever prompt it once followed
-            if reply is None or reply.trains:
-                self._check_opening(full_text, openings[-1], source, tools, thinking)
+            if (reply is None or reply.trains) and not full_text.startswith(openings[-1]):
+                misplaced.append(index)
+        if misplaced:
+            index = misplaced[0]
+            problem = self._explain_opening(full_text, openings[index], sources[index], tools, thinking)
+            if last_earlier := max((2 * index + 1 for index in misplaced if index + 1 < len(sources)), default=0):
+                raise MisplacedAnswersError(problem, last_earlier)
+            raise MalformedRowError(problem)  # the last answer has no other place
         self._check_tools_are_written(full_text, tools)
         turns: list[Turn] = []
         position = 0
         sent = len(messages) - conversation.num_hf_messages
         texts = [conversation.system or ""]  # to be read in the next source
+        without_thought: list[int] = []
         for number, (source, opening) in enumerate(zip(sources, openings, strict=True)):
             sent += len(source.contents) + 1
             texts += source.contents
@@ -575,24 +641,20 @@ class HfTemplate:
                 text = ""  # read with the next source
             if reply is None or not reply.trains:
                 turns.append(Turn(_merge_texts([text]), (), reply is None))
-                texts += [_without_thought(reply.content), *(call.name for call in reply.calls)] if reply else []
+                texts += [remove_thought(reply.content), *(call.name for call in reply.calls)] if reply else []
                 continue
-            following = sources[number + 1] if number + 1 < len(sources) else None
-            border = self._border(reply, following, tools, thinking)
-            limit = len(full_text)
-            if following is not None:
-                limit = self._find_content_start(
-                    full_text, openings[number + 1], border, following, messages[:sent], tools, thinking
-                )
-            if any(call.name not in full_text[len(opening) : limit] for call in reply.calls):
-                raise MalformedRowError("the tokenizer's chat template drops function calls")
-            end = limit - len(border.header)
-            if end < len(opening) + len(border.end) or not full_text[:limit].endswith(border.end + border.header):
-                raise MalformedRowError(
-                    f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual"
-                )
-            answer = full_text[len(opening) : end]
-            self._check_target(reply, answer, is_last=following is None, thinking=thinking)
+            try:
+                end = self._find_end(full_text, openings, conversation, number, messages[:sent], thinking)
+                answer = full_text[position:end]
+                self._check_target(reply, answer)
+            except MalformedRowError as error:
+                if number + 1 < len(sources):
+                    raise MisplacedAnswersError(str(error), 2 * number + 1) from error
+                raise
+            if thinking != "false" and _leaves_out_thought(reply, answer):
+                if number + 1 == len(sources):
+                    raise MalformedRowError("the tokenizer's chat template drops the reasoning_content of the last answer")
+                without_thought.append(2 * number + 1)
             turns.append(Turn(_merge_texts([text]), _merge_texts([answer])))
             position = end
         # the text after the last end token is not learned, but it is tokenized
@@ -601,7 +663,42 @@ class HfTemplate:
             turns.append(Turn(_merge_texts([full_text[position:]]), ()))
         written = "".join(join_text((*turn.source, *turn.target)) for turn in turns)
         assert written == full_text, (written, full_text)
-        return Rendering(tuple(turns), as_one_text=True)
+        without = tuple(without_thought)
+        return Rendering(tuple(turns), efficient_eos=not self._terminator, as_one_text=True, without_thought=without)
+
+    def _find_end(
+        self,
+        full_text: str,
+        openings: Sequence[str],
+        conversation: Conversation,
+        number: int,
+        before: list[JsonObject],
+        thinking: Thinking,
+    ) -> int:
+        """Return the position after an answer that trains.
+
+        Args:
+            openings: texts with the prompt of each answer.
+            number: index of the answer.
+            before: messages up to the answer.
+
+        Raises:
+            MalformedRowError: the template drops its calls, or ends it in another way than artificial ones.
+        """
+        sources, reply, tools = conversation.messages[::2], conversation.messages[2 * number + 1], conversation.tools
+        following = sources[number + 1] if number + 1 < len(sources) else None
+        start, limit = len(openings[number]), len(full_text)
+        border = self._border(reply, following, tools, thinking)
+        if following is not None:
+            limit = self._find_content_start(full_text, openings[number + 1], border, following, before, tools, thinking)
+        if any(call.name not in full_text[start:limit] for call in reply.calls):
+            raise MalformedRowError("the tokenizer's chat template drops function calls")
+        end = limit - len(border.header)
+        if end < start + len(border.end) or not full_text[:limit].endswith(border.end + border.header):
+            raise MalformedRowError(
+                f"the tokenizer's chat template does not end answer {number + 1} with {border.end!r} as usual"
+            )
+        return end
 
     def _check_read(self, contents: Sequence[str], text: str) -> None:
         for content in contents:
@@ -610,22 +707,21 @@ class HfTemplate:
                     f"the tokenizer's chat template drops or changes {content[:60]!r}, which should be read"
                 )
 
-    def _check_opening(
+    def _explain_opening(
         self, full_text: str, opening: str, source: Message, tools: Sequence[JsonObject], thinking: Thinking
-    ) -> None:
-        if full_text.startswith(opening):
-            return
+    ) -> str:
+        """Return the reason why a text does not begin with the prompt of one of its answers."""
         same = len(os.path.commonprefix([full_text, opening]))
-        read = self._apply(_build_hf_messages(Conversation([source])), tools, thinking, prompt=False)
-        prompted = self._apply(_build_hf_messages(Conversation([source])), tools, thinking, prompt=True)
+        question = _build_hf_messages(Conversation([user(source.content)]))
+        read, prompted = (self._apply(question, tools, thinking, prompt=prompt) for prompt in (False, True))
         if prompted.startswith(read) and len(opening) - same <= len(prompted) - len(read):
             prompt_text = prompted[len(read) :]
             start = len(opening) - len(prompt_text)
-            raise MalformedRowError(
+            return (
                 f"the tokenizer's chat template opens an answer with {prompt_text!r}, but writes this one as"
                 f" {full_text[start : start + len(prompt_text) + 20]!r}; try another enable_thinking, or prompt_type"
             )
-        raise MalformedRowError(_REWRITES)
+        return _REWRITES
 
     def _find_content_start(
         self,
@@ -654,11 +750,8 @@ class HfTemplate:
             raise MalformedRowError(_REWRITES)
         return start
 
-    def _check_target(self, reply: Message, target: str, *, is_last: bool, thinking: Thinking) -> None:
-        # only of the last answer: templates leave out earlier thoughts by design
-        if is_last and thinking != "false" and reply.reasoning.strip() not in target:
-            raise MalformedRowError("the tokenizer's chat template drops the reasoning_content of the last answer")
-        if not _contains(reply.content, target) and not _contains(_without_thought(reply.content), target):
+    def _check_target(self, reply: Message, target: str) -> None:
+        if not _contains(reply.content, target) and not _contains(remove_thought(reply.content), target):
             raise MalformedRowError(f"the tokenizer's chat template drops or changes the answer {reply.content[:60]!r}")
 
     def _check_tools_are_written(self, text: str, tools: Sequence[JsonObject]) -> None:
@@ -681,9 +774,11 @@ def build_probe_tool(name: str) -> JsonObject:
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
 
 
-def _without_thought(content: str) -> str:
-    """Return an answer's text without a thought at its beginning."""
-    return content.rpartition("</think>")[2]
+def _leaves_out_thought(reply: Message, target: str) -> bool:
+    """Return True when a target has not the thought of its answer, under a key or in the text."""
+    in_text, answer = ("", reply.content) if reply.content.strip() in target else split_thought(reply.content)
+    before = target.rpartition(answer.strip())[0] if answer.strip() else target
+    return any(thought.strip() not in before for thought in (reply.reasoning, in_text))
 
 
 def _contains(content: str, text: str) -> bool:
@@ -751,10 +846,12 @@ def _load_template_file(path: str) -> dict[str, JsonObject]:
         ValueError: the file is missing, not a JSON list of objects with names, or has a name twice.
     """
     try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        entries = read_json_value(path)
+    except (OSError, ValueError) as error:
         raise ValueError(f"prompt_type_path={path!r} cannot be read: {error}") from error
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) and "name" in entry for entry in entries):
+    if not isinstance(entries, list) or not all(
+        isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries
+    ):
         raise ValueError(f"prompt_type_path={path!r} must be a JSON list of objects that have a name")
     by_name = {entry["name"]: entry for entry in entries}
     if len(by_name) < len(entries):
@@ -767,27 +864,58 @@ def _list_template_names(path: str | Path | None = None) -> list[str]:
     return [*_load_template_file(str(path or _TEMPLATE_FILE)), HF_TEMPLATE]
 
 
+def choose_thinking(thinking: Thinking | bool | None, arguments: Mapping[str, object] | None) -> Thinking:
+    """Return the thinking mode of enable_thinking and of the argument of that name in chat_template_kwargs.
+
+    Raises:
+        ValueError: they differ, or the argument is not true or false.
+    """
+    names: dict[object, Thinking] = {True: "true", False: "false", None: "none"}
+    mode = names[thinking] if thinking is None or isinstance(thinking, bool) else thinking
+    value = (arguments or {}).get(THINKING_ARGUMENT)
+    if value is None:
+        return mode
+    if not isinstance(value, bool):
+        raise ValueError(f"chat_template_kwargs.enable_thinking is {value!r}, but must be true or false")
+    if mode not in ("none", names[value]):
+        raise ValueError(f"enable_thinking is {mode}, but chat_template_kwargs.enable_thinking is {names[value]}; set one")
+    return names[value]
+
+
 def load_template(
-    name: str, tokenizer: PreTrainedTokenizerBase | None = None, *, path: str | Path | None = None
+    name: str,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    path: str | Path | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> Template | HfTemplate:
     """Return a template by name.
 
     Args:
         tokenizer: needed for "hf" only.
         path: a template file of the user, in place of the shipped one.
+        arguments: chat_template_kwargs.
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: unknown name; the message lists the known ones. Or the template does not read an argument.
     """
     if name == HF_TEMPLATE:
         if tokenizer is None:
             raise ValueError("prompt_type='hf' needs a tokenizer")
-        return HfTemplate(tokenizer)
+        return HfTemplate(tokenizer, arguments)
+    if unread := [key for key in arguments or () if key != THINKING_ARGUMENT]:
+        raise ValueError(
+            f"chat_template_kwargs has {unread[0]!r}, but prompt_type={name!r} reads only enable_thinking; prompt_type hf is"
+            " the tokenizer's own template"
+        )
     entries = _load_template_file(str(path or _TEMPLATE_FILE))
     if name not in entries:
-        hint = registry.did_you_mean(name, entries)
-        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}")
-    return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+        hint, place = registry.did_you_mean(name, entries), f" ({path})" if path else ""
+        raise ValueError(f"prompt_type={name!r} is unknown; there are {', '.join(_list_template_names(path))}{hint}{place}")
+    try:
+        return Template(entries[name], str(path or _TEMPLATE_FILE.name))
+    except (AttributeError, TypeError) as error:
+        raise ValueError(f"prompt_type={name!r} in {path}: a value has another type than is expected: {error}") from error
 
 
 def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.importing import auto_tokenizer
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ def check_tokenizer_files(path: str | Path) -> bool:
         return False
     folder = Path(path).expanduser()
     if not any(fnmatch(file.name, pattern) for file in folder.iterdir() for pattern in _VOCABULARIES):
-        raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none")
+        raise ValueError(
+            f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: the folder holds none ("
+            f"{folder.absolute()} has no tokenizer.json, tokenizer.model or vocab.json); copy those of the model there"
+        )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             if (folder / name).is_file():
-                json.loads((folder / name).read_bytes())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {name}: {error}") from error
+                read_json(folder / name)
+        except ValueError as error:
+            raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {error}") from error
     return True
 
 
@@ -47,10 +51,14 @@ def _is_folder(path: str | Path) -> bool:
         ValueError: it means a folder that is not there.
     """
     folder = Path(path).expanduser()
-    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists()
+    is_path = "/" in str(path) and parse_hub_name(str(path)) is None  # such as a name in a folder that exists
+    looks_local = folder.is_absolute() or str(path).startswith(("./", "../", "~")) or folder.exists() or is_path
     # a mistyped folder must not become a request to the hub
     if looks_local and not folder.is_dir():
-        raise ValueError(f"tokenizer_name_or_path={str(path)!r} is not a folder; give the folder that holds tokenizer.json")
+        problem = "" if os.path.exists(folder) else f": {describe_missing(path)}"
+        raise ValueError(
+            f"tokenizer_name_or_path={str(path)!r} is not a folder{problem}; give the folder that holds tokenizer.json"
+        )
     return looks_local
 
 
@@ -65,14 +73,14 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False, use_fas
     Raises:
         ValueError: nothing loadable is there, or the tokenizer has no end token.
     """
-    local = _is_folder(path)
+    local = check_tokenizer_files(path)
     if not local and (name := parse_hub_name(str(path))) is not None:
         path, local = fetch(name, "tokenizer_name_or_path", "tokenizer"), True
     try:
         tokenizer: Any = auto_tokenizer().from_pretrained(
             str(Path(path).expanduser()) if local else str(path), trust_remote_code=trust_remote_code, use_fast=use_fast
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(f"cannot load a tokenizer from tokenizer_name_or_path={str(path)!r}: {reason}") from error
     if local:
@@ -90,7 +98,7 @@ def _obey_class(tokenizer: Any, folder: Path, *, trust_remote_code: bool) -> Any
     For the model types of its own classes transformers takes these, with their own steps in place of the file's.
     """
     file = folder / "tokenizer_config.json"
-    named = json.loads(file.read_bytes()).get("tokenizer_class") if file.is_file() else None
+    named = read_json(file).get("tokenizer_class") if file.is_file() else None
     if named not in _PLAIN_CLASSES or type(tokenizer).__name__ in _PLAIN_CLASSES or not (folder / "tokenizer.json").is_file():
         return tokenizer
     plain = next((kind for kind in type(tokenizer).__mro__ if kind.__name__ in _PLAIN_CLASSES), None)
@@ -125,10 +133,13 @@ def check_tokens(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
     reference.no_truncation()
     reference.no_padding()
     for text in _SAMPLE_TEXTS:
-        expected = reference.encode(text, add_special_tokens=False).ids
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        expected_text = reference.decode(expected, skip_special_tokens=False)
-        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        try:
+            expected = reference.encode(text, add_special_tokens=False).ids
+            ids = tokenizer.encode(text, add_special_tokens=False)
+            expected_text = reference.decode(expected, skip_special_tokens=False)
+            decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        except Exception as error:
+            raise ValueError(f"tokenizer_name_or_path={str(path)!r}: {text!r} cannot be encoded: {error}") from error
         if ids != expected or decoded != expected_text:
             raise ValueError(
                 f"tokenizer_name_or_path={str(path)!r}: {text!r} becomes {decoded!r} ({len(ids)} tokens), but {expected_text!r}"

@@ -18,7 +18,7 @@ from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRo
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.messages import OPENAI, read_messages
 from mindspeed_rl.data.templates import HfTemplate, Template, TextOrToken, Thinking, build_probe_tool, join_text
-from mindspeed_rl.thoughts import ends_inside_thought
+from mindspeed_rl.thoughts import THINK, ThoughtMarks, ends_inside_thought
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,6 +36,8 @@ _QUESTIONS = ("question5041", "inquiring730")
 _ANSWERS = ("answerab7302", "replycd4859q")
 _NEWS = ("nextcont8263", "followup501x")
 _THOUGHT = "thoughtef1947"
+#: gaps that are kept
+_MAX_GAPS = 4096
 
 
 class _Writer(Protocol):
@@ -118,6 +120,7 @@ class ChatTurns:
         self._tools = [build_probe_tool("probe")] if has_tools else []
         self._has_turn_indices = isinstance(template, Template) and "idx" in template.user.fields
         self._gaps: dict[tuple[tuple[str, ...], int, bool], _Gap | None] = {}
+        self._thought = self._choose_thought(template.marks)
         first, second = (self._ids([_message("user", question)]) for question in _QUESTIONS)
         self._generation_prompt = _common_end(first, second)
 
@@ -198,12 +201,15 @@ class ChatTurns:
         num_before = num_before if self._has_turn_indices else 0
         key = (roles, num_before, has_thought)
         if key not in self._gaps:
+            if len(self._gaps) >= _MAX_GAPS:  # programs may send any order of roles
+                self._gaps.clear()
             self._gaps[key] = self._find_gap(*key)
         gap = self._gaps[key]
         if gap is None:
             return None
         plain = [self._mark_special_tokens(message) for message in messages]
-        probe = _build_probe(_ANSWERS[0], plain, num_before, has_thought=has_thought, with_calls=gap.with_calls)
+        thought = self._thought if has_thought else ""
+        probe = _build_probe(_ANSWERS[0], plain, num_before, thought=thought, with_calls=gap.with_calls)
         full = self._ids(probe)
         if full[: len(gap.prefix)] != gap.prefix:
             raise MalformedRowError(f"the chat template {self.name!r} changes an answer's text with the message after it")
@@ -213,6 +219,15 @@ class ChatTurns:
         elif last_token in self._special and self._special.intersection(gap.header[:1]):
             return None  # the template ends earlier answers with another token (gpt-oss)
         return following
+
+    def _choose_thought(self, marks: ThoughtMarks) -> str:
+        """Return an artificial thought in the marks of the template; in the usual ones where it refuses its own in a text."""
+        text = _write_thought(marks)
+        try:
+            self._writer.write([_message("user", _QUESTIONS[0]), _message("assistant", text + _ANSWERS[0])], ())
+        except MalformedRowError:
+            return _write_thought(THINK)
+        return text
 
     def _find_gap(self, roles: Sequence[str], num_before: int, has_thought: bool) -> _Gap | None:
         """See `render_next`: None if the template changes earlier turns."""
@@ -226,7 +241,8 @@ class ChatTurns:
     def _compute_gap(self, roles: Sequence[str], num_before: int, *, has_thought: bool, with_calls: bool) -> _Gap | None:
         def conversation(answer: str, news: str) -> list[ChatMessage]:
             messages = [_message(role, news) for role in roles]
-            return _build_probe(answer, messages, num_before, has_thought=has_thought, with_calls=with_calls)
+            thought = self._thought if has_thought else ""
+            return _build_probe(answer, messages, num_before, thought=thought, with_calls=with_calls)
 
         prompt = self._ids([*_exchanges(num_before), _message("user", _QUESTIONS[0])])
         full, other = (self._ids(conversation(answer, _NEWS[0])) for answer in _ANSWERS)
@@ -293,12 +309,16 @@ def _exchanges(count: int) -> list[ChatMessage]:
     return [_message("user", "q"), _message("assistant", "a")] * count
 
 
+def _write_thought(marks: ThoughtMarks) -> str:
+    opening, closing = marks.texts
+    return f"{opening.rstrip()}\n{_THOUGHT}\n{closing}\n\n"
+
+
 def _build_probe(
-    answer: str, messages: Sequence[ChatMessage], num_before: int, *, has_thought: bool, with_calls: bool
+    answer: str, messages: Sequence[ChatMessage], num_before: int, *, thought: str, with_calls: bool
 ) -> list[ChatMessage]:
     """Build a question, an answer, and messages after it; with some questions and answers before them."""
     before = _exchanges(num_before)
-    thought = f"<think>\n{_THOUGHT}\n</think>\n\n" if has_thought else ""
     if not with_calls:
         return [*before, _message("user", _QUESTIONS[0]), _message("assistant", thought + answer), *messages]
     # two answers have different ends, so that no bracket or quote is common to them

@@ -233,6 +233,18 @@ class _ChunkBuilder:
         add_to_layers(model, layers, len(vision.deepstack_layers))
 
 
+def _move_trained_to_host(chunks: Sequence[nn.Module]) -> None:
+    """Move the parameters that train to the host, from where Megatron copies each into its flat buffer.
+
+    It allocates the whole buffer, and that of the gradients, before the first parameter gives its memory back; so the device
+    would have the weights twice beside the gradients.
+    """
+    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
+        if parameter.requires_grad:
+            parameter.data = parameter.data.cpu()
+    platform.current().empty_cache()
+
+
 def _get_vp_stage(layout: Layout, stage: int) -> int | None:
     """Return Megatron's number of a chunk, which has none where it is the only one of a rank."""
     return stage if layout.vpp > 1 else None
@@ -254,6 +266,8 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         for chunk in chunks:
             chunk.requires_grad_(False)
         return BuiltModel(plan, transformer, chunks, [], models)
+    if config.use_distributed_optimizer:
+        _move_trained_to_host(chunks)
     ddp_chunks = [
         # in the interleaved schedule Megatron does not divide the chunks after the first into buckets
         DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)

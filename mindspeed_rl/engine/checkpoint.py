@@ -55,6 +55,7 @@ from mindspeed_rl.engine.disks import (
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.files import read_json
 
 _log = logging.getLogger(__name__)
 
@@ -389,7 +390,7 @@ def has_base_weights(folder: str | Path, iteration: int | None = None) -> bool:
     if iteration is None:
         iteration = _find_newest_iteration(folder)
     assert iteration is not None
-    saved = json.loads((iteration_folder(folder, iteration) / "run_state.json").read_text())["lora"]
+    saved = read_json(iteration_folder(folder, iteration) / "run_state.json")["lora"]
     return saved is None or saved["with_base"]
 
 
@@ -525,7 +526,7 @@ def _open_checkpoint(folder: Path, path: Path, disks: Disks | None) -> tuple[dic
         raise ValueError(f"load: {error}; {_ADVICE}.") from None
     if not verify_files(path, _ADVICE, files) and dist.get_rank() == 0:
         _log.warning("load: %s is of a version without %s; its files are not verified.", path, checksums.NAME)
-    return json.loads(record.read_text()), files
+    return read_json(record), files
 
 
 def _check_record(engine: TrainEngine, record: Mapping[str, Any], path: Path, *, with_optimizer: bool) -> None:

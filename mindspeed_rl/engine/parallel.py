@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.platform.environment import STORE_VARIABLE
 from mindspeed_rl.platform.rendezvous import open_store
 
 #: seconds that ranks wait for each other in a collective before the run fails, unless the environment sets another value
@@ -63,7 +64,7 @@ class RankInfo:
 def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     """Set up device, process groups and random generators of this rank; collective over the training world.
 
-    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and MINDSPEED_RL_COLLECTIVE_TIMEOUT_S.
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, MINDSPEED_RL_STORE and MINDSPEED_RL_COLLECTIVE_TIMEOUT_S.
 
     Args:
         num_chunks: model chunks of a pipeline stage, from the layout of the model's plan.
@@ -81,9 +82,10 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
 
 
 def init_process_group(info: RankInfo, timeout_s: float) -> None:
-    """Join the training world at MASTER_ADDR:MASTER_PORT; collective over all its ranks."""
+    """Join the training world at MINDSPEED_RL_STORE, a file, else at MASTER_ADDR:MASTER_PORT; collective over all its ranks."""
     if not dist.is_initialized():
-        master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        file = os.environ.get(STORE_VARIABLE)
+        master = (file, 0) if file else (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         dist.init_process_group(
             platform.current().collective_backend,
             store=open_store(*master, info.world_size, serves=info.rank == 0, timeout_s=timeout_s),

@@ -137,7 +137,11 @@ class TrainEngine:
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
 
     def start_training(self, steps_per_iteration: int) -> None:
-        """Build optimizer and schedule; the weights must be loaded, because fp32 main weights are copied from them now."""
+        """Build optimizer and schedule; the weights must be loaded, because fp32 main weights are copied from them now.
+
+        The gradients have no memory before the first step.
+        """
+        self.offloader.offload(grads=True)
         if self.config.reuse_fp32_param and not platform.current().megatron_kernels:
             _log.warning(
                 "reuse_fp32_param: %s has no optimizer whose bf16 weights share storage with their fp32 copies; both are kept.",
@@ -263,6 +267,7 @@ class TrainEngine:
         """
         optimizer, scheduler = self.optimizer, self.scheduler
         assert optimizer is not None and scheduler is not None  # start_training came first
+        self.offloader.onload(grads=True)
         with self._mode(training=True):
             for chunk in self.model.ddp_chunks:
                 chunk.zero_grad_buffer()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import describe_missing, write_file
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
@@ -34,6 +34,8 @@ PROJECTS: dict[str, SourceProject] = {
     "verl": VERL,
 }
 
+#: files whose names are commands
+_OPTION_FILES = (".yaml", ".yml", ".json")
 #: longer texts are commands, not names of files
 _MAX_PATH = 1024
 
@@ -65,8 +67,16 @@ def main(argv: list[str]) -> int:
     )
     arguments = parser.parse_args(argv)
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if words[1:] and words[1].startswith("-") and Path(words[0]).is_file():
-        parser.error(f"{words[1]} stands after the script {words[0]}; options of import stand before {arguments.project}")
+    is_whole = bool(words) and (any(char.isspace() for char in words[0]) or Path(words[0]).is_file())
+    if is_whole and words[1:] and words[1].startswith("-"):
+        # options of import follow a script, or a command in quotes
+        front = argv[: len(argv) - len(arguments.command) - 1]
+        arguments = parser.parse_args([*front, *words[1:], arguments.project, "--", words[0]])
+        words = words[:1]
+    elif words[:1] != ["ssh"] and "-o" in words[1:-1]:
+        place = words.index("-o", 1)
+        arguments.output = words[place + 1]
+        words = [*words[:place], *words[place + 2 :]]
     if not words:
         parser.error("there is no command")
     variables = dict(item.partition("=")[::2] for item in arguments.variables)
@@ -89,13 +99,23 @@ def main(argv: list[str]) -> int:
 
 
 def _read_command(words: list[str]) -> str:
-    """Return the text of a command, of a script that it names, or of standard input; a file of options stays a name."""
+    """Return the text of a command, of a script that it names, or of standard input; a file of options or code stays a name.
+
+    Raises:
+        ConfigError: the path of a script or a file is not here.
+    """
     if words == ["-"]:
         return sys.stdin.read()
-    if len(words) == 1 and len(words[0]) < _MAX_PATH and "\n" not in words[0] and Path(words[0]).is_file():
-        path = Path(words[0])
-        return shlex.quote(words[0]) if path.suffix in (".yaml", ".yml", ".json") else path.read_text(encoding="utf-8")
-    return words[0] if len(words) == 1 else shlex.join(words)
+    if len(words) > 1 or len(words[0]) >= _MAX_PATH or any(char.isspace() for char in words[0]):
+        return words[0] if len(words) == 1 else shlex.join(words)
+    path = Path(words[0]).expanduser()
+    if path.is_dir():
+        raise ConfigError([f"{words[0]} is a folder; name a script or a file in it"])
+    if path.is_file():
+        return shlex.quote(words[0]) if path.suffix in _OPTION_FILES else path.read_text(encoding="utf-8")
+    if path.suffix in (".sh", ".bash", ".py", *_OPTION_FILES) or ("/" in words[0] and "=" not in words[0]):
+        raise ConfigError([f"there is no script: {describe_missing(words[0])}"])
+    return words[0]
 
 
 def write_import(

@@ -9,14 +9,23 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceProject
+from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
+from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe
+from mindspeed_rl.planner.advice import find_changes_to_fit
+from mindspeed_rl.planner.devices import GIB, find_device
+from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.run.rules.violation import format_value
+
+#: values of a variable that leave its feature off
+_OFF = ("", "0", "false", "False")
 
 
 def import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
@@ -31,12 +40,24 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     """
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
-    command = project.read(read_script(text, settings.variables, settings.folder), settings.devices)
+    if is_program(text):
+        raise ConfigError([f"this is a Python program, whose arguments are in its code: import the command or the script of "
+                           f"{project.title} that starts it"])  # fmt: skip
+    commands = [add_runtime_environment(item) for item in read_script(text, settings.variables, settings.folder)]
+    try:
+        command = project.read(commands, settings.devices)
+    except ConfigError as error:
+        raise ConfigError([*error.errors, *list_absent_scripts(commands)]) from None
     # what the user says is known to the formulas of the plan too
     command = replace(command, environment={**command.environment, **settings.variables})
     run = Import(project.title, settings, project.prefix, command.options)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]
+    if command.loop:
+        run.note("the loop of the script", command.loop)
+    for name, feature in project.switches.items():
+        if command.environment.get(name, "") not in _OFF:
+            run.refuse(f"{name}={command.environment[name]}", feature)
     _request_unknown(command, table)
     for name, value in command.options.items():
         option = project.prefix + name
@@ -70,8 +91,28 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
     if run.refused:
         raise ConfigError(_list_refused(run))
     if recipe is not None:
-        _compare_plans(run, recipe)
+        _ask_planner(run, _compare_plans(run, recipe))
     return run
+
+
+def _ask_planner(run: Import, resolved: Run) -> None:
+    """Note a layout that does not fit a device, as one of FSDP may not that becomes Megatron's."""
+    try:
+        device = find_device(resolved.config)
+        plan = plan_memory(resolved, device)
+    except (ValueError, OSError):
+        return  # the model's shapes are elsewhere
+    if plan.verdict in ("fits", "tight"):
+        return
+    low, high = (f"{count / GIB:.0f}" for count in plan.fullest.peak.range)
+    verdict, peak = plan.verdict.replace("over", "may not fit"), plan.fullest.peak
+    size = f"{low} to {high} GiB in {peak.name} of {plan.capacity / GIB:.0f} GiB of a device"
+    lines = [f"The layout {verdict}: {size} ({device.name}; mindspeed-rl plan memory --chip plans others)."]
+    lines += plan.problems
+    for change in find_changes_to_fit(run.tree, resolved, plan, device)[:2]:
+        keys = ", ".join(f"{name}: {format_value(value)}" for name, value in change.values.items())
+        lines.append(f"It {change.plan.verdict} with {keys} ({change.costs}).")
+    run.memory = "\n".join(lines)
 
 
 def _request_unknown(command: SourceCommand, table: Mapping[str, Option]) -> None:
@@ -95,8 +136,8 @@ def _list_refused(run: Import) -> list[str]:
     return [f"{option}: not available here: {feature}" for option, feature in run.refused.items()]
 
 
-def _compare_plans(run: Import, there: Recipe) -> None:
-    """Compare the numbers of the command with those of its run file.
+def _compare_plans(run: Import, there: Recipe) -> Run:
+    """Compare the numbers of the command with those of its run file, and return the run.
 
     Raises:
         ConfigError: the run file breaks a rule, needs what this version does not have, or numbers differ.
@@ -109,13 +150,15 @@ def _compare_plans(run: Import, there: Recipe) -> None:
     here = plan_run(resolved, run.settings.rows)
     run.plans = (there, here)
     differences = find_differences(there, here)
-    if errors := [
+    errors = [
         f"{name} would be {format_value(here_value)} here, but is {format_value(there_value)} in {run.project}; "
         f"--accept {name} takes the difference"
         for name, (there_value, here_value) in differences.items()
         if name not in run.settings.accepted
-    ]:
+    ]
+    if errors:
         raise ConfigError(errors)
+    return resolved
 
 
 def _apply(run: Import, option: str, record: Option, value: object) -> None:

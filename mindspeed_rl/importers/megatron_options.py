@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, part, refused, same, to, with_others
-from mindspeed_rl.importers.recipe import ACTOR, PREDICTION, Recipe
+from mindspeed_rl.importers.recipe import ACTOR, BALANCING, PREDICTION, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import set_tensorboard
@@ -186,6 +186,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
             f"{ACTOR}.moe_token_dispatcher_type",
             values={"alltoall": "alltoall", "alltoall_seq": "alltoall_seq", "allgather": "allgather", "flex": "alltoall"},
         ),
+        "moe_router_load_balancing_type": to(f"{ACTOR}.moe_router_load_balancing_type", values=BALANCING),
         "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam"}),
         "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
         **dict.fromkeys(
@@ -198,7 +199,11 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "calculate_per_token_loss": with_others(
             "the mean over the tokens of the batch", off="the mean is over all tokens of the batch", by_nature=True
         ),
-        "ckpt_format": to(f"{ACTOR}.ckpt_format", values={"torch": "torch", "torch_dist": "torch_dist"}),
+        "ckpt_format": no_effect(
+            "training writes torch_dist, which loads under any layout; mindspeed-rl convert writes other forms of it",
+            "torch",
+            "torch_dist",
+        ),
         "ckpt_step": to(f"{ACTOR}.load_iteration"),
         "recompute_activations": by(_recompute, "recompute_granularity: selective"),
         "tensorboard_dir": by(set_tensorboard, "use_tensorboard"),
@@ -253,6 +258,7 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
         command.number("min_lr", 0.0),
     )
     tensor, pipeline, context, experts, replicas = read_layout(command)
+    no_balance = (f"{ACTOR}.moe_aux_loss_coeff", 0.0, "Megatron's default, whatever config.json has")
     counts = {f"{ACTOR}.{name}": count for name, count in _count_iterations(run, command, recipe.steps_per_rollout).items()}
     return replace(
         recipe,
@@ -264,6 +270,7 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
         weight_decay=command.number("weight_decay", 0.01),
         clip_grad=command.number("clip_grad", 1.0),
         keys={**counts, f"{ACTOR}.num_layer_list": _list_layers(run, command), **recipe.keys},
+        defaults=(*recipe.defaults, *((no_balance,) if command.get("num_experts") else ())),
     ).follow(schedule)
 
 

@@ -85,7 +85,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     if world is None and "nproc_per_node" in launcher:
         per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
         world = read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
-    return SourceCommand(program, options, command.environment, world or 1, _TABLES[program])
+    return SourceCommand(program, options, command.environment, world or 1, _LATER | _TABLES[program], loop=command.loop)
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:
@@ -174,7 +174,8 @@ _KEYS = (
     "pack pad_to_multiple_of padded_vocab_size placeholder_token pref_ftx prompt_type prompt_type_path "
     "recompute_activation_function ref_model refer_model_iter reuse_fp32_param reward_tokens rope_scaling_mscale "
     "rope_scaling_mscale_all_dim rope_scaling_original_max_position_embeddings rope_scaling_type seq_aux shape_order "
-    "simpo_beta simpo_label_smoothing simpo_loss_type swap_attention swap_optimizer tokenizer_name_or_path "
+    "simpo_beta simpo_label_smoothing simpo_loss_type swap_attention swap_optimizer swap_optimizer_times "
+    "tokenizer_name_or_path "
     "tokenizer_not_use_fast tokenizer_padding_side use_ascend_coc use_ascend_mc2 use_cp_send_recv_overlap "
     "use_fused_moe_token_permute_and_unpermute use_fused_ring_attention_update use_fused_rmsnorm use_fused_rotary_pos_emb "
     "use_fused_swiglu use_kv_cache variable_seq_lengths"
@@ -207,7 +208,7 @@ _FASTER = (
     "recompute_activation_function_num_layers recompute_in_advance recompute_in_bubble recompute_mla_up_proj "
     "recompute_module_list recompute_mtp_layer recompute_mtp_norm recompute_norm recompute_norm_num_layers recompute_type "
     "reset_bucket_group_order save_memory_ratio schedules_method smart_swap sparse_mode "
-    "swap_modules swap_optimizer_times target_nnodes tp_2d tp_x tp_y trans_hot_expert_group_num ulysses_degree_in_cp "
+    "swap_modules target_nnodes tp_2d tp_x tp_y trans_hot_expert_group_num ulysses_degree_in_cp "
     "unaligned_linear use_fused_mlp use_fusion_attn_v2 use_mc2 use_multiparameter_pipeline_model_parallel use_nanopipe "
     "use_nanopipe_swap use_nd_matmul use_pipe_experts use_triton_gdn use_ulysses_allgather_kv virtual_optimizer workers "
     "fill_neg_inf padded_samples return_document_ids no_cut_token tokenizer_kwargs"
@@ -266,6 +267,11 @@ def _columns(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{ACTOR}.dataset_additional_keys": names})
 
 
+def _dense_layers(run: Import, option: str, value: object) -> None:
+    none = isinstance(value, int) and not isinstance(value, bool) and value < 0
+    run.translate(option, {f"{ACTOR}.first_k_dense_replace": 0 if none else value}, "no layer is dense" if none else "")
+
+
 def _neat_pack(run: Import, option: str, value: object) -> None:
     names = ("pack", "neat_pack", "reset_attention_mask")
     run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
@@ -291,6 +297,7 @@ _LLM: dict[str, Option] = {
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
     "mtp_after_norm": part(PREDICTION),
+    "first_k_dense_replace": by(_dense_layers, "-1 is none"),
     "stage": part("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
@@ -392,6 +399,13 @@ _TABLES: dict[str, dict[str, Option]] = {
     "pretrain": build_megatron_table(shapes=True) | _LLM,
     "posttrain": build_megatron_table(shapes=True) | _LLM,
     "rlxf": build_megatron_table(shapes=True) | _LLM | _RLXF,
+}
+
+
+#: options of later releases
+_LATER: dict[str, Option] = {
+    "hccl_op_mode": no_effect("how the platform sends messages"),
+    **dict.fromkeys(("loss_compute_mode", "loss_chunk_size"), no_effect("log-probs are computed in chunks")),
 }
 
 

@@ -57,7 +57,7 @@ from mindspeed_rl.importers.translators import (
     set_recomputation,
     set_tensorboard,
 )
-from mindspeed_rl.importers.writer import find_lora_targets
+from mindspeed_rl.importers.writer import find_lora_targets, list_expert_defaults
 
 #: module -> program
 _MODULES = {f"train_{name}": name for name in ("ppo_ray", "sft", "dpo", "rm")}
@@ -101,7 +101,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     program = found[0][2]
     launcher, _ = read_flags(command.words[:place])
     options = read_options(command.words[place + 1 :])
-    parsed = SourceCommand(program, options, command.environment, 1, _TABLES[program])
+    parsed = SourceCommand(program, options, command.environment, 1, _BRANCH | _TABLES[program], loop=command.loop)
     if devices is None and program == "ppo_ray":
         devices = parsed.count("actor.num_nodes", 1) * parsed.count("actor.num_gpus_per_node", 8)
     elif devices is None:
@@ -279,10 +279,10 @@ _DATASET: dict[str, Option] = {
     "model.aux_loss_coef": to(f"{ACTOR}.moe_aux_loss_coeff"),
     "logger.logging_steps": to(f"{ACTOR}.log_interval", default=1),
     "data.dataset": part("data_path"),
-    "train.max_epochs": part("train_epochs"),
+    "train.max_epochs": part("train_epochs train_iters"),
     "data.dataset_probs": refused("a mixture of datasets"),
     "data.dataset_split": refused("a split other than train: download it, and give its folder", unless=("train",)),
-    "data.max_samples": refused("the first rows of a dataset; write them to a file", unless=(1000000, 10**8)),
+    "data.max_samples": with_others("the first rows", off="--max-samples of the preprocessing", by_nature=True),
     **dict.fromkeys(
         ("data.input_template", "data.apply_chat_template"),
         with_others("a template", off="preprocessing writes the template, --prompt-type"),
@@ -321,6 +321,12 @@ _TABLES: dict[str, dict[str, Option]] = {
         "model.compute_fp32_loss_enable": no_effect("scores are compared in fp32"),
         "ds.value_head_prefix": no_effect("the head of a reward model is found by its shape"),
     },
+}
+
+
+#: names of the branch of August 2026
+_BRANCH: dict[str, Option] = {
+    f"algo.advantage.is_correction_{name}": part(CORRECTION, off="there is no correction") for name in ("enable", "type")
 }
 
 
@@ -374,7 +380,11 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             f"{RL}.use_wandb": True if command.has("logger.wandb.key") else None,
         },
         notes={"use_wandb": "the key comes from WANDB_API_KEY"},
-        defaults=((f"{ACTOR}.adam_beta1", 0.9, _DEFAULT), (f"{ACTOR}.adam_beta2", 0.95, _DEFAULT)),
+        defaults=(
+            (f"{ACTOR}.adam_beta1", 0.9, _DEFAULT),
+            (f"{ACTOR}.adam_beta2", 0.95, _DEFAULT),
+            *list_expert_defaults(model, "OpenRLHF"),
+        ),
     )
     recipe = (_describe_ppo if program == "ppo_ray" else _describe_dataset)(run, command, shared)
     warmup = math.ceil(recipe.total_steps * (rate.warmup_share or 0.0))
@@ -422,16 +432,19 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
     program, step = command.program, shared.step_samples
     epochs, length = command.count("train.max_epochs", _PASSES[program]), command.count("data.max_len", _LENGTH[program])
     handler = "AlpacaStyleInstructionHandler" if program == "sft" else "AlpacaStylePairwiseHandler"
-    words = f" --handler-name {handler}"
+    limit = command.count("data.max_samples", _NO_LIMIT)
+    words = f" --handler-name {handler}" + (f" --max-samples {limit}" if limit < _NO_LIMIT else "")
     written_by = describe_preprocessing(command.text("data.dataset"), shared.data[0], shared.model, words)
     return replace(
         shared,
-        total_steps=math.ceil(run.settings.rows / step) * epochs,
+        total_steps=math.ceil(min(limit, run.settings.rows) / step) * epochs,
         loss={"sft": "cross_entropy", "dpo": "sigmoid", "rm": "ranking"}[program],
         beta=command.number("model.beta", 0.1) if program == "dpo" else None,
         sequence_length=length,
         batch=Batch(command.count("train.micro_batch_size", _MICRO[program])),
-        train_epochs=epochs,
+        # a number of rows that is known is a number of steps
+        train_epochs=epochs if limit >= _NO_LIMIT else None,
+        train_iters=None if limit >= _NO_LIMIT else math.ceil(min(limit, run.settings.rows) / step) * epochs,
         keys={**shared.keys, f"{ACTOR}.seq_length": length},
         notes={**shared.notes, "data_path": written_by, "global_batch_size": "rows of an optimizer step"},
         defaults=(
@@ -550,6 +563,10 @@ def _read_clip(command: SourceCommand) -> tuple[float, float]:
 _CORRECTIONS = {("token", "mask"): "token_mask", ("seq", "mask"): "token_geometric_mask", ("token", "clip"): "token_truncate"}
 
 
+#: name of a correction -> its level and mode
+_CORRECTION_TYPES = {"tis": ("token", "clip"), "icepop": ("token", "mask"), "seq-mask-tis": ("seq", "mask")}
+
+
 def _read_correction(command: SourceCommand) -> Correction | None:
     """Return the correction of the engine's log-probs.
 
@@ -560,6 +577,11 @@ def _read_correction(command: SourceCommand) -> Correction | None:
     level, mode, gating = (
         command.text(f"{prefix}_{name}", default) for name, default in (("level", "off"), ("mode", "mask"), ("gating", "ratio"))
     )
+    if command.flag(f"{prefix}_enable"):
+        kind = command.text(f"{prefix}_type", "tis")
+        if kind not in _CORRECTION_TYPES:
+            raise ConfigError([f"--{prefix}_type {kind}: not available here; {', '.join(_CORRECTION_TYPES)} are"])
+        level, mode = _CORRECTION_TYPES[kind]
     if level == "off":
         return None
     bounds = command.get(f"{prefix}_threshold", [0.5, 5.0])

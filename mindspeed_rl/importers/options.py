@@ -118,6 +118,7 @@ class SourceCommand:
         devices: devices of the whole run, over all nodes.
         table: the record of each option of the program.
         trailing: words after the program that are no options, such as the name of a file.
+        loop: the run of a loop that the command is of; empty outside of loops.
     """
 
     program: str
@@ -126,6 +127,7 @@ class SourceCommand:
     devices: int = 1
     table: Mapping[str, Option] = field(default_factory=dict)
     trailing: tuple[str, ...] = ()
+    loop: str = ""
 
     def get(self, name: str, default: object = None) -> object:
         """Return the value of an option; that of its record, then `default`, where the command does not have it."""
@@ -201,6 +203,7 @@ class SourceProject:
             a program that does not train. It notes and refuses options that no part of a run has.
         finish: sets what depends on other keys, after the run has been written.
         prefix: of an option as it is written, such as "--".
+        switches: variables of the environment that change what is trained -> the feature, which is not available.
     """
 
     name: str
@@ -211,6 +214,7 @@ class SourceProject:
     describe: Callable[[Import, SourceCommand], Recipe | None]
     finish: Callable[[Import, SourceCommand], None] | None = None
     prefix: str = "--"
+    switches: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_scalar(text: str) -> bool | int | float | str | list[object] | None:

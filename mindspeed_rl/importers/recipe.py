@@ -20,6 +20,11 @@ CORRECTION = " ".join(f"rollout_importance_sampling_{name}" for name in ("mode",
 LORA = "lora_target_modules lora_r lora_alpha lora_dropout"
 OVERLONG = "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens"
 PREDICTION = "mtp_num_layers mtp_loss_scaling_factor mtp_detach_heads"
+#: value of a router's balancing in other projects -> here; "none" is nothing to a reader of scalars
+BALANCING: dict[object, object] = {
+    None: "none",
+    **{name: name for name in ("none", "aux_loss", "seq_aux_loss", "sinkhorn", "softmax_topk", "noaux_tc")},
+}
 WARMUP = "lr_warmup_iters lr_warmup_fraction"
 
 

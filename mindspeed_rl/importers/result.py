@@ -63,6 +63,7 @@ class Import:
         refused: option -> the feature that is not available.
         added: key -> the reason why it is there although no option sets it.
         plans: the numbers of the command and of the run file; None for a command that does not train.
+        memory: sentences about a layout that does not fit; empty where it fits, or config.json is elsewhere.
         next_command: the command that the run file is for.
     """
 
@@ -77,6 +78,7 @@ class Import:
     refused: dict[str, str] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
     plans: tuple[SourcePlan, SourcePlan] | None = None
+    memory: str = ""
     next_command: str = "mindspeed-rl explain --config-name"
     _sources: dict[str, tuple[dict[str, object], str]] = field(default_factory=dict)
 
@@ -163,6 +165,7 @@ class Import:
         lines = [line.strip() for line in command.replace("\\\n", "\n").splitlines() if line.strip()]
         head = [f"# From {self.project}:", *(f"#   {line}" for line in lines)]
         head += [f"# without effect here: {option}: {reason}" for option, reason in self.without_effect.items()]
+        head += [f"# {line}" for line in self.memory.splitlines()]
         body = yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True, width=120)
         return "\n".join(head) + "\n" + body
 
@@ -181,7 +184,7 @@ class Import:
         if self.plans is not None:
             table = render_plans(self.project, *self.plans, accepted=self.settings.accepted)
             parts.append(f"Plan, over {self.settings.rows} rows of data where it depends on them\n{table}")
-        return "\n\n".join(parts)
+        return "\n\n".join([*parts, self.memory] if self.memory else parts)
 
 
 def _describe(values: Mapping[str, object], note: str) -> str:

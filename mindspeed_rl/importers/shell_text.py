@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import fnmatch
 import operator
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -21,7 +22,7 @@ from mindspeed_rl.config.errors import ConfigError
 
 _MARK = re.compile("\0([^\0@]*)@(\\d+)\0")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[(\w+)\])?(\+?)=(.*)", re.DOTALL)
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
 _OPERATORS = ("&&", "||", ";;", "|&", "|", "&", ";", "(", ")", "\n")
 _REDIRECTION = re.compile(r"(?:\d*|&)(<<<|<<-|<<|>>|>&|<&|<>|>\||>|<)")
 _OPEN_WORDS = frozenset(("if", "then", "elif", "else", "fi", "for", "do", "done", "while", "until", "case", "esac", "function"))
@@ -40,12 +41,20 @@ class Command:
         environment: exported variables and those in front of the command.
         line: of the script, from 1.
         uncertain: the condition that decides on the machine whether the command runs; empty where it always does.
+        folder: of the script; None for a command alone.
+        directory: that the script has changed to; empty where it has not.
+        input: text of a here-document; None without one.
+        loop: the loop and the run of it that the command is of, where others follow; empty outside of loops.
     """
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
     line: int
     uncertain: str = ""
+    folder: Path | None = None
+    directory: str = ""
+    input: str | None = None
+    loop: str = ""
 
 
 def list_unknown(text: object) -> list[tuple[str, int]]:
@@ -85,10 +94,26 @@ def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path 
     Raises:
         ConfigError: a quote or a bracket is not closed, or a construct has no end.
     """
-    tokens = _Reader(text.replace("\r\n", "\n")).read_tokens()
     reader = _Interpreter(dict(known or {}), folder)
-    reader.run(_Parser(tokens).parse_list(()))
-    return reader.commands
+    try:
+        reader.run(_Parser(_Reader(text.replace("\r\n", "\n")).read_tokens()).parse_list(()))
+    except (IndexError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([f"line {reader.line} cannot be read as a shell script"]) from None
+    return _leave_first_runs(reader.commands)
+
+
+def _leave_first_runs(commands: list[Command]) -> list[Command]:
+    """Return the commands without those that a further run of a loop has at the same line."""
+    kept: list[Command] = []
+    looped: set[int] = set()
+    for command in commands:
+        if command.loop and command.line in looped:
+            continue
+        looped |= {command.line} if command.loop else set()
+        kept.append(command)
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------------ tokens
@@ -103,15 +128,20 @@ class _Token:
     is_operator: bool = False
 
 
+#: beginnings of tokens for the input and the output of a command: a here-document, one whose text is expanded, a here-string
+#: that is expanded as a word, and the file that is written
+_INPUT, _EXPANDED_INPUT, _INPUT_WORD, _OUTPUT = ("\1raw\1", "\1text\1", "\1word\1", "\1out\1")
+
+
 class _Reader:
-    """Splits a script into words and operators; bodies of here-documents are left out."""
+    """Splits a script into words and operators; here-documents and files that are written are words with a mark in front."""
 
     def __init__(self, text: str) -> None:
         self.text, self.place, self.line = text, 0, 1
 
     def read_tokens(self) -> list[_Token]:
         tokens: list[_Token] = []
-        documents: list[str] = []
+        documents: list[tuple[str, int]] = []
         brackets = False
         while self.place < len(self.text):
             rest, line = self.text[self.place : self.place + 2], self.line
@@ -125,7 +155,12 @@ class _Reader:
                 self._skip(len(match.group()))
                 target = self._read_target()
                 if match.group(1) in ("<<", "<<-"):
-                    documents.append(target.strip("'\"\\"))
+                    documents.append((target, len(tokens)))
+                    tokens.append(_Token("", line))
+                elif match.group(1) == "<<<":
+                    tokens.append(_Token(_INPUT_WORD + target, line))
+                elif match.group() in (">", ">>") and target:
+                    tokens.append(_Token(f"{_OUTPUT}{match.group()} {target}", line))
             elif not brackets and self.text.startswith("((", self.place):
                 tokens.append(_Token(f"({self._read_balanced('(', ')')})", line))
             elif (found := next((item for item in _OPERATORS if self.text.startswith(item, self.place)), None)) and not (
@@ -133,14 +168,17 @@ class _Reader:
             ):
                 self._skip(len(found))
                 tokens.append(_Token(found, line, is_operator=True))
-                for document in documents if found == "\n" else ():
-                    self._skip_document(document)
+                for target, place in documents if found == "\n" else ():
+                    name = target.strip("'\"\\")
+                    kind = _INPUT if name != target else _EXPANDED_INPUT
+                    tokens[place] = _Token(kind + self._read_document(name), line)
                 documents = [] if found == "\n" else documents
             else:
                 word = self._read_word(in_test=brackets)
                 brackets = word == "[[" or (brackets and word != "]]")
                 tokens.append(_Token(word, line))
-        return tokens
+        # a document without a line after its command has no text
+        return [token for token in tokens if token.text or token.is_operator]
 
     def _skip(self, count: int) -> None:
         self.line += self.text.count("\n", self.place, self.place + count)
@@ -150,13 +188,16 @@ class _Reader:
         end = self.text.find("\n", self.place)
         self._skip((len(self.text) if end < 0 else end) - self.place)
 
-    def _skip_document(self, name: str) -> None:
+    def _read_document(self, name: str) -> str:
+        lines = []
         while self.place < len(self.text):
             end = self.text.find("\n", self.place)
             line = self.text[self.place : len(self.text) if end < 0 else end]
             self._skip(len(line) + 1)
             if line.strip("\t ") == name:
-                return
+                break
+            lines.append(line)
+        return "\n".join(lines)
 
     def _read_target(self) -> str:
         while self.text[self.place : self.place + 1] in (" ", "\t"):
@@ -362,7 +403,7 @@ class _Parser:
 
 # ------------------------------------------------------------------------------------------------------------- interpreter
 
-_Variable = str | list[str]
+_Variable = str | list[str] | dict[str, str]
 #: text is split at blanks unless it is quoted, a list has a word an item, words are split already
 _Expansion = Literal["text", "list", "words"]
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
@@ -374,6 +415,10 @@ _ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Calla
     ast.GtE: operator.ge, ast.And: lambda a, b: int(bool(a and b)), ast.Or: lambda a, b: int(bool(a or b)),
     ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
+_SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
+#: options of ssh that take a word
+_SSH_WORDS = frozenset(f"-{letter}" for letter in "BbcDEeFIiJLlmOopQRSWw")
+_STEP = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
 _COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
@@ -387,7 +432,11 @@ class _Interpreter:
     exported: set[str] = field(default_factory=set)
     functions: dict[str, list[_Node]] = field(default_factory=dict)
     commands: list[Command] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    inner_runs: list[int] = field(default_factory=lambda: [0])
     uncertain: str = ""
+    loop: str = ""
+    directory: str = ""
     line: int = 1
     depth: int = 0
 
@@ -446,9 +495,16 @@ class _Interpreter:
             self._run_uncertain([node.parts[1]], f"the loop of line {node.line}")
             return True
         items = [item for word in words[1:] for item in self.expand(word)]
-        for item in items[:_MAX_ITEMS]:
+        if name in self.known:  # each run would have the value of the user
+            items = items[:1]
+        outer = self.loop
+        for index, item in enumerate(items[:_MAX_ITEMS]):
+            if len(items) > 1 and not outer:
+                runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
+                self.loop = f"{runs}; --set {name}=VALUE imports another"
             self.variables[name] = item
             self.run(node.parts[1])
+        self.loop = outer
         return True
 
     def _run_case(self, node: _Node) -> bool | None:
@@ -482,7 +538,8 @@ class _Interpreter:
         self.variables = {name: results[0][name] if name in equal else cause or self._mark(name) for name in names}
 
     def _run_simple(self, node: _Node) -> bool | None:
-        words = list(node.words)
+        words = [word for word in node.words if not word.startswith("\1")]
+        stdin, output = self._read_redirections([word for word in node.words if word.startswith("\1")])
         assignments = []
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             assignments.append(match)
@@ -508,6 +565,12 @@ class _Interpreter:
             # a file that is not here, such as a virtual environment of that machine, sets what the script may request
             if not list_unknown(expanded[1]) and path.is_file():
                 return self._include(path.read_text(encoding="utf-8"))
+        if (status := self._run_builtin(name, expanded[1:], stdin, output)) is not None:
+            return status
+        if self.depth < _MAX_DEPTH and (inner := self._find_inner(expanded, stdin)) is not None:
+            text, arguments, keeps = inner
+            front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
+            return self._run_inner(text, arguments, front, keeps=keeps)
         if name == "shift":
             rest = self.variables.get("@", [])
             items = list(rest)[int(expanded[1]) if expanded[1:] and expanded[1].isdigit() else 1 :]
@@ -520,8 +583,155 @@ class _Interpreter:
         front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
         exported = {key: self._value(key) for key in sorted(self.exported) if key in self.variables or key in self.known}
         environment = {**exported, **{key: self.known.get(key, value) for key, value in front.items()}}
-        self.commands.append(Command(tuple(expanded), environment, node.line, self.uncertain))
+        if name == "cd" and len(expanded) > 1 and not list_unknown(expanded[1]) and not expanded[1].startswith("-"):
+            self.directory = str(Path(self.directory, expanded[1]))
+        self.commands.append(
+            Command(
+                tuple(expanded), environment, node.line, self.uncertain, self.folder, self.directory, stdin, self.loop
+            )  # fmt: skip
+        )
         return True
+
+    def _read_redirections(self, marked: list[str]) -> tuple[str | None, tuple[str, str] | None]:
+        """Return the text that a command reads, and how and where it writes; None where it has no such redirection."""
+        stdin: str | None = None
+        output: tuple[str, str] | None = None
+        for word in marked:
+            kind, text = word[: word.index("\1", 1) + 1], word[word.index("\1", 1) + 1 :]
+            if kind == _OUTPUT:
+                way, _, target = text.partition(" ")
+                output = way, " ".join(self.expand(target, splits=False))
+            elif kind == _INPUT:
+                stdin = text
+            elif kind == _INPUT_WORD:
+                stdin = " ".join(self.expand(text, splits=False))
+            else:
+                # as in double quotes, but that a quote is one like any other character
+                quoted = re.sub(r'(\\*)"', lambda match: f'{match.group(1) * 2}\\"', text)
+                try:
+                    stdin = " ".join(self.expand(f'"{quoted}"', splits=False))
+                except ConfigError:  # what bash cannot expand either matters only where something reads it
+                    stdin = text
+        return stdin, output
+
+    def _run_builtin(self, name: str, words: list[str], stdin: str | None, output: tuple[str, str] | None) -> bool | None:
+        """Follow a command that sets variables or writes a file; return its status, None for other commands."""
+        if name == "set" and "--" in words[:1]:
+            self._set_arguments(words[1:])
+        elif name == "let":
+            for word in words:
+                self._step(word)
+        elif name == "printf" and words[:1] == ["-v"] and len(words) > 2:
+            self.variables[words[1]] = _format(words[2:])
+        elif name in ("read", "mapfile", "readarray") and stdin is not None:
+            self._read_input(name, words, stdin)
+        elif name == "eval" and self.depth < _MAX_DEPTH:
+            return bool(self._include(" ".join(words)))
+        elif name in ("cat", "tee", "echo", "printf"):
+            named = next((word for word in words if not word.startswith("-")), None) if name == "tee" else None
+            way, target = output or ("", named) if stdin is not None or name != "tee" else ("", None)
+            if target is None or (name == "cat" and (words or stdin is None)):
+                return None
+            said = [word for word in words if word not in ("-n", "-e")]
+            text = stdin or "" if name in ("cat", "tee") else " ".join(said) if name == "echo" else _format(said)
+            target = os.path.normpath(target)
+            self.files[target] = f"{self.files.get(target, '')}{text}\n" if way == ">>" else f"{text}\n"
+        else:
+            return None
+        return True
+
+    def _read_input(self, name: str, words: list[str], stdin: str) -> None:
+        """Set the variables of `read`, `mapfile` and `readarray`."""
+        takes = {"-d", "-n", "-N", "-p", "-t", "-u", "-i"} - ({"-t"} if name != "read" else set())
+        names, options, place = [], [], 0
+        while place < len(words):
+            options += [words[place]] if words[place].startswith("-") else []
+            names += [words[place]] if not words[place].startswith("-") else []
+            place += 2 if words[place][:1] == "-" and words[place][-1:] in {item[-1] for item in takes} else 1
+        letters = "".join(option[1:] for option in options)
+        if name != "read":
+            self.variables[(names or ["MAPFILE"])[0]] = stdin.splitlines()
+            return
+        text = stdin if "d" in letters else stdin.partition("\n")[0]
+        if "a" in letters and names:
+            self.variables[names[0]] = text.split()
+            return
+        names = names or ["REPLY"]
+        items = text.split(None, len(names) - 1) if len(names) > 1 else [text.strip()]
+        self.variables |= dict(zip(names, [*items, *[""] * len(names)]))
+
+    def _find_inner(self, words: list[str], stdin: str | None) -> tuple[str, list[str], bool] | None:
+        """Return the script that a command runs, its arguments, and whether it is on this machine; None for other commands.
+
+        That is the text of `bash -c`, a file, the input of a shell, or the command of ssh, whatever starts it.
+        """
+        for place, word in enumerate(words[:-1]):
+            if Path(word).name in _SHELLS:
+                rest = words[place + 1 :]
+                flags = [item for item in rest if item.startswith("-")]
+                if rest[0].startswith("-") and any("c" in flag for flag in flags[:3] if not flag.startswith("--")):
+                    texts = [item for item in rest if not item.startswith("-")]
+                    return (texts[0], texts[2:], place == 0) if texts and not list_unknown(texts[0]) else None
+                break
+        if words[0] == "ssh":
+            place = 1
+            while place < len(words) and words[place].startswith("-"):
+                place += 2 if words[place] in _SSH_WORDS else 1
+            command = " ".join(words[place + 1 :]) or stdin
+            return (command, [], False) if command else None
+        if Path(words[-1]).name in _SHELLS and stdin is not None:
+            return stdin, [], len(words) == 1
+        is_shell = Path(words[0]).name in _SHELLS
+        names = [word for word in words[1:] if not word.startswith("-")] if is_shell else words
+        if names and (is_shell or names[0].endswith(".sh")) and (text := self._read_file(names[0])) is not None:
+            return text, names[1:], True
+        return None
+
+    def _read_file(self, name: str) -> str | None:
+        """Return the text of a file that the script has written, or that is next to it; None where it is not here."""
+        if os.path.normpath(name) in self.files:
+            return self.files[os.path.normpath(name)]
+        if list_unknown(name) or self.folder is None:
+            return None
+        path = self.folder / self.directory / name
+        try:
+            return path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, ValueError):
+            return None
+
+    def _run_inner(self, text: str, arguments: list[str], front: Mapping[str, str], *, keeps: bool) -> bool:
+        """Follow a script that a command runs.
+
+        Args:
+            front: variables in front of the command.
+            keeps: it is on this machine, and has the exported variables.
+        """
+        self.inner_runs[0] += 1
+        if self.inner_runs[0] > _MAX_ITEMS:
+            raise ConfigError([f"line {self.line}: the script runs more than {_MAX_ITEMS} others"])
+        exported = {key: self.variables[key] for key in self.exported if key in self.variables} if keeps else {}
+        inner = _Interpreter(
+            self.known, self.folder, {**exported, **front}, set(exported) | set(front), files=self.files,
+            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
+            directory=self.directory if keeps else "", depth=self.depth + 1,
+        )  # fmt: skip
+        inner._set_arguments(arguments)
+        inner.run(_Parser(_Reader(text.replace("\r\n", "\n")).read_tokens()).parse_list(()))
+        # lines of its own text say nothing in this script
+        self.commands += [replace(command, line=self.line) for command in inner.commands]
+        return True
+
+    def _step(self, text: str) -> str:
+        """Follow an arithmetic expression that may set a variable; return its value."""
+        match = _STEP.fullmatch(text)
+        if match is None:
+            return self._compute(text)
+        name, step, sign, rest = match.groups()
+        expression = f"{name} {step[0]} 1" if step else f"{name} {sign} ({rest})" if sign else rest
+        value = self._compute(expression)
+        if name not in self.known:
+            self.variables[name] = value
+        return value
 
     def _include(self, text: str) -> bool | None:
         """Follow the commands of a sourced file."""
@@ -549,8 +759,11 @@ class _Interpreter:
         self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
 
     def _declare(self, words: list[str]) -> bool:
+        maps = any(word.startswith("-") and "A" in word for word in words[1:])
         for word in words[1:]:
             match = _ASSIGNMENT.fullmatch(word)
+            if maps and not word.startswith("-"):
+                self.variables.setdefault(word.partition("=")[0], {})
             name = word if match is None else match.group(1)
             if match is not None:
                 self._assign(match)
@@ -564,7 +777,11 @@ class _Interpreter:
             return
         old = self.variables.get(name)
         value: _Variable
-        if text.startswith("(") and text.endswith(")"):
+        if isinstance(old, dict):
+            pairs = re.findall(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)", text) if index is None else [(index, text)]
+            read = {" ".join(self.expand(key)): " ".join(self.expand(item, splits=False)) for key, item in pairs}
+            value = {**old, **read} if plus or index is not None else read
+        elif text.startswith("(") and text.endswith(")"):
             tokens = _Reader(text[1:-1]).read_tokens()
             value = [item for token in tokens if not token.is_operator for item in self.expand(token.text)]
             if plus:
@@ -589,7 +806,7 @@ class _Interpreter:
 
     def _test(self, words: list[str]) -> bool | None:
         if words[0].startswith("(("):
-            value = self._compute(words[0][2:-2])
+            value = self._step(words[0][2:-2])
             return None if list_unknown(value) else value != "0"
         stripped = [word for word in words[1:] if word not in ("]", "]]")]
         return self._test_words(stripped)
@@ -715,6 +932,12 @@ class _Interpreter:
         value: _Variable | None = self.known.get(name, self.variables.get(name))
         if name in ("@", "*"):
             value, index = self.variables.get("@", []), "@"
+        if isinstance(value, dict):
+            if index in ("@", "*"):
+                entries = list(value) if flag == "!" else list(value.values())
+                return ([str(len(entries))], "text") if flag == "#" else (entries, "list")
+            value = value.get(" ".join(self.expand(index or "0")), "")
+            flag = "" if flag == "!" else flag
         if index in ("@", "*"):
             items = value if isinstance(value, list) else [] if value is None and blank_unset else None
             items = ([self._mark(name)] if value is None else [str(value)]) if items is None else items
@@ -774,6 +997,8 @@ class _Interpreter:
         value = self.known.get(name, self.variables.get(name))
         if isinstance(value, list):
             return value[0] if value else ""
+        if isinstance(value, dict):
+            return value.get("0", "")
         if value is None:
             special = {"0": "script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
             return special[name] if name in special else "" if blank_unset and name.isdigit() else self._mark(name)
@@ -787,11 +1012,25 @@ class _Interpreter:
         inner = _Interpreter(self.known, self.folder, dict(self.variables), line=self.line, depth=self.depth + 1)
         if self.depth >= _MAX_DEPTH:
             return self._mark(f"line_{self.line}")
-        inner.run(_Parser(_Reader(text).read_tokens()).parse_list(()))
+        nodes = _Parser(_Reader(text).read_tokens()).parse_list(())
+        if not nodes:
+            return ""  # a comment
+        inner.run(nodes)
         words = [[word for word in command.words if word != "--"] for command in inner.commands]
         programs = [item[0] for item in words]
-        if len(words) == 1 and programs[0] in ("echo", "printf"):
-            return " ".join(word for word in words[0][1:] if word not in ("-n", "-e"))
+        if len(words) == 1 and programs[0] == "printf":
+            return _format(words[0][1:])
+        if programs[:1] in (["echo"], ["printf"]) and programs[1:] in ([], ["bc"]):
+            said = [word for word in words[0][1:] if word not in ("-n", "-e")]
+            if programs[1:] and any("scale" in word or "." in word for word in said):
+                return self._mark(f"line_{self.line}")
+            return self._compute(" ".join(said)) if programs[1:] else " ".join(said)
+        if programs == ["bc"] and inner.commands[0].input is not None:
+            return self._compute(inner.commands[0].input)
+        if programs == ["cat"] and len(words[0]) == 1 and inner.commands[0].input is not None:
+            return inner.commands[0].input
+        if programs == ["cat"] and len(words[0]) == 2 and (path := os.path.normpath(words[0][1])) in self.files:
+            return self.files[path].rstrip("\n")
         if len(words) == 1 and programs[0] == "expr":
             return self._compute(" ".join(words[0][1:]))
         if len(words) == 1 and programs[0] in ("basename", "dirname") and len(words[0]) > 1:
@@ -848,6 +1087,23 @@ def _evaluate(node: ast.expr) -> int:
     if isinstance(node, ast.IfExp):
         return _evaluate(node.body if _evaluate(node.test) else node.orelse)
     raise ValueError("no whole number")
+
+
+def _format(words: list[str]) -> str:
+    """Return what `printf` writes: its format for each group of its arguments."""
+    template = words[0].replace("\\n", "\n").replace("\\t", "\t") if words else ""
+    parts = re.findall(r"%[-+ 0#]*\d*(?:\.\d+)?[sdifgeGxX%]", template)
+    kinds = [item[-1] for item in parts if item[-1] != "%"]
+    arguments, texts = list(words[1:]), []
+    while True:
+        taken = [arguments.pop(0) if arguments else "" for _ in kinds]
+        try:
+            given = [item if kind == "s" else float(item or 0) for item, kind in zip(taken, kinds)]
+            texts.append(template % tuple(int(item) if kind in "dixX" else item for item, kind in zip(given, kinds)))
+        except (TypeError, ValueError):
+            texts.append(" ".join([template, *taken]))
+        if not arguments or not kinds:
+            return "".join(texts).rstrip("\n")
 
 
 def _cut(text: str, pattern: str, *, from_end: bool, longest: bool) -> str:

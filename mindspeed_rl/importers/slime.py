@@ -46,6 +46,7 @@ from mindspeed_rl.importers.translators import (
     name_tokens,
     set_rollout_format,
     set_template_arguments,
+    take_template_words,
 )
 from mindspeed_rl.importers.writer import note_prediction
 
@@ -91,7 +92,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             if list_unknown(options.get(name)):
                 del options[name]
     world = devices or _world(options)
-    return SourceCommand("train", options, command.environment, world, _TABLE | engine)
+    return SourceCommand("train", options, command.environment, world, _TABLE | engine, loop=command.loop)
 
 
 def _is_model_arguments(word: str) -> bool:
@@ -260,7 +261,7 @@ _TABLE: dict[str, Option] = {
     "input_key": to(f"{ACTOR}.map_keys.prompt", default="input"),
     "label_key": to(f"{ACTOR}.map_keys.response"),
     "apply_chat_template": part("prompt_type"),
-    "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "multimodal_keys": refused("images"),
     "metadata_key": no_effect("columns of the data that rewards read are named in dataset_additional_keys"),
     "tool_key": no_effect("tools are those of rl_config.tool_config_path"),
@@ -485,7 +486,7 @@ def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
 def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared: Recipe) -> Recipe:
     """Return supervised fine-tuning, whose rows are chats of a dataset."""
     prefix = name_tokens(command.text("prompt_data", "data"))
-    words = " --handler-name OpenAIInstructionHandler --prompt-type hf"
+    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{take_template_words(run)}"
     note = describe_preprocessing(command.text("prompt_data"), prefix, command.text("hf_checkpoint"), words)
     run.translate("--prompt_data", {f"{ACTOR}.data_path": prefix}, note)
     run.tree.get(ACTOR, {}).pop("map_keys", None)
@@ -673,4 +674,6 @@ def _read_lengths(command: SourceCommand, shared: Recipe) -> tuple[int, dict[str
     return limit, notes, sizes
 
 
-PROJECT = SourceProject("slime", "slime", "0.3.1", {"train": _TABLE}, _read, _describe)
+_SWITCHES = {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "training with weights that are rounded to int4 in each forward pass"}
+
+PROJECT = SourceProject("slime", "slime", "0.3.1", {"train": _TABLE}, _read, _describe, switches=_SWITCHES)

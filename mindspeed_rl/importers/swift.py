@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -11,7 +12,17 @@ from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, SourceCommand, SourceProject, no_effect, read_scalar, refused
+from mindspeed_rl.importers.options import (
+    Option,
+    SourceCommand,
+    SourceProject,
+    no_effect,
+    part,
+    read_count,
+    read_scalar,
+    refused,
+    to,
+)
 from mindspeed_rl.importers.recipe import (
     ACTOR,
     ENGINE,
@@ -29,14 +40,25 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
-from mindspeed_rl.importers.translators import describe_preprocessing, name_prompts, name_tokens, read_option_file
+from mindspeed_rl.importers.translators import (
+    count_accelerated,
+    describe_preprocessing,
+    join_words,
+    name_prompts,
+    name_tokens,
+    read_option_file,
+    take_template_words,
+)
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
     find_lora_targets,
+    list_expert_defaults,
     note_prediction,
+    read_shape,
     start_from_adapter,
 )
 
@@ -83,7 +105,6 @@ _VISION = re.compile(
 )
 #: models of images that there are, and data of images
 _IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl|rlaif-v")
-_EXPERTS = re.compile(r"(?i)-a\d+b|moe|mixtral|deepseek-v[23]")
 #: reward function there -> here
 _FUNCTIONS = {
     "accuracy": "accuracy",
@@ -112,7 +133,10 @@ _BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS fo
 #: options of earlier releases, which its guides still name
 _RETIRED: dict[str, Option] = {
     "vllm_device": no_effect("the rollout shares the actor's devices, or has rl_config.rollout_resource", "auto"),
-    "num_infer_workers": no_effect("it follows from the devices / generate_config.infer_tensor_parallel_size"),
+    "num_infer_workers": part(
+        "rollout_resource.num_npus use_integrated_worker", off="as many engines as training processes share their devices"
+    ),
+    "moe_router_bias_update_rate": to(f"{ACTOR}.moe_router_bias_update_rate"),
     "gc_collect_after_offload": no_effect("memory that is freed is always returned to the device"),
     "multi_turn_func": refused("a function of several turns; see rl_config.multi_turn_scheduler"),
 }
@@ -144,8 +168,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         environment |= {"SWIFT_SERVERS": str(len(servers))}
         environment |= {"SWIFT_SERVER_TP": str(servers[0].get("vllm_tensor_parallel_size", 1))}
         environment |= {"SWIFT_SERVER_DP": str(servers[0].get("vllm_data_parallel_size", 1))}
-    world = devices or _count_devices(environment, command.words, parsed.program)
-    return replace(parsed, environment=environment, devices=world)
+    return replace(parsed, environment=environment, devices=devices or parsed.devices)
 
 
 def _read_command(command: Command) -> SourceCommand | None:
@@ -156,8 +179,10 @@ def _read_command(command: Command) -> SourceCommand | None:
     flags, trailing = read_flags(words)
     values = {name: _read_value(value) for name, value in flags.items()}
     files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
+    environment = dict(command.environment)
     for file in [*files, *([str(values.pop("config"))] if "config" in values else [])]:
-        values = read_option_file(Path(file)) | values
+        content = _read_options(require_file(command, "--config", file), environment)
+        values = content | values
     options = {_EARLIER.get(name, name): value for name, value in values.items()}
     if "log_interval" in options and program not in _SERVING:
         options["logging_steps"] = options.pop("log_interval")
@@ -168,7 +193,9 @@ def _read_command(command: Command) -> SourceCommand | None:
         program = program.replace("rlhf", kind)
     if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
-    return SourceCommand(program, options, command.environment, 1, _RETIRED | _TABLES[program], tuple(trailing))
+    launcher = command.words[: len(command.words) - len(words) - 1]
+    world = _count_devices(command, environment, launcher, program)
+    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing), command.loop)
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
@@ -182,6 +209,12 @@ def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
         path = Path(word)
         if path.suffix == ".py" and path.parent.name in ("cli", "_megatron"):
             name, before = path.stem, "megatron" if path.parent.name == "_megatron" else "swift"
+        if word.startswith("swift.cli.") and before == "-m":
+            name, before = word.rpartition(".")[2], "megatron" if "._megatron." in word else "swift"
+            if name == "main":
+                continue
+        elif place and re.search(r"cli[./](_megatron[./])?main(\.py)?$", words[place - 1]):
+            before = "megatron" if "_megatron" in words[place - 1] else "swift"
         if before not in ("swift", "megatron"):
             continue
         if name in _OTHER_PROGRAMS:
@@ -191,22 +224,72 @@ def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     return "", ()
 
 
+#: group of a run under Ray -> variables that its devices become
+_RAY_GROUPS = {"train": "RAY_TRAIN_DEVICES", "rollout": "RAY_ROLLOUT_DEVICES"}
+
+
+def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
+    """Return the options of a file of ms-swift.
+
+    Groups of a run under Ray are options of all its programs, and other mappings texts in JSON, as the command has them.
+
+    Args:
+        environment: of the command, which wins; takes the variables of the file's ENV.
+
+    Raises:
+        ConfigError: the file has a group that no part of a run is.
+    """
+    options: dict[str, object] = {}
+    content = read_option_file(path)
+    variables = content.pop("ENV", None) or {}
+    if not isinstance(variables, Mapping):
+        raise ConfigError([f"{path}: ENV must hold variables and values"])
+    for name, value in variables.items():
+        environment.setdefault(str(name), str(value))
+    together = content.pop("colocate_groups", None) or []
+    roles = [group for group in together if isinstance(group, list)] if isinstance(together, list) else []
+    if (groups := content.pop("device_groups", None)) is not None:
+        feature = f"device_groups {groups}: not available here: devices by their ranks; take the group out, and write --devices"
+        raise ConfigError([f"{path}: {feature}"])
+    for name, value in content.items():
+        if name in _RAY_GROUPS and isinstance(value, Mapping):
+            own = {str(key): item for key, item in value.items()}
+            environment[_RAY_GROUPS[name]] = str(own.pop("gpus", 0))
+            options |= own
+        elif isinstance(value, Mapping) and "gpus" in value:
+            raise ConfigError([f"{path}: the group {name}: not available here: devices of this role under Ray"])
+        else:
+            options[name] = json.dumps(value, ensure_ascii=False) if isinstance(value, Mapping) else value
+    if any({"train", "rollout"} <= set(group) for group in roles):
+        environment.pop(_RAY_GROUPS["rollout"], None)
+    return options
+
+
 def _read_value(words: list[str]) -> object:
     """Return the value of an option: true without words, a list of several."""
     values = [word if list_unknown(word) else read_scalar(word) for word in words]
     return True if not values else values[0] if len(values) == 1 else values
 
 
-def _count_devices(environment: Mapping[str, str], words: tuple[str, ...], program: str) -> int:
-    """Return the processes that train: NPROC_PER_NODE on NNODES, those of torchrun, else the visible devices, else 1."""
-    launcher, _ = read_flags(words)
-    per_node = read_variable(environment, "NPROC_PER_NODE") or next(iter(launcher.get("nproc_per_node", [])), None)
-    nodes = read_variable(environment, "NNODES") or next(iter(launcher.get("nnodes", [])), "1")
+def _count_devices(command: Command, environment: Mapping[str, str], launcher: tuple[str, ...], program: str) -> int:
+    """Return the processes that train, by what starts them: Ray, accelerate, torchrun or swift itself.
+
+    Args:
+        launcher: words before the options of the program.
+    """
+    if (own := environment.get(_RAY_GROUPS["train"])) is not None:
+        return read_count("gpus of the group train", read_scalar(own))
+    flags, _ = read_flags(launcher)
     visible = read_variable(environment, "ASCEND_RT_VISIBLE_DEVICES") or read_variable(environment, "CUDA_VISIBLE_DEVICES")
-    counts_visible = per_node is None and (program in _SERVING or any(Path(word).name == "accelerate" for word in words))
-    if counts_visible:
-        per_node = str(len([item for item in (visible or "").split(",") if item.strip()]) or 1)
-    per_node = per_node or "1"
+    is_accelerated = any(Path(word).name == "accelerate" for word in launcher)
+    if is_accelerated and (count := count_accelerated(command, join_words(flags))) is not None:
+        return count
+    if is_accelerated or program in _SERVING:
+        per_node = None if is_accelerated else read_variable(environment, "NPROC_PER_NODE")
+        per_node = per_node or str(len([item for item in (visible or "").split(",") if item.strip()]) or 1)
+    else:
+        per_node = read_variable(environment, "NPROC_PER_NODE") or next(iter(flags.get("nproc_per_node", [])), "1")
+    nodes = read_variable(environment, "NNODES") or next(iter(flags.get("nnodes", [])), "1")
     if not (per_node.isdigit() and nodes.isdigit() and int(per_node) and int(nodes)):
         raise ConfigError([f"NPROC_PER_NODE={per_node} and NNODES={nodes} must be whole numbers; --devices sets their product"])
     return int(per_node) * int(nodes)
@@ -409,8 +492,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
     if command.text("optimizer") == "muon":
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
-    if _EXPERTS.search(command.text("model")):
-        defaults.append((f"{ACTOR}.moe_aux_loss_coeff", 0.0, "ms-swift trains without a balancing loss"))
+    defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
         run.refuse("--virtual_pipeline_model_parallel_size", form)
@@ -562,6 +644,12 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
         if (value := read_variable(command.environment, variable)) is not None:
             run.translate(variable, {f"{ACTOR}.{key}": value if key == "image_folder" else int(value)})
             flags += f" --{key.replace('_', '-')} {value}"
+    side = 32 if re.search(r"(?i)qwen-?3(\.\d)?(-vl|-omni|-?\d)", command.text("model")) else 28
+    for variable, key in (("IMAGE_MAX_TOKEN_NUM", "max_pixels"), ("IMAGE_MIN_TOKEN_NUM", "min_pixels")):
+        if (value := read_variable(command.environment, variable)) is not None:
+            pixels = read_count(variable, read_scalar(value)) * side**2
+            run.translate(variable, {f"{ACTOR}.{key}": pixels}, f"tokens of {side} x {side} pixels")
+            flags += f" --{key.replace('_', '-')} {pixels}"
     for option, key in (("dataset", "data_path"), ("val_dataset", "eval_data_path")):
         if option == "dataset" or command.has(option):
             path = _find_data(command, option)
@@ -602,7 +690,8 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf"
+        template = take_template_words(run)
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf{template}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
     else:
@@ -748,7 +837,8 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
     """Return the run of a supervised stage."""
     length = _read_length(command)
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
-    notes = {"seq_length": "" if command.has("max_length") else "set the longest row; ms-swift has the model's limit"}
+    limit = "the model's limit; set the longest row where config.json is elsewhere"
+    notes = {"seq_length": "" if command.has("max_length") else limit}
     unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
     if command.flag("packing") and kind == "sft":
         keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}
@@ -809,7 +899,9 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
 
 
 def _read_length(command: SourceCommand) -> int:
-    return command.count("packing_length" if command.has("packing_length") else "max_length", 2048)
+    limit = read_shape(command.text("model")).get("max_position_embeddings")
+    default = limit if isinstance(limit, int) and limit > 0 else _PROMPT_LENGTH
+    return command.count("packing_length" if command.has("packing_length") else "max_length", default)
 
 
 # --- stages with rollouts ---------------------------------------------------------------------------------------------
@@ -1075,8 +1167,12 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
 def _read_engine(run: Import, command: SourceCommand) -> tuple[Placement, dict[str, object], str]:
     """Return devices, keys of servers, and a note about them."""
     keys: dict[str, object] = {}
-    is_server, is_async = command.text("vllm_mode") == "server", command.flag("async_generate")
-    servers, rollout = int(read_variable(command.environment, "SWIFT_SERVERS", "0") or 0), None
+    names_server = command.has("vllm_server_host", "vllm_server_base_url")
+    is_server = command.text("vllm_mode", "server" if names_server else "") == "server"
+    is_async = command.flag("async_generate")
+    servers, rollout = int(read_variable(command.environment, "SWIFT_SERVERS", "0") or 0), _count_own_devices(command)
+    if names_server and not is_server:
+        run.refuse("--vllm_mode", f"{command.text('vllm_mode')} next to the address of a server; write one of them")
     note = "the servers of the script are the run's own" if servers else "standalone servers: mindspeed-rl rollout"
     if is_server and servers:
         tensor, replicas = (int(command.environment[name]) for name in ("SWIFT_SERVER_TP", "SWIFT_SERVER_DP"))
@@ -1088,14 +1184,29 @@ def _read_engine(run: Import, command: SourceCommand) -> tuple[Placement, dict[s
         port = command.get("vllm_server_port") or [url.port or 8000 for url in urls] or 8000
         keys[f"{ENGINE}.vllm_server_host"] = hosts[0] if len(hosts) == 1 else hosts
         keys[f"{ENGINE}.vllm_server_port"] = port[0] if isinstance(port, list) and len(port) == 1 else port
-    if is_async and not is_server:
+    if is_async and not is_server and rollout is None:
         run.refuse("--async_generate", "generation ahead of the update needs servers: --vllm_mode server")
     if command.has("use_gym_env", "gym_env"):
         _read_environment(run, command)
     if command.has("multi_turn_scheduler"):
         _read_turns(run, command)
-    placement = Placement(actor=command.devices, rollout=rollout, mode="one_step_off" if is_async and is_server else None)
-    return placement, keys, note
+    if rollout is not None and not is_server:
+        note = "the rollout has devices of its own, next to those that train"
+    runs_ahead = is_async and (is_server or rollout is not None)
+    return Placement(actor=command.devices, rollout=rollout, mode="one_step_off" if runs_ahead else None), keys, note
+
+
+def _count_own_devices(command: SourceCommand) -> int | None:
+    """Return the devices that generate alone: those of a group under Ray, or of engines besides the training processes.
+
+    Releases before 3.5 have --num_infer_workers engines; as many as training processes share their devices.
+    """
+    if (own := command.environment.get(_RAY_GROUPS["rollout"])) is not None:
+        return read_count("gpus of the group rollout", read_scalar(own))
+    engines = command.get("num_infer_workers")
+    if engines is None or engines == command.devices:
+        return None
+    return command.count("num_infer_workers", 1) * command.count("vllm_tensor_parallel_size", 1)
 
 
 def _read_turns(run: Import, command: SourceCommand) -> None:

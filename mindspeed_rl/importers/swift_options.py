@@ -78,6 +78,13 @@ def _mapping(run: Import, option: str, value: object) -> dict[str, object]:
     return content
 
 
+def _preserve_thinking(run: Import, option: str, value: object) -> None:
+    if value:
+        run.translate(option, {f"{ACTOR}.chat_template_kwargs.preserve_thinking": True})
+    else:
+        run.note(option, "the tokenizer's template decides which earlier thoughts are read")
+
+
 def _columns(run: Import, option: str, value: object) -> None:
     """Set map_keys from a mapping of the dataset's columns to ms-swift's names of them."""
     ours = {"query": "prompt", "problem": "prompt", "question": "prompt", "prompt": "prompt", "messages": "prompt"}
@@ -137,6 +144,7 @@ _KEYS: dict[str, Option] = {
     "deepspeed": by(_deepspeed, "use_distributed_optimizer"),
     "use_distributed_optimizer": to(f"{ACTOR}.use_distributed_optimizer"),
     "enable_thinking": to(f"{ACTOR}.enable_thinking"),
+    "preserve_thinking": by(_preserve_thinking, "chat_template_kwargs.preserve_thinking"),
     "save_total_limit": by(_keep, "keep_last"),
     "seed": to(f"{ACTOR}.seed", default=42),
     "save_safetensors": to(f"{ACTOR}.save_hf", formula="each checkpoint as a Hugging Face folder too"),
@@ -523,7 +531,7 @@ _NONE: dict[str, Option] = {
         no_effect("the model's files, the seed and the run file decide it"),
     ),
     **_each(
-        "preserve_thinking add_non_thinking_prefix disable_ignore_empty_think",
+        "add_non_thinking_prefix disable_ignore_empty_think",
         no_effect("the chat template is that of the tokenizer"),
     ),
     **_each(

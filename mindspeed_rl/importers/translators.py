@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, by, read_scalar
+from mindspeed_rl.importers.options import Option, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 
 #: trackers by their names elsewhere
@@ -31,6 +34,31 @@ def join_words(flags: Mapping[str, list[str]]) -> dict[str, object]:
 def read_options(words: Iterable[str]) -> dict[str, object]:
     """Return the options of a command line."""
     return join_words(read_flags(tuple(words))[0])
+
+
+def count_accelerated(command: Command, launch: Mapping[str, object], known: Mapping[str, int] | None = None) -> int | None:
+    """Return the processes that accelerate starts: of its option, else of its file; None where neither is given.
+
+    Args:
+        launch: options of the launcher by name.
+        known: names of files that a project ships -> their processes.
+
+    Raises:
+        ConfigError: the file is not here, or does not say the number.
+    """
+    # further words are those of the program that it starts
+    first = {name: value[0] if isinstance(value, list) else value for name, value in launch.items()}
+    if "num_processes" in first:
+        return read_count("num_processes", first["num_processes"])
+    config = first.get("accelerate_config", first.get("config_file"))
+    if config is None:
+        return None
+    if (found := find_file(command, str(config))) is not None:
+        return read_count(f"num_processes of {config}", read_option_file(found).get("num_processes", 1))
+    path = Path(str(config))
+    if known and path.stem in known and path.parent.name in ("", "accelerate_configs"):
+        return known[path.stem]
+    raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
 
 
 def read_option_file(path: Path) -> dict[str, object]:
@@ -82,17 +110,30 @@ def describe_preprocessing(name: str, prefix: str, tokenizer: object, options: s
     return f"the prefix that is written by: {head}{options}"
 
 
+def take_template_words(run: Import) -> str:
+    """Return the options of preprocessing for the arguments of the chat template, whose keys are for raw prompts."""
+    group = run.tree.get(ACTOR, {})
+    thinking, arguments = group.pop("enable_thinking", None), group.pop("chat_template_kwargs", None)
+    words = f" --enable-thinking {str(thinking).lower()}" if isinstance(thinking, bool) else ""
+    return words + (f" --chat-template-kwargs '{json.dumps(arguments)}'" if arguments else "")
+
+
 def read_mapping(option: str, value: object) -> dict[str, object]:
-    """Return an option that is a mapping, or its text in JSON; nothing for None.
+    """Return an option that is a mapping, or its text in JSON or in the form of Hydra's commands; nothing for None.
 
     Raises:
-        ConfigError: the text is no JSON.
+        ConfigError: the text is neither.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+            try:
+                value = OverridesParser.create().parse_override(f"value={value}").value()
+            except HydraException:
+                raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
+            if not isinstance(value, Mapping):
+                raise ConfigError([f"{option} is {value!r}, but must be JSON"]) from None
     return {str(name): item for name, item in value.items()} if isinstance(value, Mapping) else {}
 
 
@@ -139,12 +180,10 @@ def set_tensorboard(run: Import, option: str, value: object) -> None:
 
 
 def set_template_arguments(run: Import, option: str, value: object) -> None:
-    """Set the arguments of the chat template, of which there is one."""
+    """Set the arguments of the chat template; enable_thinking has a key of its own."""
     values = read_mapping(option, value)
-    if set(values) - {"enable_thinking"}:
-        run.refuse(option, f"arguments of the chat template other than enable_thinking: {', '.join(sorted(values))}")
-    else:
-        run.translate(option, {f"{ACTOR}.{name}": item for name, item in values.items()})
+    thinking = {f"{ACTOR}.enable_thinking": values.pop("enable_thinking")} if "enable_thinking" in values else {}
+    run.translate(option, thinking | ({f"{ACTOR}.chat_template_kwargs": values} if values else {}))
 
 
 def set_rollout_format(run: Import, option: str, value: object) -> None:

@@ -45,8 +45,10 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
+    count_accelerated,
     describe_preprocessing,
     join_words,
     name_prompts,
@@ -60,7 +62,7 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     set_trackers,
 )
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
 _STAGES = {"grpo": "ray_grpo", "rloo": "ray_grpo", "sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "orm"}
@@ -74,7 +76,9 @@ _OTHER_PROGRAMS = {
     "skills": "it trains nothing",
 }
 #: configuration of accelerate by the name that TRL has for it -> processes
-_ACCELERATE = dict.fromkeys(("multi_gpu", "zero1", "zero2", "zero3", "fsdp1", "fsdp2"), 8) | {"single_gpu": 1}
+_EIGHT = "multi_gpu zero1 zero2 zero3 deepspeed_zero1 deepspeed_zero2 deepspeed_zero3 fsdp1 fsdp2"
+_FEWER = {"single_gpu": 1, "alst_ulysses_4gpu": 4, "context_parallel_2gpu": 2}
+_ACCELERATE: dict[str, int] = {**dict.fromkeys(map(str, _EIGHT.split()), 8), **_FEWER}
 #: flags of accelerate and torchrun without a value
 _LAUNCHER_FLAGS = frozenset(
     "multi_gpu cpu mps use_deepspeed use_fsdp use_megatron_lm same_network debug quiet module no_python standalone m "
@@ -106,17 +110,17 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
             files.append(words[place])
         values: dict[str, object] = {}
         for file in files:
-            values |= read_option_file(Path(str(file)))
+            values |= read_option_file(require_file(command, "--config", str(file)))
         values.pop("env", None)
         # the parser has --no_x for a flag x that is on
         for name in [name for name in options if name.startswith("no_")]:
             options[name[3:]] = not options.pop(name)
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
-        world = devices or _count_processes(launch, command.environment)
+        world = devices or _count_processes(command, launch)
         if not program:
             program = _guess_program(values | options)
-        return SourceCommand(program, values | options, command.environment, world, _TABLES[program])
+        return SourceCommand(program, values | options, command.environment, world, _TABLES[program], loop=command.loop)
     raise ConfigError(["there is no command of TRL, such as trl grpo --model_name_or_path Qwen/Qwen3-4B --dataset_name ..."])
 
 
@@ -127,15 +131,35 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
         if place and words[place - 1] == "trl" and (name in _STAGES or name in _OTHER_PROGRAMS):
             return place, name
         if name.endswith(".py"):
-            stem = name.removesuffix(".py")
-            known = stem if stem in _STAGES or stem in _OTHER_PROGRAMS else None
-            return place, known or next(
-                (key for key in ("grpo", "rloo", "dpo", "kto", "sft", "reward") if key in stem.split("_")), None
-            )
+            return place, _name_script(Path(word))
         if word.startswith("trl.scripts."):
             return place, word.rpartition(".")[2]
     is_file = len(words) == 1 and Path(words[0]).suffix in (".yaml", ".yml", ".json")
     return (0, "") if is_file else (0, None)
+
+
+#: TRL's example scripts whose code is their arguments alone -> trainer
+_EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward"}
+
+
+def _name_script(path: Path) -> str | None:
+    """Return the trainer of a script of TRL; None for a program that has nothing of TRL in its name.
+
+    Raises:
+        ConfigError: it is a program of its own.
+    """
+    stem, folders = path.stem, path.parts[:-1]
+    if folders[-2:] == ("trl", "scripts") or folders == ("scripts",) or not folders:
+        if stem in _STAGES or stem in _OTHER_PROGRAMS:
+            return stem
+    elif folders[-2:] == ("examples", "scripts") and stem in {**_EXAMPLES, **_OTHER_PROGRAMS}:
+        return _EXAMPLES.get(stem, stem)
+    if not {*_STAGES, *_OTHER_PROGRAMS, "trl", "gspo"} & set(stem.split("_")):
+        return None
+    raise ConfigError(
+        [f"{path} is a program of its own, whose rewards, data and trainer are in its code and not in the command: write "
+         "the command of trl that trains the same, with its rewards as functions of docs/rewards.md"]
+    )  # fmt: skip
 
 
 def _split_options(words: list[str]) -> dict[str, object]:
@@ -154,18 +178,11 @@ def _split_options(words: list[str]) -> dict[str, object]:
     return join_words(options)
 
 
-def _count_processes(launch: Mapping[str, object], environment: Mapping[str, str]) -> int:
+def _count_processes(command: Command, launch: Mapping[str, object]) -> int:
     """Return the training processes: of accelerate or torchrun, else of the visible devices, else 1."""
-    if (config := launch.get("accelerate_config", launch.get("config_file"))) is not None:
-        name = Path(str(config)).stem
-        content = read_option_file(Path(str(config))) if Path(str(config)).is_file() else {}
-        found = launch.get("num_processes", content.get("num_processes", _ACCELERATE.get(name)))
-        if found is None:
-            raise ConfigError([f"the number of processes is in {config}, which is not here; set it by --devices"])
-        return read_count("num_processes", found)
-    if "num_processes" in launch:
-        return read_count("num_processes", launch["num_processes"])
-    per_node = launch.get("nproc_per_node")
+    if (count := count_accelerated(command, launch, _ACCELERATE)) is not None:
+        return count
+    environment, per_node = command.environment, launch.get("nproc_per_node")
     if per_node is not None:
         return read_count("nproc_per_node", per_node) * read_count("nnodes", launch.get("nnodes", 1))
     visible = environment.get("ASCEND_RT_VISIBLE_DEVICES") or environment.get("CUDA_VISIBLE_DEVICES") or ""
@@ -345,7 +362,7 @@ _ROLLOUT: dict[str, Option] = {
     "generation_kwargs": refused("further arguments of generation"),
     "vllm_structured_outputs_regex": by(_regex, "structured_output: {regex: value}"),
     "shuffle_dataset": negated(f"{ACTOR}.no_shuffle"),
-    "chat_template_kwargs": by(set_template_arguments, "enable_thinking"),
+    "chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "mask_truncated_completions": to(f"{RL}.overlong_filter"),
     "log_completions": to(f"{RL}.log_completions"),
     "num_completions_to_print": to(f"{RL}.log_completions_keep"),
@@ -613,6 +630,10 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
     return Schedule(peak, _STYLES[name], total, sizes.warmup(command, total), floor=peak * floor)
 
 
+#: keys of a command without --output_dir
+_FOLDERS = {"run_dir": "trainer_output", f"{ACTOR}.save": "trainer_output/checkpoints"}
+
+
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by TRL's formulas."""
     sizes, stage = _Sizes(command), _STAGES[command.program]
@@ -621,7 +642,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     path, written_by = _find_data(command)
     if command.get("model_name_or_path") is None:
         raise ConfigError(["the command names no model: --model_name_or_path is missing"])
-    has_limit = (limit := command.number("max_steps", -1)) > 0
+    model, has_limit = command.text("model_name_or_path"), (limit := command.number("max_steps", -1)) > 0
+    recomputed = ((key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items())
     strategy, saved = command.get("save_strategy", "steps"), command.number("save_steps", 500)
     synced = math.ceil(command.number("ref_model_sync_steps", 512) / sizes.steps)
     shared = Recipe(
@@ -635,7 +657,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         weight_decay=command.number("weight_decay", 0.0),
         clip_grad=command.number("max_grad_norm", 1.0),
         data=(path,),
-        model=command.text("model_name_or_path"),
+        model=model,
         placement=Placement(actor=command.devices),
         batch=Batch(sizes.micro, sizes.group, None if sizes.rollout is None else sizes.iterations),
         rates=(_read_rate(run, command, sizes, schedule),),
@@ -655,10 +677,10 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "lr_warmup_fraction": "as a fraction of the run",
             "lora_target_modules": "q_proj, k_proj and v_proj are one matrix here",
         },
-        defaults=()
-        if command.has("gradient_checkpointing")
-        else tuple(
-            (key, value, "TRL computes the layers again in the backward pass") for key, value in RECOMPUTE_LAYERS.items()
+        defaults=(
+            *((key, value, "TRL's folder") for key, value in _FOLDERS.items() if not command.has("output_dir")),
+            *list_expert_defaults(model, "TRL", coefficient=0.0 if command.program == "reward" else 0.001),
+            *(() if command.has("gradient_checkpointing") else recomputed),
         ),
     ).follow(schedule)
     return _describe_rollout(run, command, sizes, shared) if sizes.rollout else _describe_dataset(run, command, shared)

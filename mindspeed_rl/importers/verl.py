@@ -5,7 +5,6 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +15,15 @@ from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import (
+    UNSET,
     Option,
     SourceCommand,
     SourceProject,
     by,
     no_effect,
     part,
-    read_scalar,
     refused,
     to,
     with_others,
@@ -46,10 +46,19 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format
+from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format, take_template_words
+from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, UNSET_RANK, find_lora_targets, note_prediction, start_from_adapter
+from mindspeed_rl.importers.writer import (
+    RECOMPUTE_LAYERS,
+    UNSET_RANK,
+    find_lora_targets,
+    list_expert_defaults,
+    note_prediction,
+    start_from_adapter,
+)
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}." for name in ("actor", "ref", "rollout", "model"))
 _CORRECTION = "algorithm.rollout_correction."
@@ -129,7 +138,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         no_effect("memory of the optimizer; see swap_optimizer"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
-    (r"(?:\w+\.)*turbo_config\.[\w.]+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
+    (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
     (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),
     (
         r"(?:\w+\.)*model\.override_config\.(?:attn_implementation|_attn_implementation)",
@@ -165,7 +174,10 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     ),
     (r"actor_rollout_ref\.rollout\.engine_kwargs\.(?:sglang|trtllm)\.[\w.]+", no_effect("read by other engines alone")),
     (r"data\.apply_chat_template_kwargs\.enable_thinking", to(f"{ACTOR}.enable_thinking")),
-    (r"data\.apply_chat_template_kwargs\.\w+", refused("arguments of the chat template but enable_thinking")),
+    (
+        r"data\.apply_chat_template_kwargs\.[\w.]+",
+        by(lambda run, option, value: _set_template_argument(run, option, value), "chat_template_kwargs"),
+    ),
     # names of earlier releases
     (
         r"actor_rollout_ref\.actor\.router_replay\.mode",
@@ -192,6 +204,10 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
 
 def _set_engine(run: Import, option: str, value: object, prefix: str) -> None:
     run.translate(option, {prefix + option.partition(".vllm.")[2]: value})
+
+
+def _set_template_argument(run: Import, option: str, value: object) -> None:
+    run.translate(option, {f"{ACTOR}.chat_template_kwargs.{option.partition('_kwargs.')[2]}": value})
 
 
 def _limit_images(run: Import, option: str, value: object) -> None:
@@ -225,52 +241,52 @@ def _find_argument(name: str) -> Option | None:
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
-    """Return the command of verl among those of a script, or keys alone."""
+    """Return the command of verl among those of a script, a file of its configuration, or keys alone."""
+    if len(commands) == 1 and len(commands[0].words) == 1 and Path(commands[0].words[0]).suffix in (".yaml", ".yml"):
+        composition = Composition(commands[0])
+        composition.read_file(require_file(commands[0], "verl", commands[0].words[0]))
+        program = "ppo" if any(name.startswith("actor_rollout_ref.") for name in composition.options) else "sft"
+        return _complete(program, composition.options, devices, commands[0].environment)
     # keys alone, or keys on lines of their own after the program
-    keys = [command for command in commands if all(_is_key(word) for word in command.words)]
-    program, command = _find_command(commands, keys)
-    words = [*command.words, *(word for item in keys if item is not command for word in item.words)]
-    options: dict[str, object] = {}
+    keys = [command for command in commands if all(is_key(word) for word in command.words)]
+    program, command, place = _find_command(commands, keys)
+    words = [*command.words[place:], *(word for item in keys if item is not command for word in item.words)]
     # a word that is nothing but a variable may stand for any option
-    start = next((index for index, word in enumerate(words) if "=" not in word and "verl" in word or "main_" in word), 0)
-    trailing = [word for word in words[start:] if not _is_key(word) and word.startswith("\0")]
-    for word in words:
-        if word.startswith("--config-name"):
-            options["--config-name"] = word.partition("=")[2]
-        elif _is_key(word) or re.match(r"\+*model_engine=", word):
-            name, _, text = word.partition("=")
-            # Hydra's + and ++ only mark a key as new
-            options[_rename(name.lstrip("+"))] = read_scalar(text)
-    launched = _count_processes(command.words) if program == "sft" else None
-    if unknown := [item for word in trailing for item in list_unknown(word)]:
+    if unknown := [item for word in words if word.startswith("\0") for item in list_unknown(word)]:
         raise request_variables(unknown)
+    launched = _count_processes(command.words) if program == "sft" else None
+    composition = Composition(command)
+    composition.read_words(words)
     recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
-    is_disaggregated = any("one_step_off" in word for word in command.words)
-    return _complete(program, options, launched or devices, recipe, is_disaggregated=is_disaggregated)
+    return _complete(
+        program, composition.options, launched or devices, command.environment, recipe,
+        is_disaggregated=any("one_step_off" in word for word in command.words), loop=command.loop,
+    )  # fmt: skip
 
 
-def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Command]:
-    """Return the table of a program and its command; the first of the keys without a program.
+def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Command, int]:
+    """Return the table of a program, its command and the place after the program; the first of the keys without a program.
 
     Raises:
         ConfigError: there is none, or several, or one that has no counterpart.
     """
-    found: list[tuple[str, Command]] = []
+    found: list[tuple[str, Command, int]] = []
     for command in commands:
-        modules = [re.split(r"[./]", word.removesuffix(".py")) for word in command.words[:40] if "=" not in word]
+        modules = [set(re.split(r"[./=]", word.removesuffix(".py"))) for word in command.words[:40] if not is_key(word)]
         parts = {part for module in modules for part in module}
         if feature := next((feature for name, feature in _REFUSED_PROGRAMS.items() if name in parts), None):
             raise ConfigError([f"line {command.line}: not available here: {feature}"])
-        found += [(table, command) for name, table in _PROGRAMS.items() if name in parts][:1]
-    if len({command.line for _, command in found}) > 1:
-        lines = ", ".join(str(command.line) for _, command in found)
+        names = [(table, name) for name, table in _PROGRAMS.items() if name in parts][:1]
+        found += [(table, command, 1 + next(i for i, module in enumerate(modules) if name in module)) for table, name in names]
+    if len({command.line for _, command, _ in found}) > 1:
+        lines = ", ".join(str(command.line) for _, command, _ in found)
         raise ConfigError([f"the script has several commands of verl, in lines {lines}; import one of them"])
     if not found and not keys:
         raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
-    program, command = found[0] if found else ("ppo", keys[0])
+    program, command, place = found[0] if found else ("ppo", keys[0], 0)
     if command.uncertain:
         raise ConfigError([f"{command.uncertain} decides whether the command of line {command.line} runs; import it alone"])
-    return program, command
+    return program, command, place
 
 
 def _count_processes(words: Sequence[str]) -> int | None:
@@ -282,10 +298,6 @@ def _count_processes(words: Sequence[str]) -> int | None:
     return None if counts[0] is None else int(counts[0][1]) * (int(counts[1][1]) if counts[1] else 1)
 
 
-def _is_key(word: str) -> bool:
-    return re.match(r"[+]*[A-Za-z_]\w*(\.[\w-]+)+=", word) is not None
-
-
 def _rename(name: str) -> str:
     for pattern, here in _RENAMED:
         name = re.sub(f"^{pattern}", here, name)
@@ -293,22 +305,32 @@ def _rename(name: str) -> str:
 
 
 def _complete(
-    program: str, options: dict[str, object], devices: int | None, recipe: str, *, is_disaggregated: bool
+    program: str,
+    composed: Mapping[str, object],
+    devices: int | None,
+    environment: Mapping[str, str],
+    recipe: str = "",
+    *,
+    is_disaggregated: bool = False,
+    loop: str = "",
 ) -> SourceCommand:
-    """Return the command with values of other keys in place of their names, its table and its devices."""
-    config_name = str(options.pop("--config-name", ""))
+    """Return the command with values of other options in place of their names, its table and its devices."""
+    options = {_rename(name): value for name, value in composed.items()}
     # those keys exist in the configuration of that engine alone
-    if "megatron" in config_name or any(name.startswith(f"{_ACTOR}megatron.") for name in options):
+    if any(name.startswith(f"{_ACTOR}megatron.") for name in options):
         options.setdefault("model_engine", "megatron")
-    for name, value in options.items():
-        if isinstance(value, str) and (match := re.fullmatch(r"\$\{([\w.]+)\}", value)):
-            if match.group(1) not in options:
-                raise ConfigError([f"{name}={value}: {match.group(1)} is not in the command; write its value"])
-            options[name] = options[match.group(1)]
     table = dict(TABLES[program])
     for name in options:
         if name not in table and (record := _find_record(name)) is not None:
             table[name] = record
+
+    def look_up(name: str) -> tuple[bool, object]:
+        record = table.get(name)
+        if record is not None and record.default is UNSET:
+            raise ConfigError([f"the value of {name}, which another option refers to, is verl's default; write it"])
+        return record is not None, None if record is None else record.default
+
+    options = References(options, environment, look_up).resolve()
     if is_disaggregated and program == "ppo":
         options.setdefault("actor_rollout_ref.hybrid_engine", False)
         # the configuration of that trainer sets it
@@ -318,7 +340,8 @@ def _complete(
     world = per_node * command.count("trainer.nnodes", 1)
     if devices is not None and not command.has("trainer.n_gpus_per_node"):
         world = devices
-    return SourceCommand(program, options, devices=world, table=table, trailing=(recipe,) if recipe else ())
+    trailing = (recipe,) if recipe else ()
+    return SourceCommand(program, options, environment, world, table, trailing, loop)
 
 
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
@@ -437,8 +460,50 @@ def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float
 
 
 @dataclass(frozen=True)
+class LossMode:
+    """What a `loss_mode` of verl is, as its function in core_algos.py computes it.
+
+    Attributes:
+        loss: policy loss here; empty for the clipped one that has the aggregation.
+        name: of its formula.
+        level: what the ratio is computed over.
+        aggregation: that its function has whatever loss_agg_mode says; None where it takes that of loss_agg_mode.
+        clips: it reads clip_ratio_low and clip_ratio_high.
+        has_dual: it reads clip_ratio_c.
+        takes: aggregations that the loss has here.
+    """
+
+    loss: str
+    name: str
+    level: Literal["token", "sequence_token"] = "token"
+    aggregation: str | None = None
+    clips: bool = True
+    has_dual: bool = False
+    takes: tuple[str, ...] = ("token",)
+
+
+LOSS_MODES = {
+    "vanilla": LossMode("", "grpo", has_dual=True, takes=("token", "sequence", "constant", "summed")),
+    "gspo": LossMode("gspo", "grpo", "sequence_token", "sequence"),
+    "sapo": LossMode("sapo", "sapo", aggregation="sequence", clips=False),
+    "geo_mean": LossMode("gmpo", "gmpo", aggregation="sequence"),
+    "cispo": LossMode("cispo", "cispo"),
+    "dppo_tv": LossMode("dppo_tv", "dppo_tv", has_dual=True),
+    "dppo_kl": LossMode("dppo_kl", "dppo_kl", has_dual=True),
+    "gpg": LossMode("gpg", "gpg", clips=False),
+    "dro": LossMode("dro", "dro", clips=False),
+    "clip_cov": LossMode("clip_cov", "clip_cov"),
+    "kl_cov": LossMode("kl_cov", "kl_cov", clips=False),
+}
+
+
+@dataclass(frozen=True)
 class _Loss:
-    """The loss of verl's actor: names of the catalogue, and bounds of the ratio."""
+    """The loss of verl's actor: names of the catalogue, and bounds of the ratio.
+
+    Attributes:
+        fixes: the aggregation is the function's own, which loss_agg_mode does not change.
+    """
 
     loss_type: str
     name: str
@@ -447,6 +512,7 @@ class _Loss:
     low: float | None
     high: float | None
     dual: float | None
+    fixes: bool
 
     @classmethod
     def from_command(cls, command: SourceCommand) -> _Loss:
@@ -455,47 +521,38 @@ class _Loss:
         Raises:
             ConfigError: it, or its aggregation, is not available.
         """
-        mode, aggregation = (
+        name, aggregation = (
             command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
             command.text(f"{_ACTOR}loss_agg_mode", "token-mean"),
         )
-        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
-        either = command.number(f"{_ACTOR}clip_ratio", 0.2)
-        low, high = (
-            either if command.has(name) and command.options[name] is None else command.number(name, 0.2)
-            for name in (f"{_ACTOR}clip_ratio_low", f"{_ACTOR}clip_ratio_high")
-        )
+        if name not in LOSS_MODES:
+            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: this policy loss"])
         if aggregation not in _AGGREGATIONS:
             raise ConfigError([f"{_ACTOR}loss_agg_mode={aggregation}: not available here: this sum over tokens"])
-        normalizer, clipped = _AGGREGATIONS[aggregation]
-        scale = command.get(f"{_ACTOR}loss_scale_factor")
-        length = command.count("data.max_response_length", 512)
+        mode, (normalizer, clipped) = LOSS_MODES[name], _AGGREGATIONS[aggregation]
+        if mode.aggregation is None and normalizer not in mode.takes:
+            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: with {aggregation}"])
+        scale, length = command.get(f"{_ACTOR}loss_scale_factor"), command.count("data.max_response_length", 512)
         if scale is not None and normalizer == "constant" and scale != length:
             raise ConfigError(
                 [f"{_ACTOR}loss_scale_factor={scale}: not available here: another divisor than max_response_length"]
             )
-        dual = command.number(f"{_ACTOR}clip_ratio_c", 3.0)
-        if mode == "vanilla":
-            return cls(clipped, "grpo", "token", normalizer, low, high, dual)
-        if mode == "gspo":
-            return cls("gspo" if normalizer == "sequence" else clipped, "grpo", "sequence_token", normalizer, low, high, None)
-        # these two have an aggregation of their own
-        if mode == "sapo":
-            return cls("sapo", "sapo", "token", "sequence", None, None, None)
-        if mode == "geo_mean":
-            return cls("gmpo", "gmpo", "token", "sequence", low, high, None)
-        if mode in ("cispo", "dppo_tv", "dppo_kl", "gpg", "dro", *_OF_COVARIANCE) and normalizer == "token":
-            clips = mode in ("cispo", "dppo_tv", "dppo_kl", "clip_cov")
-            return cls(
-                mode,
-                mode,
-                "token",
-                "token",
-                *((low, high) if clips else (None, None)),
-                dual if mode[0] == "d" and clips else None,
-            )
-        feature = "this policy loss" if mode == "bypass_mode" else f"with {aggregation}"
-        raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={mode}: not available here: {feature}"])
+        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
+        either = command.number(f"{_ACTOR}clip_ratio", 0.2)
+        low, high = (
+            either if command.has(side) and command.options[side] is None else command.number(side, 0.2)
+            for side in (f"{_ACTOR}clip_ratio_low", f"{_ACTOR}clip_ratio_high")
+        )
+        return cls(
+            mode.loss or clipped,
+            mode.name,
+            mode.level,
+            mode.aggregation or normalizer,
+            low if mode.clips else None,
+            high if mode.clips else None,
+            command.number(f"{_ACTOR}clip_ratio_c", 3.0) if mode.has_dual else None,
+            mode.aggregation is not None,
+        )
 
 
 @dataclass(frozen=True)
@@ -689,7 +746,11 @@ def _read_model(
     engine = f"{'engine.' if command.program == 'sft' else _ACTOR}strategy"
     note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine == "fsdp" else ""
     run.note_given(engine, f"Megatron-core is the engine{note}", changes_nothing=False)
+    written = run.get(f"{ACTOR}.moe_aux_loss_coeff") is not None
+    if written and run.get(f"{ACTOR}.moe_router_load_balancing_type") is None:
+        keys[f"{ACTOR}.moe_router_load_balancing_type"] = "none"  # verl's Megatron engine has it, whatever the weight is
     return keys, (
+        *list_expert_defaults(str(path), "verl"),
         (f"{ACTOR}.finetune", True, "only weights are read"),
         (f"{ACTOR}.use_distributed_optimizer", True, reason),
     )
@@ -726,7 +787,7 @@ def _count_prediction_layers(command: SourceCommand, prefix: str) -> int:
     if not config.is_file():
         return 1
     try:
-        shape = json.loads(config.read_text(encoding="utf-8"))
+        shape = read_json(config)
     except ValueError as error:
         raise ConfigError([f"{prefix}path: {config} is no JSON: {error}"]) from error
     shape |= shape.get("text_config", {})
@@ -741,7 +802,8 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
         run.note_given("trainer.total_epochs", f"{limit} is read instead")
         return total, None, "optimizer steps" if command.program == "sft" else "rollouts"
     run.note_given(limit, "null: trainer.total_epochs is read", changes_nothing=False)
-    if run.settings.knows_rows:
+    if (part_of_rows := _limit_rows(command)) is not None or run.settings.knows_rows:
+        rows = rows if part_of_rows is None else min(rows, part_of_rows)
         note = f"{epochs} passes over {rows} rows, without the incomplete last batch of a pass"
         return _count_rollouts(command, batch, rows), None, note
     note = "the incomplete last batch of a pass is filled with rows of the next; --rows N makes it exact"
@@ -787,9 +849,11 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
         command.text("data.messages_key", "messages"),
         command.text("data.enable_thinking_default", "none").lower(),
     )
+    template = take_template_words(run)
     mapped = f""" --map-keys '{{"messages": "{column}"}}'""" if column != "messages" else ""
-    switch = f" --enable-thinking {thinking}" if thinking in ("true", "false") else ""
-    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{mapped}{switch}"
+    is_set = thinking in ("true", "false") and "--enable-thinking" not in template
+    switch = f" --enable-thinking {thinking}" if is_set else ""
+    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{mapped}{switch}{template}"
     if _limit_rows(command):
         run.refuse("data.train_max_samples", "a part of the rows: preprocess that part")
     run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
@@ -811,6 +875,13 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"),
         ),
     )
+
+
+def _describe_part(command: SourceCommand) -> str:
+    """Return the note of a part of the rows, which verl draws where it shuffles."""
+    if not command.flag("data.shuffle", default=True):
+        return "the first rows"
+    return "the first rows; verl draws as many at random (data.shuffle)"
 
 
 def _limit_rows(command: SourceCommand) -> int | None:
@@ -880,7 +951,8 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
-            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}",
+            "loss_type": f"{loss.aggregation} mean, ratio of a {loss.level}"
+            + (f"; {loss.loss_type} has it there too, whatever loss_agg_mode is" if loss.fixes else ""),
             "clip_ratio_low": "clip_ratio alone decides nothing" if command.has(f"{_ACTOR}clip_ratio") else "",
             "init_kl_coef": f"in the {kl.place}" if kl.place else "no KL",
         },
@@ -898,7 +970,14 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
-    if command.flag(f"{_ROLLOUT}multi_turn.enable"):
+    if command.number("trainer.save_freq", -1) > 0 and not command.has("trainer.default_local_dir"):
+        folder = "checkpoints/" + "/".join(
+            command.text(f"trainer.{name}", default)
+            for name, default in (("project_name", "verl_examples"), ("experiment_name", "gsm8k"))
+        )
+        defaults.append((f"{ACTOR}.save", folder, "verl's folder of the project and the experiment"))
+    turns = _read_turns(command)
+    if turns:
         defaults.append((f"{RL}.max_total_response_length", response, "data.max_response_length counts all turns"))
     return replace(
         shared,
@@ -923,6 +1002,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **shared.keys,
             **_read_engine(run, command, tensor),
             **_read_filters(run, command, batch, rewards),
+            **turns,
             **_read_teacher(run, command),
             **_read_profiler(run, command),
             **tokens,
@@ -937,6 +1017,11 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
             **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
             "trainer_mode": "the rollout has devices of its own",
+            **({"data_path": _describe_part(command)} if _limit_rows(command) else {}),
+            "max_turns": "a turn of the tools is followed by one of the model, which is the last",
+            "max_parallel_calls": "further calls of a turn get an error as their reply; verl drops them",
+            "max_tool_response_characters": "verl counts characters, of which a longer reply keeps so many",
+            "tool_response_truncate_side": "verl names the side that is cut, ours the one that is kept",
             "overlong_buffer": "grows over the last `len` tokens before max_resp_len",
             "critic_warmup": "rollouts",
         },
@@ -948,7 +1033,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
     """Refuse what the objective has and no loss here."""
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
-    if loss.loss_type in ("sapo", "gmpo") and adds_terms and aggregation != "seq-mean-token-mean":
+    if loss.fixes and adds_terms and aggregation != "seq-mean-token-mean":
         feature = f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"
         run.refuse(f"{_ACTOR}loss_agg_mode", feature)
     if kl.place == "loss" and has_critic:
@@ -981,6 +1066,44 @@ def _read_file(run: Import, command: SourceCommand) -> str:
         reason = "prompts of max_prompt_length tokens and more are left out, where verl would cut them"
         run.note("data.truncation", reason)
     return files[0] if limit is None else f"{files[0]}#{limit}"
+
+
+#: side of a long reply that verl cuts, since 0.8 -> side that is kept here
+_SIDES = {"left": "right", "right": "left", "middle": "middle"}
+
+
+def _read_turns(command: SourceCommand) -> dict[str, object]:
+    """Return the limits of turns and tools; nothing where a sample has one turn.
+
+    Raises:
+        ConfigError: the side has another name.
+    """
+    prefix = f"{_ROLLOUT}multi_turn."
+    uses_tools = command.text(f"{_ROLLOUT}agent.default_agent_loop") == "tool_agent"
+    if not command.flag(f"{prefix}enable") and not uses_tools:
+        return {}
+    # the model's turn after the last one of the tools ends the sample there
+    limits = [
+        command.count(f"{prefix}{name}", 1) + extra
+        for name, extra in (("max_assistant_turns", 0), ("max_user_turns", 1))
+        if command.get(f"{prefix}{name}")
+    ]
+    side = command.text(f"{prefix}tool_response_truncate_side", "middle")
+    if side not in _SIDES:
+        raise ConfigError([f"{prefix}tool_response_truncate_side is {side}, but must be left, middle or right"])
+    calls = int(command.number(f"{prefix}max_parallel_calls", 1))
+    length = int(command.number(f"{prefix}max_tool_response_length", 256))
+    if calls < 1 or length < 1:
+        raise ConfigError([f"{prefix}max_parallel_calls and max_tool_response_length must be at least 1"])
+    values = {
+        # its loop of tools does not read multi_turn.enable
+        "multi_turn_enable": True if uses_tools else None,
+        "max_turns": min(limits, default=None),
+        "max_parallel_calls": calls,
+        "max_tool_response_characters": length,
+        "tool_response_truncate_side": _SIDES[side],
+    }
+    return {f"{RL}.{name}": value for name, value in values.items()}
 
 
 def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, dict[str, object]]:

@@ -13,6 +13,7 @@ from mindspeed_rl.importers.recipe import (
     ACTOR as MEGATRON,
 )
 from mindspeed_rl.importers.recipe import (
+    BALANCING,
     CLIP,
     CORRECTION,
     KL,
@@ -26,7 +27,7 @@ from mindspeed_rl.importers.recipe import (
     ENGINE as GENERATE,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format
+from mindspeed_rl.importers.translators import TRACKERS, interval, note_trackers, set_rollout_format, set_template_arguments
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
 _PROFILER = "profiler_config.integrated"
@@ -180,6 +181,7 @@ TRANSFORMER: dict[str, Option] = {
             "hidden_dropout qk_layernorm"
         ).split()
     },
+    "moe_router_load_balancing_type": to(f"{MEGATRON}.moe_router_load_balancing_type", values=BALANCING),
     "moe_permute_fusion": to(f"{MEGATRON}.use_fused_moe_token_permute_and_unpermute"),
     "moe_token_dispatcher_type": to(
         f"{MEGATRON}.moe_token_dispatcher_type",
@@ -489,13 +491,12 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("agent.custom_async_server.name agent.custom_async_server.path", refused("your own rollout server")),
     ("multi_turn.enable", to(f"{RL}.multi_turn_enable")),
     ("multi_turn.tool_config_path", to(f"{RL}.tool_config_path")),
-    ("multi_turn.max_assistant_turns", to(f"{RL}.max_turns")),
-    ("multi_turn.max_parallel_calls", to(f"{RL}.max_parallel_calls")),
-    ("multi_turn.max_tool_response_length", to(f"{RL}.max_tool_response_length")),
-    ("multi_turn.tool_response_truncate_side", to(f"{RL}.tool_response_truncate_side")),
+    ("multi_turn.max_assistant_turns multi_turn.max_user_turns", part("max_turns", off="as many turns as fit", by_nature=True)),
+    ("multi_turn.max_parallel_calls", part("max_parallel_calls", off="one turn")),
+    ("multi_turn.max_tool_response_length", part("max_tool_response_characters", off="one turn")),
+    ("multi_turn.tool_response_truncate_side", part("tool_response_truncate_side", off="one turn")),
     ("multi_turn.format", to(f"{RL}.tool_parser_format")),
     ("multi_turn.function_tool_path", refused("tools as functions of a file")),
-    ("multi_turn.max_user_turns", refused("a limit of the environment's turns")),
     ("multi_turn.num_repeat_rollouts", refused("rollouts that are repeated")),
     (
         "multi_turn.tokenization_sanity_check_mode multi_turn.use_inference_chat_template",
@@ -608,7 +609,7 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ),
     ("tokenizer", to(f"{MEGATRON}.tokenizer_name_or_path")),
     ("val_max_samples", by(lambda run, option, value: _limit_evaluation(run, option, value), "eval_num_prompts")),
-    ("apply_chat_template_kwargs", refused("arguments of the chat template but enable_thinking", unless=({},))),
+    ("apply_chat_template_kwargs", by(set_template_arguments, "enable_thinking, chat_template_kwargs")),
     ("custom_cls.name custom_cls.path", refused("your own dataset class")),
     ("tool_config_path function_tool_path", no_effect("rollout.multi_turn.tool_config_path is read")),
     ("image_key", same("the columns images and image are read", "images", "image")),
@@ -914,7 +915,7 @@ def _build_sft() -> dict[str, Option]:
             ("use_dynamic_bsz max_token_len_per_gpu balance_dp_token num_workers use_shm pad_mode", _MEMORY),
             ("tools_key", same("the column of tools", "tools")), ("enable_thinking_key", same("its column", "enable_thinking")),
             ("custom_cls.name custom_cls.path", refused("your own dataset class")),
-            ("apply_chat_template_kwargs", refused("arguments of the chat template", unless=({},))),
+            ("apply_chat_template_kwargs", by(set_template_arguments, "options of that preprocessing")),
             ("ignore_input_ids_mismatch", no_effect("a row whose template renders earlier turns anew is malformed"))]),
     }  # fmt: skip
 

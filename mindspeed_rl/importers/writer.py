@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import MegatronConfig
 from mindspeed_rl.config.model_metadata import ADAPTER_CONFIG
+from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import Option
 from mindspeed_rl.importers.recipe import ACTOR, RL, Recipe
 from mindspeed_rl.importers.result import Import
@@ -240,7 +240,7 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
     config: dict[str, object] = {}
     if path.is_file():
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_json(path)
         except ValueError as error:
             raise ConfigError([f"{option} {adapter}: {ADAPTER_CONFIG} is no JSON: {error}"]) from error
     listed = config.get("target_modules")
@@ -259,6 +259,46 @@ def start_from_adapter(run: Import, option: str, adapter: str, reference: str | 
     elif reference not in (None, adapter):
         values |= {"rl_config.integrated_mode_config.ref_model_load_path" if is_rl else f"{actor}ref_model": reference}
     run.translate(option, values, "rank and scale are the adapter's")
+
+
+def list_expert_defaults(model: str, project: str, *, coefficient: float = 0.0) -> tuple[tuple[str, object, str], ...]:
+    """Return the keys of a project whose experts have no balancing loss of config.json, and whose routers' bias stays as it is.
+
+    A model whose config.json is here and has no experts needs none of them.
+
+    Args:
+        coefficient: of the balancing loss without an option.
+    """
+    if count_experts(model) == 0:
+        return ()
+    weight = "without a balancing loss" if not coefficient else f"with a balancing loss of weight {coefficient:g}"
+    return (
+        (f"{ACTOR}.moe_aux_loss_coeff", coefficient, f"{project} trains experts {weight} unless an option says so"),
+        (f"{ACTOR}.moe_router_bias_update_rate", 0.0, f"{project} leaves the bias of the routers as it is"),
+    )
+
+
+def count_experts(model: str) -> int | None:
+    """Return the experts of a layer of the model, 0 for a dense one; None where its config.json is not on this machine."""
+    shape = read_shape(model)
+    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+    return next((int(str(shape[name])) for name in names if shape.get(name)), 0) if shape else None
+
+
+def read_shape(model: str) -> Mapping[str, object]:
+    """Return config.json of the model, of its decoder where it reads images; empty where it is not on this machine.
+
+    Raises:
+        ConfigError: config.json cannot be read.
+    """
+    path = Path(model, "config.json").expanduser()
+    if not model or not path.is_file():
+        return {}
+    try:
+        config = read_json(path)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    return config.get("text_config") or config
 
 
 def note_prediction(*, adapts: bool) -> str:

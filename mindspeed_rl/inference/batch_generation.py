@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Message, assistant, parse_tools, user
+from mindspeed_rl.data import json_columns
+from mindspeed_rl.data.conversation import SOURCE_ROLES, Conversation, MalformedRowError, parse_tools, user
 from mindspeed_rl.data.images import ImageReader
+from mindspeed_rl.data.messages import openai_messages
 from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.files import replace_file
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
@@ -218,52 +220,43 @@ def read_conversation(row: Mapping[str, Any], prompt_key: str | None = None) -> 
     Raises:
         MalformedRowError: it has none of the known columns, or messages that do not end with a question.
     """
-    if prompt_key is None and isinstance(row.get("messages"), list):
-        return _read_messages(row["messages"], row.get("tools"))
-    keys = (prompt_key,) if prompt_key is not None else ("prompt", "question", "instruction")
+    keys = (prompt_key,) if prompt_key is not None else ("messages", "prompt", "question", "instruction")
     for key in keys:
-        value = row.get(key)
+        value = json_columns.read_messages(row.get(key), key)
         if isinstance(value, list):
-            return _read_messages(value, row.get("tools"))
-        if isinstance(value, str):
+            system, messages = openai_messages(value)
+            break
+        if isinstance(value, str) and (key != "messages" or key == prompt_key):
             extra = row.get("input") if key == "instruction" else None
             text = f"{value}\n{extra}" if isinstance(extra, str) and extra else value
             if not text.strip():
                 raise MalformedRowError(f"the prompt (column {key}) is empty")
-            system = row.get("system")
-            return Conversation([user(text)], system=system if isinstance(system, str) and system else None)
-    raise MalformedRowError(
-        f"the row has no text {' or '.join(map(str, keys))} and no messages; it has {', '.join(row) or 'nothing'}"
-    )
-
-
-def _read_messages(entries: Sequence[object], tools: object) -> Conversation:
-    system: str | None = None
-    messages: list[Message] = []
-    for entry in entries:
-        content = entry.get("content") if isinstance(entry, Mapping) else None
-        if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text")) for part in content)
-        if not isinstance(entry, Mapping) or not isinstance(content, str):
-            raise MalformedRowError(
-                f"a message needs a role and a text content, not {json.dumps(entry, ensure_ascii=False)[:100]}"
-            )
-        role = entry.get("role")
-        if role == "system" and not messages and system is None:
-            system = content
-        elif role == "user":
-            messages.append(user(content))
-        elif role == "assistant":
-            messages.append(assistant(content))
-        else:
-            raise MalformedRowError(f"a message's role is system (first), user or assistant, not {role!r}")
-    conversation = Conversation(messages, system=system, tools=parse_tools(tools))
-    conversation.check_roles()
-    if messages[-1].role != "user":
-        raise MalformedRowError("the last message is from the assistant: there is nothing to answer")
-    if not messages[-1].content.strip():
-        raise MalformedRowError("the last message is empty: there is nothing to answer")
+            system, messages = None, [user(text)]
+            break
+    else:
+        names = (prompt_key,) if prompt_key is not None else keys[1:]
+        raise MalformedRowError(
+            f"the row has no text {' or '.join(map(str, names))} and no messages; it has {', '.join(row) or 'nothing'}"
+        )
+    own = row.get("system") if isinstance(row.get("system"), str) and row.get("system") else None
+    if own is not None and system not in (None, own):
+        raise MalformedRowError(f"two system prompts: {own[:60]!r} in column 'system', and {system!r} as a message")
+    if row.get("history"):
+        raise MalformedRowError("a column 'history', which is not read here; write the conversation as messages")
+    conversation = Conversation(messages, own or system, parse_tools(row.get("tools")))
+    _check_question(conversation)
     return conversation
+
+
+def _check_question(conversation: Conversation) -> None:
+    conversation.check_roles()
+    first, last = conversation.messages[0], conversation.messages[-1]
+    if first.role != "user":
+        raise MalformedRowError("the first message is a tool's result, without a question before it")
+    if last.role not in SOURCE_ROLES:
+        raise MalformedRowError("the last message is from the assistant: there is nothing to answer")
+    if not last.content.strip():
+        raise MalformedRowError("the last message is empty: there is nothing to answer")
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -37,6 +37,7 @@ class _HarnessSettings:
         num_shots: worked examples; None for the task's default.
         max_samples: limit of the questions; None takes all.
         chat_template: prompts are rendered by the tokenizer's own template.
+        template_arguments: further arguments of it.
         max_model_len: limit of the tokens of prompt and answer.
         stop_token_ids: tokens that end an answer.
     """
@@ -45,6 +46,7 @@ class _HarnessSettings:
     num_shots: int | None
     max_samples: int | None
     chat_template: bool
+    template_arguments: Mapping[str, Any]
     max_model_len: int
     stop_token_ids: tuple[int, ...]
     seed: int
@@ -158,6 +160,7 @@ class _HarnessModel(LM):
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
+            **self._settings.template_arguments,
         )
         assert isinstance(text, str)  # by tokenize=False
         return text

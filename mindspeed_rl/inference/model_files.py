@@ -13,12 +13,13 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.checkpoint.command import check_target_modules
 from mindspeed_rl.checkpoint.dist import DistFolder
-from mindspeed_rl.checkpoint.hf import read_json, write_config
+from mindspeed_rl.checkpoint.hf import write_config
 from mindspeed_rl.checkpoint.jobs import LoraShards, Transform
 from mindspeed_rl.checkpoint.lora import check_scale, is_peft_folder, open_peft
 from mindspeed_rl.checkpoint.mcore import TRACKER_NAME, Adapters, MegatronFolder, iteration_folder
 from mindspeed_rl.checkpoint.source import ModelOptions, Source, open_hf, open_megatron
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.rules.engine_limits import engine_limits
 from mindspeed_rl.scratch import make_process_folder
@@ -141,7 +142,7 @@ def _is_hf(path: Path) -> bool:
 def _check_kind(path: Path, iteration: int | None) -> None:
     """Raise ValueError for folders that look loadable and are not a language model with its weights."""
     if not path.is_dir():
-        raise ValueError(f"--load {path} is not a folder")
+        raise ValueError(f"--load {path} is not a folder" if path.exists() else f"--load: {describe_missing(path)}")
     if is_peft_folder(path):
         base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
         raise ValueError(f"--load {path} is an adapter: pass it as --lora-load, and its base ({base}) as --load")

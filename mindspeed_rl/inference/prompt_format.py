@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,20 @@ from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextDecoder, TextEncoder
 from mindspeed_rl.data.handlers.base import raise_encoding_errors
 from mindspeed_rl.data.images import ImageReader
-from mindspeed_rl.data.templates import HF_TEMPLATE, HfTemplate, Template, Thinking, Token, load_template
+from mindspeed_rl.data.templates import (
+    HF_TEMPLATE,
+    THINKING_ARGUMENT,
+    HfTemplate,
+    Template,
+    Thinking,
+    Token,
+    choose_thinking,
+    load_template,
+)
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.data.turns import ChatTurns
+from mindspeed_rl.files import read_json
 from mindspeed_rl.thoughts import (
-    ThoughtMarks,
-    build_marks,
     find_marks,
     find_template_marks,
     list_mark_tokens,
@@ -31,12 +38,6 @@ if TYPE_CHECKING:
 
 #: tokens at the end of a prompt in which an opened thought has its mark
 _MARK_TOKENS = 16
-
-
-def read_template_marks(template: Template) -> ThoughtMarks:
-    """Return the thought marks of a template: a known family, or one of its own."""
-    opening, closing = (text.strip() for text in template.thought_words)
-    return find_marks(opening) or build_marks(opening, closing)
 
 
 class PromptFormat:
@@ -59,6 +60,7 @@ class PromptFormat:
         *,
         template_path: str | None = None,
         thinking: Thinking = "none",
+        arguments: Mapping[str, object] | None = None,
         hf_folder: Path | None = None,
         end_tokens: Sequence[str] = (),
         end_ids: Sequence[int] = (),
@@ -69,6 +71,7 @@ class PromptFormat:
         Args:
             tokenizer: tokenizer of the model.
             name: a template's name, "hf" for the tokenizer's own, None for plain text.
+            arguments: chat_template_kwargs of the template.
             hf_folder: may contain generation_config.json.
             end_tokens, end_ids: additional tokens that end an answer, as text and by id.
             image_reader: image reader of a model of images.
@@ -81,18 +84,24 @@ class PromptFormat:
         self.tokenizer = tokenizer
         self.tools: Sequence[dict[str, Any]] = ()
         self.image_reader = image_reader
-        self._thinking: Thinking = thinking
+        self._thinking: Thinking = choose_thinking(thinking, arguments)
+        #: arguments of the template in all renderings
+        self.template_arguments: dict[str, object] = dict(arguments or {})
+        if self._thinking != "none":
+            self.template_arguments[THINKING_ARGUMENT] = self._thinking == "true"
         self._template: Template | HfTemplate | None = None
         stops = {tokenizer.eos_token_id, *_generation_stops(hf_folder)}
         added = {token.content for token in tokenizer.added_tokens_decoder.values()}
-        marks = find_template_marks(str(tokenizer.chat_template or "") if name == HF_TEMPLATE else "", added)
+        marks = find_template_marks("", added)
         if name is not None:
-            self._template = load_template(name, tokenizer, path=template_path)
+            self._template = load_template(name, tokenizer, path=template_path, arguments=arguments)
             if self._template.eos_token is not None:
                 set_eos_token(tokenizer, self._template.eos_token)
                 stops.add(tokenizer.eos_token_id)
-            if isinstance(self._template, Template) and self._template.can_think:
-                marks = read_template_marks(self._template)
+            if self._template.can_think:
+                marks = self._template.marks
+        elif arguments:
+            raise ValueError("--chat-template-kwargs needs a chat template: --hf-chat-template")
         elif thinking != "none":
             raise ValueError(f"--enable-thinking {thinking} needs a chat template: --prompt-type or --hf-chat-template")
         self._marks = marks
@@ -127,7 +136,7 @@ class PromptFormat:
             if [] in plain:
                 raise ValueError(f"prompt {plain.index([]) + 1} is empty: its text has no tokens")
             return plain
-        complete = [replace(each, tools=each.tools or tuple(self.tools)) for each in conversations]
+        complete = [replace(each, tools=each.tools or tuple(self.tools)).as_context() for each in conversations]
         renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
         encoded = raise_encoding_errors(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
@@ -193,5 +202,5 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, prompt_type: str | None,
 def _generation_stops(hf_folder: Path | None) -> list[int]:
     """Read the end tokens in generation_config.json."""
     path = None if hf_folder is None else hf_folder / "generation_config.json"
-    stops = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path is not None and path.is_file() else None
+    stops = read_json(path).get("eos_token_id") if path is not None and path.is_file() else None
     return [] if stops is None else stops if isinstance(stops, list) else [stops]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -78,6 +78,7 @@ class SessionOptions:
     prompt_type_path: str | None
     hf_chat_template: bool
     enable_thinking: Thinking
+    chat_template_kwargs: Mapping[str, object] | None
     add_eos_token: Sequence[str]
     stop_token_ids: Sequence[int]
 
@@ -211,6 +212,7 @@ def open_session(options: SessionOptions) -> Session:
         choose_template(tokenizer, options.prompt_type, options.hf_chat_template),
         template_path=options.prompt_type_path,
         thinking=options.enable_thinking,
+        arguments=options.chat_template_kwargs,
         hf_folder=model.hf_folder,
         end_tokens=options.add_eos_token,
         end_ids=options.stop_token_ids,

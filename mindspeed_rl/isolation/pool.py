@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, TypeVar
 
 from mindspeed_rl.isolation import spawner
@@ -215,6 +215,7 @@ class WorkerPool:
         owner: name for the processes in errors, such as "the tool".
         memory_bytes: limit of a process beyond its initial memory; None for none.
         memory_reason: reason in the error when a process exceeds that limit.
+        environment: variables of the processes; None for those of this process.
     """
 
     def __init__(
@@ -226,7 +227,9 @@ class WorkerPool:
         memory_bytes: int | None,
         memory_reason: str = "took too much memory and was ended",
         setup: Message | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._environment = environment
         self.owner, self._modules = owner, sorted(set(modules))
         self._setup: Message = {
             **(setup or {}),
@@ -248,7 +251,7 @@ class WorkerPool:
 
     def launch(self) -> None:
         """Start the spawner, which imports the modules."""
-        self._control, self._spawner = spawner.launch()
+        self._control, self._spawner = spawner.launch(self._environment)
         self._channel = Channel(self._control)
         self._channel.send(self._setup)
         self.failure = None

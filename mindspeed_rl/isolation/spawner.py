@@ -27,7 +27,7 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from mindspeed_rl import registry
 from mindspeed_rl.importing import collecting_seldom
@@ -41,14 +41,19 @@ _TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 _MAX_LOG_BYTES, _KEPT_LOG_BYTES = 32 << 20, 8 << 20
 
 
-def launch() -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start a spawner for the calling process; return the socket for its messages, starting with "start"."""
+def launch(environment: Mapping[str, str] | None = None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Start a spawner for the calling process; return the socket for its messages, starting with "start".
+
+    Args:
+        environment: variables of the spawner and its workers; None for those of this process.
+    """
+    variables = os.environ if environment is None else environment
     control, theirs = socket.socketpair()
     process = subprocess.Popen(
         [sys.executable, "-m", "mindspeed_rl.isolation.spawner", str(theirs.fileno()), str(os.getpid())],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env={**variables, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
         # signals of the terminal reach the pool's process only, and the spawner ends with it
         start_new_session=True,
     )

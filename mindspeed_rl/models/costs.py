@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.config import GenerateConfig
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.model_config import LinearAttention, ModelConfig
 from mindspeed_rl.models.vision import PROJECTORS, TOWER
@@ -154,7 +154,7 @@ def state_bytes_per_sequence(linear: LinearAttention | None, itemsize: int, tens
 
 def read_kv_bytes(folder: str | Path, itemsize: int) -> int:
     """Return the bytes of keys and values of one token in all layers of the model in a Hugging Face folder."""
-    config = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+    config = read_json(Path(folder).expanduser() / "config.json")
     config |= config.get("text_config", {})  # of the language model
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
@@ -176,7 +176,7 @@ def read_draft_bytes(config: GenerateConfig, itemsize: int) -> tuple[int, int]:
 
 def read_weight_bytes(folder: Path, itemsize: int) -> int:
     """Return the bytes of the weights in a Hugging Face folder, by the sizes of its files, in a format of so many bytes."""
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = read_json(folder / "config.json")
     stored_size = 4 if "32" in str(stored.get("dtype", stored.get("torch_dtype", "float32"))) else 2
     files = [path for kind in ("*.safetensors", "*.bin") for path in folder.glob(kind)]
     return sum(path.stat().st_size for path in files) // stored_size * itemsize

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, parse_ints
@@ -251,10 +251,13 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
         raise ValueError(
             f"{path}: not found; the model's shape is read from the Hugging Face folder (tokenizer_name_or_path or load)."
         )
-    hf_config: HfConfig = json.loads(path.read_text())
-    read_quantization_block(hf_config)  # raises for weights that cannot be read
-    architecture = architecture_for(hf_config)
-    return architecture, architecture.read_model_config(hf_config), hf_config
+    hf_config: HfConfig = read_json(path)
+    try:
+        read_quantization_block(hf_config)  # raises for weights that cannot be read
+        architecture = architecture_for(hf_config)
+        return architecture, architecture.read_model_config(hf_config), hf_config
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_prediction(config: MegatronConfig, architecture: Architecture, model_config: ModelConfig) -> None:

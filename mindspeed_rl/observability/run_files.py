@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import json
+import logging
 import os
+import re
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import read_json, read_regular, write_file
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History
 
@@ -24,6 +27,10 @@ _TIMELINE_ITERATIONS = 100
 CONSUMED = "consumed.jsonl"
 #: file of a run folder: responses to the same few held-out prompts in every evaluation
 EXAMPLES = "examples.jsonl"
+_LOG = logging.getLogger(__name__)
+#: largest file of an offer, and longest token in it
+_MAX_OFFER_BYTES, _MAX_TOKEN = 1 << 16, 4096
+_TOKEN, _HOST = re.compile(rf"[!-~]{{1,{_MAX_TOKEN}}}"), re.compile(r"[0-9A-Za-z_]([0-9A-Za-z._-]{0,251}[0-9A-Za-z_.])?")
 #: an object read from JSON
 JsonObject = dict[str, Any]
 
@@ -154,11 +161,56 @@ class ServerOffer:
     token: str
 
 
+def _is_address(host: object) -> bool:
+    if not isinstance(host, str):
+        return False
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.ip_address(host))
+    return _HOST.fullmatch(host) is not None
+
+
+#: field of an offer -> (test of its value, text of what is right)
+_OFFER_FIELDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "host": (_is_address, "a name or an address"),
+    "port": (lambda value: type(value) is int and 0 < value < 1 << 16, "a port from 1 to 65535"),
+    "token": (
+        lambda value: isinstance(value, str) and _TOKEN.fullmatch(value) is not None,
+        f"1 to {_MAX_TOKEN} printable characters without spaces",
+    ),
+}
+
+
+def _read_offer(path: Path) -> ServerOffer:
+    """Read the file of an offer.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged; the message has the field and what would be right.
+    """
+    try:
+        offer = json.loads(read_regular(path, _MAX_OFFER_BYTES))
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON ({error.msg})") from None
+    except UnicodeDecodeError:
+        raise ValueError("it is not JSON (no text)") from None
+    if not isinstance(offer, dict) or offer.keys() != _OFFER_FIELDS.keys():
+        raise ValueError(f"it is not an object with the fields {', '.join(_OFFER_FIELDS)}, and only these")
+    for name, (is_right, text) in _OFFER_FIELDS.items():
+        if not is_right(offer[name]):
+            # the value of a token is a secret, however damaged
+            shown = "" if name == "token" else f" {str(offer[name])[:80]!r}"
+            raise ValueError(f"its {name}{shown} is not {text}")
+    return ServerOffer(**offer)
+
+
 class ServerFolder:
     """The folder `servers` of a run: settings of the run's servers while it goes, and offers of servers that join it."""
 
     def __init__(self, run_folder: Path) -> None:
         self._folder, self._settings = run_folder / "servers", run_folder / "servers" / "run.json"
+        self._problems: dict[str, str] = {}  # of the damaged offers, by the name of the file
 
     @property
     def is_open(self) -> bool:
@@ -183,14 +235,14 @@ class ServerFolder:
         """Return the settings with which a server that joins is started.
 
         Raises:
-            ValueError: no run goes in this folder that takes servers.
+            ValueError: no run goes in this folder that takes servers, or its settings are damaged.
         """
         if not self.is_open:
             raise ValueError(
                 f"no run goes in {self._folder.parent} that takes servers: name the run folder of one that has rollout servers "
                 "(rl_config.use_integrated_worker: false with rollout_resource, or generate_config.vllm_server_host)"
             )
-        return json.loads(self._settings.read_text(encoding="utf-8"))
+        return read_json(self._settings)
 
     def offer(self, server: ServerOffer) -> Path:
         """Offer a server to the run, which uses it from the next weight sync on, until the returned file is removed."""
@@ -203,11 +255,18 @@ class ServerFolder:
         return partial.replace(path)
 
     def list_offers(self) -> list[ServerOffer]:
-        """Return the servers that are offered now, in the order of their names."""
-        offers = []
+        """Return the servers that are offered now, in the order of their names; report a damaged offer once."""
+        offers, problems = [], dict[str, str]()
         for path in sorted(self._folder.glob("*_*.json")):
-            with contextlib.suppress(FileNotFoundError):  # it has left meanwhile
-                offers.append(ServerOffer(**json.loads(path.read_text(encoding="utf-8"))))
+            try:
+                offers.append(_read_offer(path))
+            except FileNotFoundError:  # it has left meanwhile
+                continue
+            except (OSError, ValueError) as error:
+                problems[path.name] = str(error)
+                if self._problems.get(path.name) != str(error):
+                    _LOG.warning("%s is no offer of a server, and is passed over: %s", path, error)
+        self._problems = problems
         return offers
 
 

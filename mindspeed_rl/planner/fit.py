@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,8 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 #: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")
 _MAX_TRAINING_LAYOUTS = 10
+#: parts of a swapped optimizer: two of them are on the device at a time
+_SWAP_PARTS = 64
 #: fractions of the device's memory that an engine may take
 _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _FRACTION = "generate_config.gpu_memory_utilization"
@@ -56,6 +58,7 @@ class FitRequest:
         block: the model block's keys; `model` is its name.
         prompt, response: maximum tokens.
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
+        stage: one of STAGES.
     """
 
     model: str
@@ -66,6 +69,7 @@ class FitRequest:
     prompts: int = 64
     samples: int = 8
     num_nodes: int = 1
+    stage: str = "GRPO"
 
     @property
     def max_len(self) -> int:
@@ -90,8 +94,57 @@ class FitResult:
     trainers: int | None = None
 
 
+_LORA = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "lora_r": 16, "lora_alpha": 32}
+
+
+def _keep(tree: dict[str, Any]) -> dict[str, Any]:
+    return tree
+
+
+def _train_adapters(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the run file with adapters on all linear layers; the weights below them are the reference."""
+    tree["actor_config"] |= _LORA
+    if "rl_config" in tree:
+        tree["rl_config"] |= {"share_backbone": True}
+    return tree
+
+
+def _add_critic(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the run file of PPO: a critic of the same model, on the same devices."""
+    tree["megatron_training"]["stage"] = "ray_ppo"
+    tree["critic_config"] = dict(tree["actor_config"])
+    tree["rl_config"] |= {"adv_estimator": "gae"}
+    return tree
+
+
+def _drop_rollouts(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the run file of SFT on rows as long as the samples of a rollout."""
+    rl, generate = tree.pop("rl_config"), tree.pop("generate_config")
+    tree["megatron_training"] |= {
+        "stage": "sft",
+        "num_npus": rl["actor_resource"]["num_npus"],
+        "global_batch_size": rl["n_samples_per_prompt"] * tree["megatron_training"]["global_batch_size"],
+        "seq_length": generate["max_model_len"],
+    }
+    return tree
+
+
+#: stage of `plan smallest` -> what makes its run file from that of GRPO
+STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "SFT with LoRA": lambda tree: _train_adapters(_drop_rollouts(tree)),
+    "SFT": _drop_rollouts,
+    "GRPO with LoRA": _train_adapters,
+    "GRPO": _keep,
+    "PPO": _add_critic,
+}
+
+
 def _build_base_tree(request: FitRequest) -> dict[str, Any]:
-    """Return the run file that the search completes: GRPO with every feature that costs nothing."""
+    """Return the run file that the search completes, of the request's stage, with every feature that costs nothing."""
+    return STAGES[request.stage](_build_grpo_tree(request))
+
+
+def _build_grpo_tree(request: FitRequest) -> dict[str, Any]:
     is_moe = bool(request.block.get("num_experts"))
     return {
         "model": {request.model: request.block},
@@ -179,6 +232,8 @@ class _Search:
         """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
         request = self._request
         tree = _build_base_tree(request)
+        if "generate_config" not in tree:
+            return self._find_supervised(tree) if trainers is None else []
         if trainers is not None:  # engines on dedicated devices generate for the next iteration while this one trains
             values: _Values = {
                 "rl_config.use_integrated_worker": False,
@@ -195,6 +250,15 @@ class _Search:
         pairs = itertools.product(training, engines[:4])
         results = (self._combine(tree, train, serve, trainers) for train, serve in pairs)
         return [result for result in results if result is not None]
+
+    def _find_supervised(self, tree: dict[str, Any]) -> list[FitResult]:
+        """Search the layouts of a run without rollouts."""
+        results: list[FitResult] = []
+        for values in self._find_training(tree, self._request.npus, {}):
+            plans = self._plan(tree, values)
+            assert plans is not None  # it was planned before
+            results.append(FitResult(_apply_layout(tree, values), values, *plans))
+        return results
 
     def explain_failure(self) -> str:
         """Return the reason why no layout fits."""
@@ -255,12 +319,12 @@ class _Search:
             plans = self._plan(tree, values | engine)
             if plans is None:
                 continue
-            memory, time = plans[0].without(("generate", "start")), plans[1]
+            memory, time = plans[0].without(("generate",)), plans[1]
             if memory.verdict in _ACCEPTED:
                 seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
                 ranked.append((MemoryPlan.VERDICTS.index(memory.verdict), seconds, values))
-            elif self.smallest is None or memory.fullest.peak.total < self.smallest.fullest.peak.total:
-                self.smallest = memory
+            else:
+                self._note(memory)
         fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
@@ -274,25 +338,40 @@ class _Search:
                 continue
             values = train | serve | {_FRACTION: fraction}
             plans = self._plan(tree, values)
-            if plans is None or plans[0].verdict not in _ACCEPTED:
+            if plans is None:
                 continue
-            result = FitResult(apply_values(tree, values), values, *plans, trainers)
+            if plans[0].verdict not in _ACCEPTED:
+                self._note(plans[0])
+                continue
+            result = FitResult(_apply_layout(tree, values), values, *plans, trainers)
             if plans[0].verdict == "fits":
                 return result
             best = best or result
         return best
 
+    def _note(self, memory: MemoryPlan) -> None:
+        """Keep the plan of a layout that does not fit, where it is the nearest so far."""
+        if self.smallest is None or memory.fullest.peak.total < self.smallest.fullest.peak.total:
+            self.smallest = memory
+
     def _plan(self, tree: dict[str, Any], values: _Values) -> tuple[MemoryPlan, TimePlan] | None:
         """Plan a layout; None where the values break a rule."""
         nodes = self._request.num_nodes
         try:
-            run = draft(build_run_config(apply_values(tree, values), config_name="fit"), nodes)
+            run = draft(build_run_config(_apply_layout(tree, values), config_name="fit"), nodes)
             if not is_valid(run) or unavailable(run):
                 return None
             memory = plan_memory(run, self._device)
             return memory, plan_time(run, self._device, samples=self._samples, efficiency=self._efficiency)
         except ValueError:  # a ConfigError is one
             return None
+
+
+def _apply_layout(tree: dict[str, Any], values: _Values) -> dict[str, Any]:
+    """Return the run file with these values; the layout of the actor is the critic's too."""
+    actor = {name: value for name, value in values.items() if name.startswith("actor_config.")}
+    shared = {name.replace("actor_config", "critic_config", 1): value for name, value in actor.items()}
+    return apply_values(tree, values | (shared if "critic_config" in tree else {}))
 
 
 # ---------------------------------------------------------------------- candidates
@@ -327,10 +406,10 @@ def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> It
                 for index in range(layers % pp):
                     counts[(index + 1) % pp] += 1
                 values["actor_config.num_layer_list"] = ",".join(str(count) for count in counts)
-            yield from _vary_memory(values, layers, pp, request.max_len)
+            yield from _vary_memory(values, layers, pp, request)
 
 
-def _vary_memory(base: _Values, layers: int, pp: int, max_len: int) -> Iterator[_Values]:
+def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> Iterator[_Values]:
     """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off."""
     chunks: list[int | None] = [None]
     if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
@@ -341,13 +420,17 @@ def _vary_memory(base: _Values, layers: int, pp: int, max_len: int) -> Iterator[
         "actor_config.recompute_num_layers": 1,
     }
     for chunk, recompute, factor, swap in itertools.product(chunks, ({}, full), (1, 2), (False, True)):
-        values = {**base, **recompute, "rl_config.max_packing_token_size": max_len * factor}
+        values = {**base, **recompute}
+        if request.stage.startswith("SFT"):
+            values["actor_config.micro_batch_size"] = factor
+        else:
+            values["rl_config.max_packing_token_size"] = request.max_len * factor
         if chunk is not None:
             values["actor_config.num_layers_per_virtual_pipeline_stage"] = chunk
         if swap:
             if factor > 1 or chunk is not None:
                 continue  # where memory is that short, larger micro-batches are no choice
-            values["actor_config.swap_optimizer"] = True
+            values |= {"actor_config.swap_optimizer": True, "actor_config.swap_optimizer_times": _SWAP_PARTS}
         yield values
 
 

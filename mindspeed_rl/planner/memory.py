@@ -27,6 +27,7 @@ from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
+from mindspeed_rl.planner.host_memory import HostMemory, plan_host_memory
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.shapes import Elements
 from mindspeed_rl.run import Run
@@ -58,7 +59,7 @@ class Phase:
     EXACT: ClassVar[tuple[str, ...]] = (
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
-        *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache"),
+        *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -104,6 +105,7 @@ class MemoryPlan:
     Attributes:
         capacity: bytes of a device.
         problems: sentences about what cannot work, whatever the bytes.
+        host: host memory of a machine.
     """
 
     device: str
@@ -111,6 +113,7 @@ class MemoryPlan:
     groups: tuple[DeviceGroup, ...]
     cache: KvCache | None = None
     problems: tuple[str, ...] = ()
+    host: HostMemory | None = None
 
     @property
     def fullest(self) -> DeviceGroup:
@@ -162,9 +165,11 @@ def plan_memory(draft: Run, device: Device) -> MemoryPlan:
         for stage in range(stages)
     ]
     groups += _plan_dedicated(run, engine, fixed)
+    host = plan_host_memory(run, engine)
     if engine is None:
-        return MemoryPlan(device.name, device.memory, tuple(groups))
-    return MemoryPlan(device.name, device.memory, tuple(groups), engine.cache, (engine.problem,) if engine.problem else ())
+        return MemoryPlan(device.name, device.memory, tuple(groups), host=host)
+    problems = (engine.problem,) if engine.problem else ()
+    return MemoryPlan(device.name, device.memory, tuple(groups), engine.cache, problems, host)
 
 
 # ---------------------------------------------------------------------- phases
@@ -178,15 +183,12 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     state = {"gradients": actor.gradients(elements), "optimizer": actor.optimizer(elements)}
     others = {name: _ModelBytes.count(model, model.stage(stage, stages)) for name, model in run.others.items()}
     totals = {name: count.total for name, count in others.items()}
-    # all are built before one is offloaded
-    fresh = {
-        name: _ModelBytes.count(model, model.stage(stage, stages), stepped=False).total for name, model in run.others.items()
-    }
-    start = _make_phase("start", fixed, weights, {**state, "optimizer": actor.optimizer(elements, stepped=False)}, fresh)
+    start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
+    window = {"optimizer window": _swap_window(run, actor, elements)}
     if engine is None:
-        return [start, _make_phase(Phases.UPDATE_ACTOR.memory, fixed, weights, state, totals, activations)]
+        return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), activations, window)]
     generate = run.generate
     assert generate is not None
     resident = _resident_bytes(run, weights, state, others)
@@ -208,10 +210,11 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         own_stage = stage * len(critic.elements) // stages
         update = {"activations": _update_activations(run, critic, own_stage)}
         update |= {"tower": _tower_bytes(run, critic, own_stage, "update", trains=True)}
-        phases.append(
-            _make_phase(Phases.UPDATE_CRITIC.memory, fixed, resident, weights, {"critic": totals["critic"]}, also, update)
-        )
-    phases.append(_make_phase(Phases.UPDATE_ACTOR.memory, fixed, resident, weights, state, also, activations))
+        critic_window = {"optimizer window": _swap_window(run, critic, critic.elements[own_stage])}
+        owners = (fixed, resident, weights, {"critic": totals["critic"]}, also)
+        phases.append(_fullest(Phases.UPDATE_CRITIC.memory, owners, update, critic_window))
+    owners = (fixed, resident, weights, state, also)
+    phases.append(_fullest(Phases.UPDATE_ACTOR.memory, owners, activations, window))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:
         push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters, "draft model": engine.draft}
@@ -219,6 +222,36 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
+
+
+def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
+    """Return the fullest moment in which a model is built: one after the other, each beside what the earlier ones left.
+
+    A model that trains has its gradients' buffer until its weights are in Megatron's, and its optimizer after that.
+    """
+    stages = run.actor.plan.layout.pp
+    built = sorted(run.others, key=("reference", "critic").count, reverse=True)  # teachers and the reward model are last
+    fullest, resident = Phase("start", {}), dict(fixed)
+    for name, model in {"": run.actor, **{name: run.others[name] for name in built}}.items():
+        count = asdict(_ModelBytes.count(model, model.stage(stage, stages), stepped=False))
+        for absent in ("optimizer", "gradients"):
+            moment = _make_phase("start", resident, _name_owners(name, {**count, absent: 0}))
+            fullest = max(fullest, moment, key=lambda phase: phase.total)
+        resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
+    return fullest
+
+
+def _name_owners(name: str, parts: dict[str, int]) -> dict[str, int]:
+    """Return the bytes of a model by owner: its parts are the actor's owners, and one owner of every other model."""
+    return {name: sum(parts.values())} if name else parts
+
+
+def _stays(run: RunShape, part: str) -> bool:
+    """Return whether a part of a model stays on the device once the model is built; gradients begin with the first step."""
+    offloaded = {"weights": False, "optimizer": False, "gradients": True}
+    if run.generate is not None:
+        offloaded |= {"weights": run.generate.offload_train_param, "optimizer": run.generate.offload_train_optimizer}
+    return not offloaded[part]
 
 
 def count_judge_bytes(run: RunShape) -> dict[str, int]:
@@ -312,6 +345,20 @@ def _make_phase(name: str, *parts: dict[str, int]) -> Phase:
     transient = sum(owners.get(owner, 0) for owner in ("activations", "tower", "logits", "engine step", "push buckets"))
     owners["fragmentation"] = int(FRAGMENTATION * transient)
     return Phase(name, {owner: count for owner, count in owners.items() if count})
+
+
+def _fullest(name: str, owners: tuple[dict[str, int], ...], *moments: dict[str, int]) -> Phase:
+    """Return the fullest moment of a phase, of those that have these owners in common."""
+    return max((_make_phase(name, *owners, moment) for moment in moments), key=lambda phase: phase.total)
+
+
+def _swap_window(run: RunShape, model: Model, elements: Elements) -> int:
+    """Return the bytes of a swapped optimizer that are on the device during its step, when activations are gone."""
+    if not model.config.swap_optimizer:
+        return 0
+    # devices bring in the next part while one is computed; elsewhere the whole state is loaded
+    parts = max(2, model.config.swap_optimizer_times) if run.device.sleeps else 2
+    return 2 * model.state(elements) // parts
 
 
 @dataclass(frozen=True)

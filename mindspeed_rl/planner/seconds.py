@@ -14,13 +14,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops, TowerCosts, read_kv_bytes
 from mindspeed_rl.models.model_config import ModelConfig
@@ -412,7 +412,7 @@ def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     if rl is None or rl.served_judge is None or not owned:
         return {}
     folder, keys = Path(rl.served_judge).expanduser(), run.cfg.read_judge_keys()
-    stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    stored = read_json(folder / "config.json")
     layers, tensor = int((stored | stored.get("text_config", {}))["num_hidden_layers"]), keys.infer_tensor_parallel_size
     weights, token_bytes = owned["judge weights"], read_kv_bytes(folder, keys.cache_itemsize) / tensor
     flops = 2.0 * weights / (2 if keys.dtype == "bfloat16" else 4)  # of a rank: a product and a sum for each weight

@@ -11,6 +11,7 @@ from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
+from mindspeed_rl.planner.smallest import StageMachines, list_costs
 from mindspeed_rl.run.rules.violation import format_value
 
 _JsonObject = dict[str, object]
@@ -55,6 +56,8 @@ class MemoryReport:
                 f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
                 f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
             ]
+        if plan.host is not None and plan.host.owners:
+            lines += ["", plan.host.format()]
         lines += [f"  - {problem}" for problem in plan.problems]
         if self.changes:
             enough = self.changes[0].plan.verdict == "fits"
@@ -92,6 +95,7 @@ class MemoryReport:
                 for group in plan.groups
             ],
             "kv_cache": None if plan.cache is None else vars(plan.cache),
+            "host": None if plan.host is None else {**vars(plan.host), "bytes": plan.host.total},
             "problems": list(plan.problems),
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
             "assumed": [vars(assumption) for assumption in self.assumed],
@@ -251,4 +255,66 @@ class FitReport:
                 }
                 for result in self.results
             ]
+        }
+
+
+@dataclass(frozen=True)
+class SmallestReport:
+    """The output of `mindspeed-rl plan smallest`."""
+
+    request: FitRequest
+    device: Device
+    stages: Sequence[StageMachines]
+
+    def format(self) -> str:
+        """Return a table with the machines of each stage, the smallest first."""
+        request = self.request
+        titles = ["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "x twice as many"]
+        rows = [titles]
+        for stage in self.stages:
+            costs = [f"{cost:.1f} x" for cost in list_costs(stage.layouts)]
+            for index, (count, result) in enumerate(stage.layouts):
+                memory, peak = result.memory, result.memory.fullest.peak
+                host = "" if memory.host is None else f"{memory.host.total / GIB:.0f}"
+                numbers = [f"{peak.total / GIB:.0f}", peak.name, host, result.time.format_bounds(result.time.total)]
+                cost = costs[index] if index < len(costs) else ""
+                rows.append(["" if index else stage.stage, str(count), memory.verdict, *numbers, cost])
+            if not stage.layouts:
+                rows.append([stage.stage, "none", "", "", "", "", "", ""])
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            f"{request.model} on {self.device.name}, prompts to {request.prompt} and responses to {request.response} tokens, "
+            f"{request.prompts} x {request.samples} an iteration; host GiB are of one machine",
+            "",
+            *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+        ]
+        return "\n".join([*lines, *self._list_reasons()])
+
+    def _list_reasons(self) -> list[str]:
+        """Return why fewer devices are too few, stage by stage."""
+        reasons = [f"  {stage.stage}: {stage.reason.removeprefix('--npus: ')}" for stage in self.stages if stage.reason]
+        return ["", "Fewer devices are too few:", *reasons] if reasons else []
+
+    def encode(self) -> _JsonObject:
+        """Return the machines as a JSON object."""
+        return {
+            "chip": self.device.name,
+            "stages": {
+                stage.stage: {
+                    "machines": [
+                        {
+                            "devices": count,
+                            "values": result.values,
+                            "verdict": result.memory.verdict,
+                            "bytes": result.memory.fullest.peak.total,
+                            "phase": result.memory.fullest.peak.name,
+                            "host_bytes": None if result.memory.host is None else result.memory.host.total,
+                            "seconds": _encode_bounds(result.time, result.time.total),
+                        }
+                        for count, result in stage.layouts
+                    ],
+                    "reason": stage.reason,
+                }
+                for stage in self.stages
+            },
         }

@@ -114,6 +114,8 @@ class Platform(ABC):
     collective_backend: ClassVar[str]
     #: name of the Ray custom resource that stands for one device, or None when devices are Ray CPUs
     ray_resource: ClassVar[str | None]
+    #: what a machine needs for it, for messages
+    requirement: ClassVar[str] = "nothing"
     #: environment variable that lists the visible devices, or None
     visible_devices_env: ClassVar[str | None] = None
     #: True: Megatron's own attention and norm modules carry the fused kernels (patched in by an adaptor);

@@ -17,6 +17,7 @@ class CudaPlatform(Platform):
     name = "cuda"
     collective_backend = "nccl"
     ray_resource = "GPU"
+    requirement = "torch built for CUDA and a GPU"
     visible_devices_env = "CUDA_VISIBLE_DEVICES"
     pin_memory = True
     engine_sleep = True

@@ -27,6 +27,7 @@ class NpuPlatform(Platform):
     name = "npu"
     collective_backend = "hccl"
     ray_resource = "NPU"
+    requirement = "torch_npu and an NPU"
     visible_devices_env = "ASCEND_RT_VISIBLE_DEVICES"
     megatron_kernels = True
     pin_memory = True

@@ -1,24 +1,37 @@
-"""The rendezvous of a process group: its store, and the wait for all members, which any of them or an observer may end."""
+"""The rendezvous of a process group: its store, and the wait for all members, which any of them or an observer may end.
+
+Processes of one machine and one user meet in a file in a folder that nobody else can open: torch's store over TCP asks nobody
+for a secret, so any user of the machine could read its keys, set others and fill its memory. Its address has the path of the
+file as host, and port 0. Processes of several machines, and servers that another command has started, meet over TCP.
+"""
 
 from __future__ import annotations
 
 import datetime
 import ipaddress
+import os
 import socket
 import time
 
 import torch.distributed as dist
 
 
-def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.TCPStore:
-    """Open the store of a group of `size` processes; the process with `serves` hosts it on this address.
+def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.Store:
+    """Open the store of a group of `size` processes; over TCP the process with `serves` hosts it on this address.
 
     torch itself would listen on every interface of the machine, whatever the address is; of loopback only itself is bound.
+
+    Args:
+        host: name or address, or path of a file.
 
     Raises:
         OSError: the port is taken.
         torch.distributed.DistError: no process serves the store in time.
     """
+    if os.path.isabs(host):
+        store = dist.FileStore(host)
+        store.set_timeout(datetime.timedelta(seconds=timeout_s))
+        return store
     listening = _listen_on_loopback(host, port) if serves else None
     return dist.TCPStore(
         host,
@@ -38,13 +51,13 @@ _FAILED, _POLL_S = "failed", 0.05
 
 
 def reach(host: str, port: int, limit_s: float) -> None:
-    """Wait until the store can be reached.
+    """Wait until the store can be reached; a file can at once.
 
     Raises:
         ConnectionError: it could not in this time. Its text has none of the words of a lost peer.
     """
     deadline = time.monotonic() + limit_s
-    while True:
+    while not os.path.isabs(host):
         try:
             socket.create_connection((host, port), max(1.0, deadline - time.monotonic())).close()
             return
@@ -62,20 +75,27 @@ def meet(store: dist.Store, rank: int, size: int, limit_s: float) -> None:
     Raises:
         RuntimeError: one has given up, or did not come in this time; the text has the reason, or the missing ranks.
     """
-    deadline = time.monotonic() + limit_s
     try:
-        store.set(f"here/{rank}", "")
-        while not store.check([f"here/{other}" for other in range(size)]):
-            if not store.check([_FAILED]) and time.monotonic() >= deadline:
-                missing = ", ".join(str(other) for other in range(size) if not store.check([f"here/{other}"]))
-                store.set(_FAILED, f"ranks {missing} of {size} did not come within {limit_s:g} s")
-            if store.check([_FAILED]):
-                reason = store.get(_FAILED).decode()
-                time.sleep(10 * _POLL_S)  # the store may be this process's: others read the reason first
-                raise RuntimeError(f"{GIVEN_UP}: {reason}")
-            time.sleep(_POLL_S)
-    except dist.DistError as error:
+        reason = _wait_for_members(store, rank, size, limit_s)
+    except RuntimeError as error:  # of a file no narrower class
         raise RuntimeError(f"{GIVEN_UP}: its store has ended") from error
+    if reason:
+        time.sleep(10 * _POLL_S)  # the store may be this process's: others read the reason first
+        raise RuntimeError(f"{GIVEN_UP}: {reason}")
+
+
+def _wait_for_members(store: dist.Store, rank: int, size: int, limit_s: float) -> str:
+    """Wait for all members; return the reason of one that has given up."""
+    deadline = time.monotonic() + limit_s
+    store.set(f"here/{rank}", "")
+    while not store.check([f"here/{other}" for other in range(size)]):
+        if not store.check([_FAILED]) and time.monotonic() >= deadline:
+            missing = ", ".join(str(other) for other in range(size) if not store.check([f"here/{other}"]))
+            store.set(_FAILED, f"ranks {missing} of {size} did not come within {limit_s:g} s")
+        if store.check([_FAILED]):
+            return store.get(_FAILED).decode()
+        time.sleep(_POLL_S)
+    return ""
 
 
 def give_up(host: str, port: int, name: str, reason: str) -> None:
@@ -84,7 +104,7 @@ def give_up(host: str, port: int, name: str, reason: str) -> None:
         reach(host, port, 0.0)
         store = open_store(host, port, 1, serves=False, timeout_s=5.0)
         dist.PrefixStore(name, store).set(_FAILED, reason)
-    except (OSError, dist.DistError):
+    except (OSError, RuntimeError):
         return  # the members have no store either
 
 

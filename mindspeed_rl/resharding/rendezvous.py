@@ -31,7 +31,7 @@ class Rendezvous(_Message):
     """The rendezvous of the members of a group.
 
     Attributes:
-        host, port: address of the store, which rank 0 serves.
+        host, port: address of the store, which rank 0 serves; see `platform/rendezvous.py`.
         name: name of this rendezvous; a group that is built again has another.
         size: number of members.
         timeout_s: limit of the wait for each other, at the rendezvous and in a sync.

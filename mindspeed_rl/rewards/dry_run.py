@@ -6,20 +6,56 @@ Started as `python -m mindspeed_rl.rewards.dry_run` with {"plugins", "functions"
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 
+from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.rewards.samples import RewardSample
+from mindspeed_rl.rewards.scorer import list_parameters
 
 _TIMEOUT_S = 120.0
 
 
-def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> list[str]:
-    """Return a sentence for each plug-in that fails to load and each reward function that is missing afterwards.
+@dataclass(frozen=True)
+class DryRun:
+    """What loading plug-ins and reward functions has shown.
+
+    Attributes:
+        violations: a sentence for each plug-in that fails to load, and each reward function that is missing afterwards.
+        required: parameters without a default by function; a function that cannot be looked into is not there.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    required: dict[str, list[str]] = field(default_factory=dict)
+
+    def find_missing(self, label: object, columns: Mapping[str, object]) -> list[str]:
+        """Return a sentence for each function with a parameter that neither a sample nor a row's columns fill.
+
+        Args:
+            label: label of a row; None for data without labels.
+            columns: its further columns.
+        """
+        known = list_parameters(RewardSample(label=label, columns=dict(columns)))
+        return [
+            f"rl_config.verifier_function: '{name}' has the parameter '{missing[0]}' without a default, which is neither a part"
+            f" of a sample nor a column of the data{registry.did_you_mean(missing[0], known)}; the rows have"
+            f" {', '.join(['label'] * (label is not None) + list(columns)) or 'no label and no further columns'} (columns are"
+            " kept by dataset_additional_keys)"
+            for name, required in self.required.items()
+            if (missing := [parameter for parameter in required if parameter not in known])
+        ]
+
+
+def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> DryRun:
+    """Load plug-ins and reward functions in a process of their own, and read the parameters of the functions.
 
     Args:
         env: variables that reward processes have in addition to those of this process.
@@ -27,7 +63,7 @@ def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s:
     """
     custom = [name for name in rl.verifier_function if name not in REWARDS] if rl.rule_reward else []
     if not (custom or rl.external_plugins):
-        return []
+        return DryRun()
     request = json.dumps({"plugins": rl.external_plugins, "functions": custom})
     names = ", ".join([*rl.external_plugins, *custom])
     try:
@@ -41,46 +77,52 @@ def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s:
             env={**os.environ, **env},
         )
     except subprocess.TimeoutExpired:
-        return [f"rl_config.external_plugins: {names} did not load within {timeout_s:g} s"]
+        return DryRun([f"rl_config.external_plugins: {names} did not load within {timeout_s:g} s"])
     try:
-        return json.loads(finished.stdout)
+        return DryRun(**json.loads(finished.stdout))
     except json.JSONDecodeError:
         message = (finished.stderr.strip().splitlines() or ["without a message"])[-1]
         ending = f"ends the process with code {finished.returncode}: {message[:500]}"
-        return [f"rl_config.external_plugins: loading {names} {ending}"]
+        return DryRun([f"rl_config.external_plugins: loading {names} {ending}"])
 
 
-def _load_all(plugins: list[str], functions: list[str]) -> list[str]:
+def _load_all(plugins: list[str], functions: list[str]) -> DryRun:
     # only in the short-lived process: the driver does not need the scorers
     from mindspeed_rl.isolation.process import describe
-    from mindspeed_rl.rewards.scorer import import_scorer
+    from mindspeed_rl.rewards.scorer import import_scorer, list_required
     from mindspeed_rl.rewards.worker import load_plugin
 
-    violations = []
+    violations: list[str] = []
+    required: dict[str, list[str]] = {}
     for path in plugins:
         try:
             load_plugin(path)
         except ValueError as error:
             violations.append(f"rl_config.{error}")
     if violations:
-        return violations
+        return DryRun(violations)
     for name in functions:
         try:
             if not callable(function := import_scorer(name)):
                 violations.append(f"rl_config.verifier_function: '{name}' is {function!r}, which cannot be called")
+            else:
+                # a class is not instantiated, which may load a model
+                called = function.__call__ if inspect.isclass(function) else function
+                with contextlib.suppress(ValueError, TypeError):  # written in C
+                    required[name] = list_required(called)[1 if inspect.isclass(function) else 0 :]
         except ValueError as error:
             violations.append(f"rl_config.verifier_function: {error}")
         except Exception as error:  # noqa: BLE001 (the user's module may raise anything while it is imported)
             violations.append(f"rl_config.verifier_function: '{name}' fails to load: {describe(error)}")
-    return violations
+    return DryRun(violations, required)
 
 
 def _main() -> None:
     """Handle one request; redirect the output of the user's files to standard error."""
     request, output = json.load(sys.stdin), os.dup(1)
     os.dup2(2, 1)
-    violations = _load_all(request["plugins"], request["functions"])
-    os.write(output, json.dumps(violations).encode())
+    result = _load_all(request["plugins"], request["functions"])
+    os.write(output, json.dumps(asdict(result)).encode())
     os._exit(0)  # does not wait for threads that a plug-in started
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
+from mindspeed_rl.bounds import LARGEST_FLOAT32
+
 if TYPE_CHECKING:  # worker processes import this file and need no configuration, which would take them 0.1 s
     from mindspeed_rl.config.keys.rl import RLConfig
 
 #: largest score: scores and totals are float32 in the batch
-LARGEST_SCORE = 3.4028234663852886e38
+LARGEST_SCORE = LARGEST_FLOAT32
 State = Literal["ok", "skipped", "failed", "timeout", "crashed", "memory"]
 FAILURES: tuple[State, ...] = ("failed", "timeout", "crashed", "memory")
 

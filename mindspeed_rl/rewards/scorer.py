@@ -188,6 +188,21 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
     return {**arguments, **plural, "settings": settings}
 
 
+def list_parameters(sample: RewardSample) -> set[str]:
+    """Return the names of parameters that a sample like this one fills, for functions of a sample and of a batch."""
+    return _sample_arguments(sample, RewardSettings()).keys() | _batch_arguments([sample], RewardSettings()).keys()
+
+
+def list_required(function: RewardFunction) -> list[str]:
+    """Return the names of the parameters without a default.
+
+    Raises:
+        ValueError: a function whose parameters cannot be read.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
+
+
 def import_scorer(name: str) -> RewardFunction:
     """Import the scorer of a name and return it.
 

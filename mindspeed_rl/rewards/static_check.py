@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.rewards import REWARDS, find
 
 #: package of plug-in files in ms-swift's form; `swift_plugins` has what they import
@@ -90,7 +91,7 @@ class _PluginNames:
             ValueError: no such file, no valid Python, or it imports a missing module; the message has the line.
         """
         if not path.is_file():
-            raise ValueError(f"there is no file '{path}'")
+            raise ValueError(f"there is no file '{path}': {describe_missing(path)}")
         if path.suffix != ".py":
             raise ValueError(f"'{path}' is not a Python file (*.py)")
         try:

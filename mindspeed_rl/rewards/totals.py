@@ -41,7 +41,8 @@ def add_trajectory_rewards(
         rewards = [value for value in trajectory.get("turn_rewards", ()) if value is not None and which in ("both", "turns")]
         if which in ("both", "final") and trajectory.get("final_reward") is not None:
             rewards.append(trajectory["final_reward"])
-        reward = math.fsum(rewards) if all(map(math.isfinite, rewards)) else math.nan
+        # beyond that a sum may be too large for any float, which fsum raises
+        reward = math.fsum(rewards) if all(abs(value) <= LARGEST_SCORE for value in rewards) else math.nan
         base = result.penalty if result.total is None else result.total
         failure = trajectory.get("trajectory_failure", "")
         if not failure and not (abs(reward) <= LARGEST_SCORE and abs(base + weight * reward) <= LARGEST_SCORE):

@@ -21,6 +21,7 @@ from mindspeed_rl.adaptors.engine_hooks import EngineHooks
 from mindspeed_rl.adaptors.vllm_float32_head import FLOAT32_HEAD
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules, collapse_image_tokens, open_image, prepare_images
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import cpu_cache_bytes, read_draft_bytes, state_bytes_per_sequence
 from mindspeed_rl.models.model_config import read_linear_attention
 from mindspeed_rl.rollout.requests import Sampling
@@ -80,7 +81,7 @@ def build_engine_arguments(
     }
     if image_rules is not None:
         arguments |= _image_arguments(config, image_rules)
-    hf_config = json.loads(Path(hf_folder, "config.json").read_text())
+    hf_config = read_json(Path(hf_folder, "config.json"))
     # a model of images has the sizes of its language model in a part
     hf_config |= hf_config.get("text_config", {})
     overrides = _override_config(config, hooks, hf_config)

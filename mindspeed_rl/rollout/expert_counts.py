@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import read_json_value, write_file
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -113,7 +113,7 @@ def _read_counts(path: Path) -> _Counts:
     """
     problem = f"{path} holds no counts of tokens, which are {{layer: {{expert: tokens}}}}, both counted from 0"
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = read_json_value(path)
         width = len(fields["0"])
         rows = [[fields[str(layer)][str(expert)] for expert in range(width)] for layer in range(len(fields))]
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:

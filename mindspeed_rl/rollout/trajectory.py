@@ -6,11 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from mindspeed_rl.bounds import MAX_METRICS, check_token_ids, read_number, show
 from mindspeed_rl.rollout.protocol import Finish, Generated, continue_routing
 
 if TYPE_CHECKING:
     import numpy as np
 
+#: of one trajectory, of all its tools, its program and its loop
+_MAX_METRICS = 2 * MAX_METRICS
 #: weight version of tokens that were not sampled
 NO_VERSION = -1
 
@@ -223,3 +226,26 @@ class Trajectory:
             **({} if self.output is None else {"output": self.output}),
             **({"events": [asdict(event) for event in self.events]} if self.events else {}),
         }
+
+
+def check_trajectory(trajectory: Trajectory, num_ids: int | None) -> None:
+    """Check what a loop, a plug-in, a tool or a program has put into a trajectory.
+
+    Args:
+        num_ids: number of token ids that the model can read; None: they are not checked.
+
+    Raises:
+        ValueError: a token id is not in the vocabulary, or a reward or a metric is no finite number.
+    """
+    if num_ids is not None:
+        for sequence in trajectory.sequences:
+            check_token_ids(sequence.prompt_ids, num_ids, "context")
+            for segment in sequence.segments:
+                check_token_ids(segment.token_ids, num_ids, "sampled tokens" if segment.sampled else "context")
+    for name, value in trajectory.metrics.items():
+        read_number(value, f"metric {show(name)}", allows_bool=True)
+    if len(trajectory.metrics) > _MAX_METRICS:
+        raise ValueError(f"it has {len(trajectory.metrics)} metrics, but may have at most {_MAX_METRICS}")
+    for name, value in [("final_reward", trajectory.final_reward), *(("a turn's reward", v) for v in trajectory.turn_rewards)]:
+        if value is not None:
+            read_number(value, name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from mindspeed_rl.adaptors.cpu_attention import keep_kernel, try_kernels
+from mindspeed_rl.adaptors.exact_kernels import find_violation
 from mindspeed_rl.checkpoint.lora import PeftMerge, open_peft
 from mindspeed_rl.checkpoint.model_source import (
     check_critic_start,
@@ -20,6 +21,7 @@ from mindspeed_rl.config import ConfigError, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.costs import measure_head_share
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import fill_model_keys
@@ -59,7 +61,12 @@ def resolve_run(cfg: RunConfig, num_nodes: int, *, downloads: bool = True) -> Ru
         ValueError: the run file is wrong; all violations are named.
     """
     cfg = with_model_configs(fetch_models(cfg, downloads=downloads))
-    return resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    run = resolve(cfg, num_nodes, platform=resolve_name(cfg.platform))
+    if run.platform == "cpu" and cfg.exact_slices:
+        threads = 1 if run.threads is None else run.threads.count
+        if (problem := find_violation(cfg.exact_slices, threads)) is not None:
+            raise ConfigError([problem])
+    return run
 
 
 def with_model_configs(cfg: RunConfig) -> RunConfig:
@@ -253,7 +260,7 @@ def check_judge_folder(folder: Path) -> None:
         )
     if not any(folder.glob("*.safetensors")):
         raise ValueError(f"{key}: {folder} has no weights (*.safetensors)")
-    if "quantization_config" in json.loads(path.read_text(encoding="utf-8")):
+    if "quantization_config" in read_json(path):
         raise ValueError(
             f"{key}: the weights in {folder} are quantized, which engines of a run do not load; serve it with `vllm serve` and "
             "set rl_config.judge_url"
@@ -324,7 +331,13 @@ def plan_models(run: Run) -> Run:
     if generate is not None and generate.fp32_lm_head is None and models["actor"].config.fp32_lm_head:
         generate = dataclasses.replace(generate, fp32_lm_head=True)
     cfg = dataclasses.replace(cfg, derived=cfg.derived | derived, generate_config=generate)
-    return dataclasses.replace(run, config=cfg, models=models, resume=resume)
+    attention = None
+    if run.platform == "cpu":
+        # other last bits than before would make a resumed run another run
+        recorded = resume.state.get("cpu_attention")
+        threads = 1 if run.threads is None else run.threads.count
+        attention = try_kernels(threads) if recorded is None else keep_kernel(recorded)
+    return dataclasses.replace(run, config=cfg, attention=attention, models=models, resume=resume)
 
 
 def _plan_critic(cfg: RunConfig, resumes_after: int | None) -> RoleModel:

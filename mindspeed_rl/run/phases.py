@@ -66,6 +66,11 @@ class Phases:
     PUSH_WEIGHTS = Phase(
         "push_weights", deadline="weights", timer="resharding_to_infer", memory="update_weights", transient="push buckets"
     )
+    START_SERVERS = Phase("start_servers", deadline="start")
+    #: the running responses end first, or are interrupted
+    PAUSE_SERVERS = Phase("pause_servers", deadline="generate")
+    #: calls of rollout servers, of which each has its own deadline
+    CALL_SERVERS = Phase("call_servers", deadline="generate")
     JOIN_SERVERS = Phase("join_servers", deadline="weights")
     SEND_WEIGHTS = replace(PUSH_WEIGHTS, name="send_weights")
     LEAVE_SERVERS = Phase("leave_servers", deadline="weights")
@@ -156,6 +161,7 @@ class Phases:
 
     # ---------------------------------------------------------------------- start, checkpoints
 
+    PLACE = Phase("place", deadline="placement")
     SET_UP = Phase("set_up", deadline="start")
     RESUMED_STATE = Phase("resumed_state", deadline="start")
     DATA = Phase("data", deadline="start")

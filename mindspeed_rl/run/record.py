@@ -18,6 +18,7 @@ from mindspeed_rl.run.batch_sizes import BatchPlan, Sizes
 from mindspeed_rl.run.placement import Placement
 
 if TYPE_CHECKING:
+    from mindspeed_rl.adaptors.cpu_attention import KernelChoice
     from mindspeed_rl.models.plan import RoleModel  # needs torch, which the record does without
     from mindspeed_rl.run.resume import ResumePoint
 
@@ -36,6 +37,7 @@ class Run:
         folder: absolute path of the run folder, which need not exist yet.
         deadlines: limits of every wait.
         threads: number of threads of each worker; None where the libraries choose.
+        attention: kernel of the trainer's attention, from `run.models.plan_models`; None before, and where the device has one.
         models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from
             `run.models.plan_models`; empty before.
         resume: the checkpoint or weights that the run starts from, from `run.models.plan_models`; None before.
@@ -50,6 +52,7 @@ class Run:
     folder: Path
     deadlines: Deadlines
     threads: Threads | None = None
+    attention: KernelChoice | None = None
     models: Mapping[str, RoleModel] = field(default_factory=dict)
     resume: ResumePoint | None = None
 

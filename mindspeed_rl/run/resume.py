@@ -6,7 +6,6 @@ A run resumes when the user gives the command for it, or by itself after a fault
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, lacks_expor
 from mindspeed_rl.checkpoint.torch_file import check_small_files
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.resume_rules import KeyChange, describe_changes, find_changes, list_keys_on_resume
@@ -144,7 +144,7 @@ def _read_record(source: ModelSource, group: str) -> dict[str, Any]:
             checksums.check_sizes(folder, sums, checksums.elsewhere(folder))
         checksums.verify(folder, only=lambda name: name == path.name)
         check_small_files(folder)
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_json(path)
         if not (isinstance(record, dict) and isinstance(record.get("iteration"), int) and "run_state" in record):
             raise DamagedCheckpointError(f"{path} is not a record of a run")
     except (OSError, ValueError) as error:

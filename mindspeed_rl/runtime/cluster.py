@@ -45,7 +45,7 @@ _DEFAULT_RUNTIME_ENV = RLConfig().runtime_env_path
 
 
 def build_worker_environment(
-    cfg: RunConfig, platform_name: str, num_nodes: int = 1, *, threads: int | None = None
+    cfg: RunConfig, platform_name: str, num_nodes: int = 1, *, threads: int | None = None, attention: str | None = None
 ) -> dict[str, str]:
     """Return the environment of worker processes: quiet libraries, then the runtime_env file, adapted to a worker's models.
 
@@ -55,6 +55,7 @@ def build_worker_environment(
         num_nodes: number of nodes of the run; names of network interfaces differ between nodes, so several nodes keep their
             own.
         threads: number of threads of a process that computes; None: the platform's default, for processes that do not.
+        attention: kernel of the trainer's attention on the CPU; None: the process chooses.
 
     Raises:
         ValueError: the file is missing, malformed, or contradicts the installed vLLM.
@@ -65,6 +66,8 @@ def build_worker_environment(
         quiet[VISION_VARIABLE] = "1"
     if cfg.exact_slices:
         quiet[environment.EXACT_VARIABLE] = str(cfg.exact_slices)
+    if attention is not None:
+        quiet[environment.ATTENTION_VARIABLE] = attention
     if platform_name == "cpu":
         variables = platform.worker_env() | ({} if threads is None else {THREADS_VARIABLE: str(threads)})
         return quiet | {

@@ -23,12 +23,13 @@ from mindspeed_rl.observability.process_status import (
     find_straggler,
     read_statuses,
 )
-from mindspeed_rl.run.phases import PHASE_DEADLINES
+from mindspeed_rl.run.phases import PHASE_DEADLINES, Phases
 from mindspeed_rl.runtime.cluster import find_dead_service, find_lasting_stop, find_stopped_services
 from mindspeed_rl.runtime.reports import WorkerReport
 
 if TYPE_CHECKING:
     from ray import ObjectRef
+    from ray.util.placement_group import PlacementGroup
 
 _Result = TypeVar("_Result")
 
@@ -89,6 +90,20 @@ class WaitMonitor:
         """
         _check_head(phase)
         return Wait(self, phase, names, self._now_s())
+
+    def wait_for_placement(self, placement: PlacementGroup, names: Sequence[str]) -> bool:
+        """Wait for the placement of these processes by Ray; return False when it takes longer than the deadline.
+
+        Raises:
+            WorkerError: a service of Ray has died.
+        """
+        waiting, end_s = self.start(Phases.PLACE.name, names), self._now_s() + self.limit_s(Phases.PLACE.deadline)
+        while not placement.wait(timeout_seconds=_POLL_S):
+            if self._now_s() >= end_s:
+                return False
+            waiting.check(names)
+        waiting.finish()
+        return True
 
     def limit_s(self, deadline: str) -> float:
         """Return the seconds that a wait with this key of `rl_config.deadlines` may take now."""

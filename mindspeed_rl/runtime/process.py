@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import itertools
 import os
 import random
 import socket
@@ -21,11 +23,14 @@ from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.logging import redirect_output, set_up_logging
+from mindspeed_rl.platform.environment import STORE_VARIABLE
 from mindspeed_rl.runtime.device_memory import convert_memory_errors
 from mindspeed_rl.runtime.shared_filesystem import ObservedFiles, read_observed_files
+from mindspeed_rl.scratch import make_process_folder
 
 #: read by `engine.parallel.init_distributed`, as RANK and WORLD_SIZE are
 _COLLECTIVE_TIMEOUT = "MINDSPEED_RL_COLLECTIVE_TIMEOUT_S"
+_STORE_INDEXES = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -66,10 +71,18 @@ class WorkerProcess:
         self._settings, self._rank = settings, rank
         self._worker: Any = None
 
-    def address(self) -> tuple[str, int]:
-        """Return this host's address and a free port on it, for the rendezvous of all ranks."""
+    def address(self, is_private: bool | None = None) -> tuple[str, int]:
+        """Return an address for a rendezvous of all ranks: a file, or this host's address and a free port on it.
+
+        Args:
+            is_private: all members are processes of the run on this machine, so that the address may be a file; None: of a
+                group of only the ranks, where they are on one machine.
+        """
+        is_local = self._settings.num_nodes == 1
+        if is_local if is_private is None else is_private:
+            return str(_make_store_folder(os.getpid()) / f"store-{next(_STORE_INDEXES)}"), 0
         # not gethostbyname: on many machines a host's own name resolves to 127.0.1.1
-        host = "127.0.0.1" if self._settings.num_nodes == 1 else ray.util.get_node_ip_address()
+        host = "127.0.0.1" if is_local else ray.util.get_node_ip_address()
         return host, find_free_port(host)
 
     def locate_devices(self) -> tuple[str, list[str]]:
@@ -101,6 +114,7 @@ class WorkerProcess:
             interval_s=settings.heartbeat_interval_s,
             recorder=device.collective_record,
         )
+        is_file = os.path.isabs(master[0])
         local_rank = self._rank % -(-settings.world_size // settings.num_nodes)
         if device.ray_resource is not None:
             # the device that Ray assigned: another job may have the first ones of the node
@@ -109,9 +123,13 @@ class WorkerProcess:
             RANK=str(self._rank),
             WORLD_SIZE=str(settings.world_size),
             LOCAL_RANK=str(local_rank),
-            MASTER_ADDR=master[0],
-            MASTER_PORT=str(master[1]),
+            # vLLM and the libraries of some devices require an address, also where nothing listens there
+            MASTER_ADDR="127.0.0.1" if is_file else master[0],
+            MASTER_PORT=str(find_free_port("127.0.0.1") if is_file else master[1]),
         )
+        os.environ.pop(STORE_VARIABLE, None)
+        if is_file:
+            os.environ[STORE_VARIABLE] = master[0]
         with heartbeat.doing("set_up: loading libraries"), collecting_seldom():
             prepare_process(settings.adapted, settings.keys)
             import_module(settings.target.partition(":")[0])
@@ -130,6 +148,13 @@ class WorkerProcess:
         """Return the result of the worker's method; see the groups of workers for the methods."""
         with heartbeat.doing(method):
             return getattr(self._worker, method)(*arguments)
+
+
+@functools.cache
+def _make_store_folder(pid: int) -> Path:
+    """Make the folder of this process's stores, which only its user can enter; it is removed with the process."""
+    del pid  # of which a fork has another
+    return make_process_folder("mindspeed-rl-store-")
 
 
 def prepare_process(adapted: tuple[adaptors.Scope, ...], keys: MegatronConfig | None) -> None:

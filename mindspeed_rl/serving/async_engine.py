@@ -17,6 +17,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from mindspeed_rl import adaptors
 from mindspeed_rl.adaptors import vllm_async
+from mindspeed_rl.bounds import check_token_ids
 from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.models.costs import read_kv_bytes
 from mindspeed_rl.rollout.arguments import (
@@ -81,6 +82,10 @@ class AsyncEngine:
         if request is None:
             yield ResponseChunk((), (), self.version, "length")
             return
+        # vLLM checks ids only with a tokenizer; one outside of the vocabulary would end the engine
+        num_ids = self.llm.vllm_config.model_config.get_vocab_size()
+        check_token_ids(request.prompt_ids, num_ids, "prompt_ids")
+        check_token_ids(request.sampling.stop_token_ids, num_ids, "stop_token_ids")
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):

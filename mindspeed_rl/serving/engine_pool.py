@@ -1,8 +1,8 @@
 """Several rollout servers that act as one engine: requests are balanced, and outlive the server that generates them.
 
-A server is lost when it reports an error, when it is gone, when it does not answer in time, when it has other weights (it was
-started again), or when it has requests and no token arrives. It is named, and its requests continue on other servers, with the
-tokens that have arrived.
+A server is lost when it reports an error, when it is gone, when it does not answer in time, when a reply of it is wrong (see
+`replies`), when it has other weights (it was started again), or when it has requests and no token arrives. It is named, and its
+requests continue on other servers, with the tokens that have arrived.
 """
 
 from __future__ import annotations
@@ -10,44 +10,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
+from mindspeed_rl.resharding.rendezvous import DeliveryReport
+from mindspeed_rl.rollout.protocol import Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.serving.rollout_service import Event
+from mindspeed_rl.serving.replies import (
+    MAX_TOKEN_ID,
+    Failure,
+    NextTokens,
+    ReplyError,
+    ResponseLimits,
+    ServerClient,
+    call_server,
+)
 
+_LOG = logging.getLogger(__name__)
 #: longest time that a server keeps a poll for events open
 _POLL_S = 5.0
+#: between two polls of a server that answers at once and has nothing to tell
+_PAUSE_S = 0.02
+#: characters of a reason, which may be a server's own text
+_MAX_REASON = 2000
 
 
 class ServerLostError(RuntimeError):
     """A server does not answer any more, or reported an error; the message has the reason."""
 
 
-class ServerClient(Protocol):
-    """A client of one rollout server.
-
-    Attributes:
-        name: used in messages.
-    """
-
-    name: str
-
-    async def call(self, name: str, **arguments: object) -> Any:
-        """Return the result of a call of `RolloutService`.
-
-        Raises:
-            Exception: the server cannot be reached, or the call failed there.
-        """
-        ...
-
-
 @dataclass(eq=False)
 class _Request:
-    """A response that is being generated."""
+    """A response that is being generated.
+
+    Attributes:
+        moves: servers that were lost while they worked on it.
+        num_kept: tokens that it had when its server got it.
+        refusal: the server that called it invalid, and its error; another one decides whether it is.
+    """
 
     key: str
     prompt_ids: tuple[int, ...]
@@ -56,6 +59,13 @@ class _Request:
     done: asyncio.Future[Generated]
     response: Generated
     moves: int = 0
+    num_kept: int = 0
+    refusal: tuple[_Member, ValueError] | None = None
+
+    @property
+    def has_moved(self) -> bool:
+        """True for a request that a server had before."""
+        return self.moves > 0 or self.refusal is not None
 
     @property
     def load(self) -> int:
@@ -90,6 +100,7 @@ class ServerPool:
         timeout_s: float,
         drain_s: float = 1800.0,
         max_moves: int = 8,
+        vocab_size: int = MAX_TOKEN_ID + 1,
         on_lost: Callable[[str, str], None] = lambda name, reason: None,
     ) -> None:
         """Make an empty pool.
@@ -98,11 +109,13 @@ class ServerPool:
             timeout_s: longest silence of a server: without an answer, or without a token while it has requests.
             drain_s: longest wait of a pause for the end of requests.
             max_moves: servers that may be lost during one request before it is given up: it may be the cause.
+            vocab_size: tokens of the model.
             on_lost: called with (name, reason) of every server that is lost.
         """
         self._timeout_s, self._drain_s, self._max_moves, self._on_lost = timeout_s, drain_s, max_moves, on_lost
         self._members: dict[str, _Member] = {}
         self.waiting: list[_Request] = []
+        self._vocab_size = vocab_size
         self._paused = self._draining = False
         self._keys = itertools.count()
         self.version = -1
@@ -143,32 +156,48 @@ class ServerPool:
             raise ServerLostError(f"{server.name} {error}") from error
         member = _Member(server, last_event_s=time.monotonic())
         self._members[server.name] = member
-        member.tasks.append(asyncio.create_task(self._poll_events(member)))
+        self._start(member, self._poll_events(member))
         self._assign_waiting()
+
+    def _start(self, member: _Member, work: Coroutine[object, object, None]) -> None:
+        """Start work for a server. A failure that the work itself does not handle takes the server out, by its name."""
+        # or the finished tasks of a run would pile up
+        member.tasks = [task for task in member.tasks if not task.done()]
+        task = asyncio.create_task(work)
+        member.tasks.append(task)
+        task.add_done_callback(lambda ended: self._check_task(member, ended))
+
+    def _check_task(self, member: _Member, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        _LOG.error("the work for %s failed", member.server.name, exc_info=error)
+        if self._members.get(member.server.name) is member:
+            self.remove(member.server.name, f"the work for it failed: {type(error).__name__}: {error}")
 
     def remove(self, name: str, reason: str) -> None:
         """Remove a lost server; its requests continue on others."""
         member = self._members.pop(name, None)  # several tasks may notice one loss
         if member is None:
             return
+        reason = reason[:_MAX_REASON]
         self.lost.append((name, reason))
+        # None in a callback
         current = asyncio.current_task()
         for task in member.tasks:
             # the task that noticed the loss may be one of these, and has to reach its end
             if task is not current:
                 task.cancel()
-        self._on_lost(name, reason)
         for request in list(member.requests.values()):
             request.moves += 1
             if request.moves > self._max_moves:
-                error = ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}")
-                if not request.done.done():
-                    request.done.set_exception(error)
+                _fail(request, ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}"))
             else:
                 self.waiting.append(request)
         member.requests = {}
         self._note_idle(member)
         self._assign_waiting()
+        # last, because it may raise
+        self._on_lost(name, reason)
 
     async def leave(self, name: str) -> None:
         """Remove a server that leaves; its requests continue on others, and it aborts them."""
@@ -234,9 +263,11 @@ class ServerPool:
         """
         limit_s = self._timeout_s + extra_s
         try:
-            return await asyncio.wait_for(server.call(call, **arguments), limit_s)
+            return await asyncio.wait_for(call_server(server, call, arguments), limit_s)
         except asyncio.TimeoutError as error:
             raise ServerLostError(f"did not {purpose} within {limit_s:.0f} s") from error
+        except ReplyError as error:
+            raise ServerLostError(f"failed to {purpose}: {error}") from error
         except Exception as error:  # Ray, HTTP and the server's own errors have no common class
             lines = str(error).strip().splitlines()
             reason = f"{type(error).__name__}: {lines[-1]}" if lines else type(error).__name__
@@ -250,8 +281,7 @@ class ServerPool:
             for task in member.tasks:
                 task.cancel()
         for request in requests:
-            if not request.done.done():
-                request.done.set_exception(ServerLostError("the pool was closed"))
+            _fail(request, ServerLostError("the pool was closed"))
         self._members, self.waiting = {}, []
 
     # ------------------------------------------------------------------ requests
@@ -280,12 +310,17 @@ class ServerPool:
         if self._paused or not self._members:
             return
         # before a pause only requests of lost servers continue
-        waiting = [request for request in self.waiting if request.moves or not self._draining]
-        self.waiting = [request for request in self.waiting if not request.moves and self._draining]
+        waiting = [request for request in self.waiting if request.has_moved or not self._draining]
+        self.waiting = [request for request in self.waiting if not request.has_moved and self._draining]
         # computed once: a server's load is a sum over all its requests
         loads = {name: sum(item.load for item in member.requests.values()) for name, member in self._members.items()}
         for request in waiting:
-            name = min(loads, key=lambda key: loads[key])
+            refuser, error = request.refusal or (None, None)
+            names = [name for name, member in self._members.items() if member is not refuser]
+            if error is not None and not names:  # the others were lost
+                _fail(request, error)
+                continue
+            name = min(names, key=lambda key: loads[key])
             member = self._members[name]
             loads[name] += request.load
             # its silence counts from here: a server without requests has no events
@@ -293,16 +328,15 @@ class ServerPool:
                 member.last_event_s = time.monotonic()
                 member.busy_since = time.time()
             member.requests[request.key] = request
+            request.num_kept = len(request.response.token_ids)
             if not member.outbox:
                 # requests of the same turn of the loop are sent together
-                member.tasks.append(asyncio.create_task(self._send(member)))
+                self._start(member, self._send(member))
             member.outbox.append(request)
 
     async def _send(self, member: _Member) -> None:
         await asyncio.sleep(0)
         batch, member.outbox = member.outbox, []
-        # or the finished sends of a run would pile up
-        member.tasks = [task for task in member.tasks if not task.done()]
         messages: list[dict[str, object]] = []
         for request in batch:
             response = request.response
@@ -336,72 +370,94 @@ class ServerPool:
             if request in member.outbox:  # it was not sent yet
                 member.outbox.remove(request)
             else:
-                abort = self._call_or_remove(member, "drop", "abort a request", {"keys": [request.key]})
-                member.tasks.append(asyncio.create_task(abort))
+                self._start(member, self._call_or_remove(member, "drop", "abort a request", {"keys": [request.key]}))
 
     # ------------------------------------------------------------------ events
 
     async def _poll_events(self, member: _Member) -> None:
+        try:
+            await self._follow(member)
+        except ServerLostError as error:
+            self.remove(member.server.name, str(error))
+        except ReplyError as error:
+            self.remove(member.server.name, f"sent a wrong reply: {error}")
+
+    async def _follow(self, member: _Member) -> None:
+        """Read the server's events.
+
+        Raises:
+            ServerLostError: the server is lost.
+            ReplyError: a reply does not fit its request.
+        """
         last, server, was_other = 0, member.server, False
         # several polls in the longest silence, so that it is noticed soon after it is reached
         wait_s = min(_POLL_S, self._timeout_s / 4)
         while True:
-            try:
-                result = await self._call(server, "news", "report its events", {"after": last, "wait_s": wait_s}, wait_s)
-            except ServerLostError as error:
-                self.remove(server.name, str(error))
-                return
+            news = await self._call(server, "news", "report its events", {"after": last, "wait_s": wait_s}, wait_s)
             # an answer from before a weight sync may arrive after it; what it brings is sent again with the next one
-            is_other = not self._paused and self.version >= 0 and result["version"] != self.version
+            is_other = not self._paused and self.version >= 0 and news.version != self.version
             if is_other and was_other:
-                self.remove(server.name, f"it has weights of version {result['version']}, the run of version {self.version}")
-                return
+                raise ServerLostError(f"it has weights of version {news.version}, the run of version {self.version}")
             was_other = is_other
-            if is_other:
-                continue
+            has_progress = False
+            # before the first sync the weights are the server's own
+            limits = ResponseLimits(self._vocab_size, max(news.version if self.version < 0 else self.version, 0))
+            for event in () if is_other else news.events:
+                if event.number > last:
+                    last = event.number
+                    has_progress |= self._take(member, event, limits)
             now_s = time.monotonic()
             # a pause, or no requests, is not silence
-            if result["events"] or self._paused or not member.requests:
+            if has_progress or self._paused or not member.requests:
                 member.last_event_s = now_s
-            for event in result["events"]:
-                if event["number"] > last:
-                    last = event["number"]
-                    if self._is_lost_by(member, event):
-                        return
-            silence_s = now_s - member.last_event_s
-            if silence_s > self._timeout_s:
-                count = len(member.requests)
-                self.remove(server.name, f"no token for {silence_s:.0f} s while it worked on {count} requests")
-                return
+            elif (silence_s := now_s - member.last_event_s) > self._timeout_s:
+                raise ServerLostError(f"no token for {silence_s:.0f} s while it worked on {len(member.requests)} requests")
+            if not has_progress:
+                await asyncio.sleep(_PAUSE_S)
 
-    def _is_lost_by(self, member: _Member, event: Event) -> bool:
-        """Add the tokens of an event to its request; return True when the event is the server's loss."""
-        request = member.requests.get(event["key"])
+    def _take(self, member: _Member, event: NextTokens | Failure, limits: ResponseLimits) -> bool:
+        """Add the tokens of an event to its request, or end it; return False for an event that brings nothing.
+
+        Raises:
+            ServerLostError: the server reports that it has failed.
+            ReplyError: the event does not fit its request.
+        """
+        request = member.requests.get(event.key)
         # aborted while its tokens were on their way
         if request is None:
             return False
-        failure: Exception | None = None
-        finish: Finish | None = "aborted"
-        if "error" in event:
-            if event["kind"] != "request":
-                self.remove(member.server.name, event["error"])
-                return True
-            # any other server would refuse it too
-            failure = ValueError(event["error"])
-        else:
-            tokens, finish = tuple(event["token_ids"]), event["finish"]
-            # "aborted" until the last chunk: so the response can continue at another server
-            chunk = Generated(tokens, tuple(event["log_probs"]), (event["version"],) * len(tokens), finish or "aborted")
-            request.response = request.response.concat(chunk)
-        if finish is not None:
-            del member.requests[request.key]
-            self._note_idle(member)
+        if isinstance(event, Failure):
+            if not event.of_request:
+                raise ServerLostError(event.error)
+            self._refuse(member, request, ValueError(event.error[:_MAX_REASON]))
+            return True
+        chunk = event.chunk
+        request.response = limits.extend(request.response, chunk, request.sampling.max_tokens)
+        has_tokens = len(request.response.token_ids) > request.num_kept
+        if chunk.finish == "aborted" and not has_tokens and not self._paused:
+            raise ReplyError("it aborted a request that it had not begun, and nothing had asked it to")
+        if chunk.finish is not None:
+            self._end(member, request)
             if not request.done.done():
-                if failure is None:
-                    request.done.set_result(request.response)
-                else:
-                    request.done.set_exception(failure)
-        return False
+                request.done.set_result(request.response)
+        refuser, error = request.refusal or (None, None)
+        if has_tokens and refuser is not None and self._members.get(refuser.server.name) is refuser:
+            self.remove(refuser.server.name, f"it refused a request that {member.server.name} takes: {error}")
+        return bool(chunk.token_ids) or chunk.finish is not None
+
+    def _refuse(self, member: _Member, request: _Request, error: ValueError) -> None:
+        """Give a request that the server calls invalid to another one, which refuses it too or shows that this one is wrong."""
+        self._end(member, request)
+        if request.refusal is None and len(self._members) > 1:
+            request.refusal = member, error
+            self.waiting.append(request)
+            self._assign_waiting()
+        else:
+            _fail(request, error)
+
+    def _end(self, member: _Member, request: _Request) -> None:
+        del member.requests[request.key]
+        self._note_idle(member)
 
     def _note_idle(self, member: _Member) -> None:
         """Record the end of a server's busy time when it has no requests left."""
@@ -424,22 +480,29 @@ class ServerPool:
             await self._drain()
         self._paused = True
         if mode == "abort":
-            # no server will answer these
-            for request in self.waiting:
-                if not request.done.done():
-                    request.done.set_result(request.response)
-            self.waiting = []
+            self._end_waiting()
         # listed first: requests that the servers end are no longer among the members'
         running = [request.done for member in self._members.values() for request in member.requests.values()]
         await self._call_all("pause", mode=mode)
         # the last chunks arrive as events, perhaps after the servers' answers
         if mode == "abort" and running:
             await asyncio.wait(running, timeout=self._timeout_s)
+            for member in [member for member in self._members.values() if member.requests]:
+                count = len(member.requests)
+                self.remove(member.server.name, f"did not abort {count} requests within {self._timeout_s:.0f} s of a pause")
+            self._end_waiting()
+
+    def _end_waiting(self) -> None:
+        """End the requests without a server with the tokens that they have."""
+        for request in self.waiting:
+            if not request.done.done():
+                request.done.set_result(request.response)
+        self.waiting = []
 
     async def _drain(self) -> None:
         """Wait until no request is running."""
         running = [request.done for member in self._members.values() for request in member.requests.values()]
-        running += [request.done for request in self.waiting if request.moves]
+        running += [request.done for request in self.waiting if request.has_moved]
         if not running:
             return
         self._draining = True
@@ -465,17 +528,15 @@ class ServerPool:
     async def _call_all(self, call: str, **arguments: object) -> None:
         await asyncio.gather(*(self.call(name, call, **arguments) for name in self.names), return_exceptions=True)
 
-    async def receive(self, version: int, names: Sequence[str]) -> dict[str, list[str] | Exception]:
-        """Receive weights on each of these servers; return its report or failure, without removing it."""
+    async def receive(self, version: int, name: str) -> list[DeliveryReport]:
+        """Receive weights on this server, which is not removed where it fails; the caller sets a deadline.
 
-        # looked up inside, so that a server which is gone by then is one of the results
-        async def receive_on_server(name: str) -> list[str]:
-            return await self._members[name].server.call("receive", version=version)
+        Raises:
+            Exception: it failed, or is gone.
+        """
+        return await call_server(self._members[name].server, "receive", {"version": version})
 
-        results = await asyncio.gather(*(receive_on_server(name) for name in names), return_exceptions=True)
-        by_name: dict[str, list[str] | Exception] = {}
-        for name, result in zip(names, results):
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
-            by_name[name] = result
-        return by_name
+
+def _fail(request: _Request, error: Exception) -> None:
+    if not request.done.done():
+        request.done.set_exception(error)

@@ -11,16 +11,21 @@ import contextlib
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypedDict, cast
+from dataclasses import dataclass, fields
+from typing import Any, Protocol, TypedDict, get_args
 
 from mindspeed_rl.rollout.protocol import Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 
 #: chunks are collected for this time, then sent together
 _COLLECT_S = 0.02
+#: bytes of the events of a reply, and of an event and a token as JSON
+_MAX_NEWS_BYTES, _EVENT_BYTES, _TOKEN_BYTES = 8 << 20, 200, 40
 #: longest time that a poll is kept open, whatever its client asks for
 _MAX_WAIT_S = 60.0
+
+#: reasons of the end of a response
+FINISHES: tuple[Finish, ...] = get_args(Finish)
 
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
 _OWN_CALLS = ("describe", "submit", "news", "drop", "health", "list_missing")
@@ -227,7 +232,16 @@ class RolloutService:
             async for chunk in self._engine.stream(work.prompt_ids, work.sampling, work.seed, work.partial):
                 if chunk.finish is not None:
                     self._tasks.pop(work.key, None)
-                self._add_event(cast("Event", {"key": work.key} | asdict(chunk)))
+                # plain values, as JSON has them: a client of the run gets them without JSON
+                self._add_event(
+                    {
+                        "key": work.key,
+                        "token_ids": list(map(int, chunk.token_ids)),
+                        "log_probs": list(map(float, chunk.log_probs)),
+                        "version": chunk.version,
+                        "finish": chunk.finish,
+                    }
+                )
         except Exception as error:  # noqa: BLE001 - any failure is reported to the client, which would wait forever otherwise
             kind = "request" if isinstance(error, ValueError) else "server"
             self._add_event({"key": work.key, "error": f"{type(error).__name__}: {error}", "kind": kind})
@@ -257,7 +271,18 @@ class RolloutService:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_events.wait(), min(wait_s, _MAX_WAIT_S))
                 await asyncio.sleep(_COLLECT_S)
-        return {"events": list(self._events), "running": len(self._tasks), "version": self._engine.version}
+        return {"events": self._list_events(), "running": len(self._tasks), "version": self._engine.version}
+
+    def _list_events(self) -> list[Event]:
+        """Return the first events, as many as fit into a reply; the next call returns the others."""
+        events: list[Event] = []
+        num_bytes = 0
+        for event in self._events:
+            num_bytes += _EVENT_BYTES + _TOKEN_BYTES * len(event.get("token_ids", ())) + len(event.get("error", ""))
+            if events and num_bytes > _MAX_NEWS_BYTES:
+                break
+            events.append(event)
+        return events
 
     async def drop(self, keys: Sequence[str] | None = None) -> None:
         """Abort these requests, or all, and remove their events."""

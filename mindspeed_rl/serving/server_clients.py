@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -9,10 +10,11 @@ from ray.actor import ActorHandle
 
 from mindspeed_rl.data.images import embed_image, find_file, read_image
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.serving.replies import call_server
 from mindspeed_rl.serving.server_process import ServerProcess
 
-#: log-probs of all chunks that a poll returns
-_MAX_REPLY_BYTES = 1 << 30
+#: twice what `RolloutService.news` returns: a reply is read in the loop that keeps all deadlines
+_MAX_REPLY_BYTES = 16 << 20
 #: path of the calls of `RolloutService`
 CALLS_PATH = "/rollout"
 
@@ -29,10 +31,14 @@ class RayServerClient:
 
 
 class HttpServerClient:
-    """A client of a standalone server. Images in files that the server does not have travel with their requests."""
+    """A client of a standalone server. Images in files that the server does not have travel with their requests.
+
+    Attributes:
+        name, host: name in messages, and host of the server.
+    """
 
     def __init__(self, host: str, port: int, token: str) -> None:
-        self.name = f"rollout server {host}:{port}"
+        self.name, self.host = f"rollout server {host}:{port}", host
         self._url = f"http://{f'[{host}]' if ':' in host else host}:{port}{CALLS_PATH}"
         self._client = HttpClient(_MAX_REPLY_BYTES, headers={"Authorization": f"Bearer {token}"}, follows_redirects=True)
         self._missing: dict[str, bool] = {}  # file of images -> the server does not have it
@@ -56,10 +62,10 @@ class HttpServerClient:
         files_by_image = {image: find_file(image) for request in requests for image in request["sampling"].get("images", ())}
         files = dict(file for file in files_by_image.values() if file is not None and file[0] not in self._missing)
         if files:
-            missing = await self.call("list_missing", files=files)
+            missing = await call_server(self, "list_missing", {"files": files})
             self._missing |= {path: path in missing for path in files}
         sent = {
-            image: embed_image(read_image(image)) if file is not None and self._missing[file[0]] else image
+            image: await asyncio.to_thread(_embed, image) if file is not None and self._missing[file[0]] else image
             for image, file in files_by_image.items()
         }
         if sent == {image: image for image in files_by_image}:
@@ -72,6 +78,10 @@ class HttpServerClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._client.close()
+
+
+def _embed(image: str) -> str:
+    return embed_image(read_image(image))
 
 
 def _read_result(reply: HttpReply) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any
 
 import ray
 
@@ -60,23 +60,6 @@ def describe_log_probs(exact_slices: int) -> str:
     return f"{_LOG_PROBS}, exact in {exact_slices} slices" if exact_slices else _LOG_PROBS
 
 
-class ServerMetadata(TypedDict):
-    """The result of `RolloutService.describe`.
-
-    Attributes:
-        version: -1: the server has no weights yet.
-        images: the fewest and the most pixels of an image, and the most images of a prompt; None for a model of text.
-    """
-
-    num_workers: int
-    dtype: str
-    quantization: str | None
-    max_model_len: int
-    log_probs: str
-    version: int
-    images: list[int] | None
-
-
 def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutService:
     """Build the service of a server.
 
@@ -86,6 +69,7 @@ def build_service(settings: ServerSettings, engine: ServedEngine) -> RolloutServ
     """
     generate = settings.generate
     rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)
+    # read by `replies.read_metadata`
     metadata = {
         "num_workers": generate.infer_tensor_parallel_size,
         "dtype": generate.dtype,
@@ -112,7 +96,7 @@ class ServerProcess:
         """
         self._settings, self._index, self._devices = settings, index, devices
 
-    async def start(self) -> ServerMetadata:
+    async def start(self) -> dict[str, object]:
         """Start the engine; return the result of `RolloutService.describe`."""
         settings, title = self._settings, f"{self._settings.title} {self._index}"
         name = title.removeprefix("rollout ").replace(" ", "_")
@@ -132,7 +116,7 @@ class ServerProcess:
         segments.unlink_segments(segments.QUEUES)
         if (beat := heartbeat.current) is not None:
             beat.set("serving")
-        return cast("ServerMetadata", await self._service.describe())
+        return await self._service.describe()
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> Any:
         """Return the result of a call; see `RolloutService.call`."""

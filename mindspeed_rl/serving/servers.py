@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import wait
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,6 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.data.images import ImageRules
-from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.observability.process_status import remove_status_files, terminate_processes
 from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer
 from mindspeed_rl.platform import platform_class
@@ -32,8 +32,10 @@ from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, find_dead_service
 from mindspeed_rl.runtime.futures import WaitMonitor, WorkerError
 from mindspeed_rl.serving.engine_pool import ServerLostError, ServerPool
+from mindspeed_rl.serving.replies import ReplyError, ServerMetadata, call_server, read_metadata
 from mindspeed_rl.serving.server_clients import HttpServerClient, RayServerClient
-from mindspeed_rl.serving.server_process import ServerMetadata, ServerProcess, ServerSettings, describe_log_probs
+from mindspeed_rl.serving.server_process import ServerProcess, ServerSettings, describe_log_probs
+from mindspeed_rl.serving.watched_loop import WatchedLoop, get_result
 from mindspeed_rl.serving.weight_sync import WeightSync
 
 if TYPE_CHECKING:
@@ -43,6 +45,10 @@ if TYPE_CHECKING:
 _TOKEN_VARIABLE = "MINDSPEED_RL_SERVER_TOKEN"
 
 _LOG = logging.getLogger(__name__)
+#: longest wait for the pool's end
+_CLOSE_S = 15.0
+#: two classes of their own in Python 3.10
+_CLOSE_ERRORS = (OSError, RuntimeError, asyncio.TimeoutError, futures.TimeoutError)
 #: interval of the checks for lost servers while a judge generates
 _CHECK_EVERY_S = 0.2
 #: errors of Ray's calls about a process or a placement that is gone
@@ -77,7 +83,7 @@ class ServerProcesses:
         self,
         settings: ServerSettings,
         env: Mapping[str, str],
-        limits_s: Mapping[str, float],
+        monitor: WaitMonitor,
         num_devices: int,
         slots: Sequence[tuple[str, list[str]]] = (),
     ) -> None:
@@ -86,7 +92,7 @@ class ServerProcesses:
         Args:
             settings: settings of all of them.
             env: environment of the processes.
-            limits_s: the deadlines of the run, by key.
+            monitor: deadlines of the waits for them.
             num_devices: number of devices of all of them together.
             slots: (node, ids of devices) of each device, where they share devices with other processes; else Ray assigns them.
 
@@ -95,17 +101,17 @@ class ServerProcesses:
         """
         assert settings.folder is not None  # processes of a run have files
         self._settings, self._folder, self._tensor = settings, settings.folder, settings.generate.infer_tensor_parallel_size
-        self._env, self._limits_s = env, limits_s
+        self._env, self._monitor = env, monitor
         tensor, resource = self._tensor, platform_class(settings.platform).ray_resource
         count, self._resources = num_devices // tensor, {} if resource is None else {resource: tensor}
         self.actors: dict[str, ActorHandle[ServerProcess]] = {}
-        self._starting: dict[str, ObjectRef[ServerMetadata]] = {}
+        self._starting: dict[str, ObjectRef[dict[str, object]]] = {}
         self._slots, self._placement = list(slots), None
         if not slots:
             bundle = {"CPU": tensor, **self._resources}
             self._placement: PlacementGroup | None = placement_group([bundle] * count, strategy="PACK")
-            limit_s = limits_s["placement"]
-            if not self._placement.wait(timeout_seconds=limit_s):
+            limit_s = monitor.limit_s("placement")
+            if not monitor.wait_for_placement(self._placement, [f"{settings.title} {index}" for index in range(count)]):
                 raise TimeoutError(
                     f"Ray could not place {count} {settings.title}s with {bundle} in {limit_s:.0f} s "
                     "(rl_config.deadlines.placement)."
@@ -137,14 +143,16 @@ class ServerProcesses:
         """Wait for the processes that were started since the last call, and yield their clients.
 
         Raises:
-            WorkerError: one does not start; names it and the reason.
+            WorkerError: one does not start, in time or at all; names it and the reason.
         """
         starting, self._starting = self._starting, {}
         for name, future in starting.items():
             try:
-                metadata = ray.get(future, timeout=self._limits_s["start"])
+                metadata = read_metadata(get_result(self._monitor, future, name, Phases.START_SERVERS))
                 yield RayServerClient(name, self.actors[name]), metadata
-            except (RayError, OSError, RuntimeError) as error:
+            except WorkerError:
+                raise
+            except (RayError, OSError, RuntimeError, ReplyError) as error:
                 last, log = str(error).strip().splitlines()[-1], name.removeprefix("rollout ").replace(" ", "_")
                 raise WorkerError(f"{name} failed to start: {last} (logs/{log}.log in the run folder)") from error
 
@@ -201,14 +209,17 @@ class RolloutServers:
         self._own: ServerProcesses | None = None
         self._standalone: dict[str, HttpServerClient] = {}
         self._offered: dict[ServerOffer, str] = {}
+        self._problems: dict[str, str] = {}  # last reported ones, by server
         self._folder = ServerFolder(run.folder)
         self._folder.open({**asdict(settings), "folder": str(run.folder), "timeout_s": self._timeout_s})
-        self.loop = LoopThread("rollout-servers")
+        monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance, report=report)
         self.pool = ServerPool(
             timeout_s=self._timeout_s,
             drain_s=run.deadlines.seconds["generate"],
+            vocab_size=run.models["actor"].plan.model_config.vocab_size,
             on_lost=lambda name, reason: report(f"{name} was taken out: {reason}"),
         )
+        self.loop = WatchedLoop("rollout-servers", monitor, lambda: self.pool.names)
         self.weights = WeightSync(
             self.pool, self.loop, self.replace_lost, num_trainers=run.plan.world_size, timeout_s=self._timeout_s
         )
@@ -218,7 +229,7 @@ class RolloutServers:
             clients = [HttpServerClient(host, port, token) for host, port in run.placement.servers]
             self._standalone = {client.name: client for client in clients}
             return
-        self._own = ServerProcesses(settings, env, run.deadlines.seconds, num_devices)
+        self._own = ServerProcesses(settings, env, monitor, num_devices)
 
     def set_up(self) -> None:
         """Wait until all servers answer, and check that they fit the run.
@@ -230,7 +241,7 @@ class RolloutServers:
         for name, client in self._standalone.items():
             try:
                 self._add_standalone(client)
-            except (OSError, RuntimeError) as error:
+            except (OSError, RuntimeError, asyncio.TimeoutError, ReplyError) as error:
                 raise WorkerError(f"{name} cannot be used: {type(error).__name__}: {error}") from error
 
     def _add_own(self) -> None:
@@ -243,8 +254,8 @@ class RolloutServers:
     def _add_standalone(self, client: HttpServerClient) -> None:
         async def describe() -> ServerMetadata:
             # a server whose engine has died still answers other calls
-            await client.call("health")
-            return await client.call("describe")
+            await call_server(client, "health", {})
+            return await call_server(client, "describe", {})
 
         self._add(client, self.loop.run(asyncio.wait_for(describe(), self._timeout_s)))
 
@@ -256,18 +267,18 @@ class RolloutServers:
         """
         config = self._run.generate
         violations = []
-        if metadata["dtype"] != config.dtype:
-            violations.append(f"its dtype is {metadata['dtype']}, generate_config.dtype is {config.dtype}")
-        if metadata.get("quantization") != config.quantization:
-            reported, expected = metadata.get("quantization") or "none", config.quantization or "none"
+        if metadata.dtype != config.dtype:
+            violations.append(f"its dtype is {metadata.dtype}, generate_config.dtype is {config.dtype}")
+        if metadata.quantization != config.quantization:
+            reported, expected = metadata.quantization or "none", config.quantization or "none"
             violations.append(f"its quantization is {reported}, generate_config.quantization is {expected}")
-        if metadata["max_model_len"] < config.max_model_len:
+        if metadata.max_model_len < config.max_model_len:
             violations.append(
-                f"its max_model_len is {metadata['max_model_len']}, generate_config.max_model_len is {config.max_model_len}"
+                f"its max_model_len is {metadata.max_model_len}, generate_config.max_model_len is {config.max_model_len}"
             )
         # servers of earlier releases have other ones, and no request can change them
         expected_kind = describe_log_probs(self._settings.exact_slices)
-        if (reported := metadata.get("log_probs")) != expected_kind:
+        if (reported := metadata.log_probs) != expected_kind:
             how = "; a server has rl_config.exact_log_probs by `mindspeed-rl rollout --config-name`, or --join"
             violations.append(
                 f"its log-probs are of {reported or 'an earlier release'}, the trainer's of {expected_kind}"
@@ -275,7 +286,7 @@ class RolloutServers:
             )
         rules = ImageRules.read(self._settings.hf_folder, self._settings.min_pixels, self._settings.max_pixels)
         expected = None if rules is None else [rules.min_pixels, rules.max_pixels, config.limit_mm_image_per_prompt]
-        reported_images = metadata.get("images")
+        reported_images = metadata.images
         if expected is not None and (reported_images is None or reported_images[:2] != expected[:2]):
             given = "none" if reported_images is None else " to ".join(map(str, reported_images[:2]))
             violations.append(
@@ -286,8 +297,12 @@ class RolloutServers:
             violations.append(f"it takes {reported_images[2]} images a prompt, limit_mm_image_per_prompt is {expected[2]}")
         if violations:
             raise ServerLostError(f"{client.name} does not fit the run: {'; '.join(violations)}")
-        self.weights.num_workers[client.name] = metadata["num_workers"]
+        self.weights.num_workers[client.name] = metadata.num_workers
         self.loop.run(self.pool.add(client))
+
+    def list_hosts(self, names: Sequence[str]) -> set[str]:
+        """Return the hosts of the standalone servers among these."""
+        return {client.host for name, client in self._standalone.items() if name in names}
 
     def replace_lost(self) -> None:
         """Start lost servers of this run again, while restarts are left; add standalone ones that answer again."""
@@ -304,11 +319,21 @@ class RolloutServers:
         self._add_own()
         self._update_offered()
         for name, client in self._standalone.items():
-            if name not in alive:
-                with contextlib.suppress(OSError, RuntimeError):
-                    is_new = name not in self.weights.num_workers
+            if name in alive:
+                continue
+            is_new, problem = name not in self.weights.num_workers, ""
+            # one that does not answer yet is asked again at the next sync
+            with contextlib.suppress(OSError, asyncio.TimeoutError):
+                try:
                     self._add_standalone(client)
                     self._report(f"{name} has joined" if is_new else f"{name} is back")
+                except WorkerError:
+                    raise
+                except (RuntimeError, ReplyError) as error:
+                    problem = str(error)
+                    if problem != self._problems.get(name):
+                        self._report(f"{name} cannot be used: {problem}")
+                self._problems[name] = problem
 
     def _update_offered(self) -> None:
         """Add the servers that are offered to the standalone ones, and remove those that left."""
@@ -326,9 +351,9 @@ class RolloutServers:
     def close(self) -> None:
         """End the run's own servers, and those that joined; leave others as they were."""
         self._folder.close()
-        with contextlib.suppress(OSError, RuntimeError):
+        with contextlib.suppress(*_CLOSE_ERRORS):
             # a server that hangs must not delay the end of the run
-            self.loop.run(asyncio.wait_for(self._leave(), 10))
+            self.loop.start(asyncio.wait_for(self._leave(), 10)).result(timeout=_CLOSE_S)
         self.loop.close()
         if self._own is not None:
             self._own.close()
@@ -378,13 +403,13 @@ class JudgeServers:
         mine = slots if self.shares_devices else ()
         # kernels of exact log-probs are for the layers of some models
         env = {name: value for name, value in env.items() if name != EXACT_VARIABLE}
-        self._processes = ServerProcesses(settings, env, run.deadlines.seconds, layout.num_npus, mine)
         self._monitor = WaitMonitor(run.folder, run.deadlines, run.fault_tolerance)
-        self._loop, timeout_s = LoopThread("judge-servers"), run.deadlines.seconds["server"]
+        self._processes = ServerProcesses(settings, env, self._monitor, layout.num_npus, mine)
         self._pool = ServerPool(
-            timeout_s=timeout_s,
+            timeout_s=run.deadlines.seconds["server"],
             on_lost=lambda name, reason: _LOG.warning("%s was taken out: %s", name, reason),
         )
+        self._loop = WatchedLoop("judge-servers", self._monitor, lambda: self._pool.names)
 
     def set_up(self) -> None:
         """Wait for the engines, which then leave the devices that they share.
@@ -433,7 +458,7 @@ class JudgeServers:
 
     def close(self) -> None:
         """End the engines."""
-        with contextlib.suppress(OSError, RuntimeError):
-            self._loop.run(asyncio.wait_for(self._pool.close(), 10))
+        with contextlib.suppress(*_CLOSE_ERRORS):
+            self._loop.start(asyncio.wait_for(self._pool.close(), 10)).result(timeout=_CLOSE_S)
         self._loop.close()
         self._processes.close()

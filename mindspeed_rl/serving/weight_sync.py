@@ -6,12 +6,10 @@ The trainers are given as three functions.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -26,8 +24,8 @@ from mindspeed_rl.serving.engine_pool import ServerClient, ServerLostError, Serv
 _Sent = TypeVar("_Sent")
 #: builds a group of the trainers and the servers of these names; passes the rendezvous to the function
 _JoinGroup = Callable[[Sequence[str], Callable[[Rendezvous], None]], None]
-#: for each server the reports of its workers as JSON, or its failure
-_Results = Mapping[str, list[str] | Exception]
+#: for each server the reports of its workers, or its failure
+_Results = Mapping[str, list[DeliveryReport] | Exception]
 
 _LOG = logging.getLogger(__name__)
 #: texts of a member's error when another one is gone or silent
@@ -93,17 +91,13 @@ class WeightSync:
                     failures = self._count_failure(failures, None)
                     continue
                 self._joined = servers
-            receiving = self._loop.start(self._pool.receive(version, names))
+            receiving = {name: self._loop.start(self._pool.receive(version, name)) for name in names}
             sent, broken = send()
             if broken is not None:
                 leave()  # members that still wait for a bucket get an error
-            results: _Results
-            try:
-                results = receiving.result(timeout=self._timeout_s)
-            except futures.TimeoutError:
-                receiving.cancel()
-                results = {name: TimeoutError() for name in names}
-            num_proven = self._check_results(results)
+            self._loop.wait(receiving.values(), limit_s=self._timeout_s)
+            results = {name: _take_result(future) for name, future in receiving.items()}
+            num_proven = self._check_results(results, broken)
             if broken is None and num_proven is not None and not any(map(_is_consequence, results.values())):
                 self._pool.version = version
                 return sent, num_proven
@@ -155,6 +149,8 @@ class WeightSync:
             _LOG.warning("weight sync: the trainers could not join the servers' group: %s", error)
             for attempt in attempts:
                 give_up(attempt.host, attempt.port, attempt.name, f"the trainers failed: {_last_line(error)}")
+        # each of its calls has a deadline of its own
+        self._loop.wait(joins)
         is_joined = bool(joins) and joins[0].result()
         return is_joined and set(names) <= set(self._pool.names)
 
@@ -163,36 +159,56 @@ class WeightSync:
         size = self._num_trainers + sum(self.num_workers[name] for name in names)
         return Rendezvous(host, port, uuid.uuid4().hex[:12], size, self._timeout_s)
 
-    def _check_results(self, results: _Results) -> int | None:
+    def _check_results(self, results: _Results, broken: Exception | None) -> int | None:
         """Remove servers that failed themselves or have other weights; return the number of proven parameters of another."""
         num_proven, self.received_bytes, self.needed_bytes, self.drafts = None, 0, 0, (0, 0, 0)
+        all_sent = broken is None and any(isinstance(result, list) for result in results.values())
+        doubtful = []
         for name, result in results.items():
             reason = ""
-            if isinstance(result, TimeoutError) or _is_consequence(result):
-                with contextlib.suppress(ServerLostError):
-                    self._loop.run(self._pool.call(name, "health"))  # removed when it does not answer
+            if isinstance(result, TimeoutError) and all_sent:
+                reason = f"weight sync: no report for {self._timeout_s:.0f} s after the trainers had sent everything"
+            elif isinstance(result, TimeoutError) or _is_consequence(result):
+                doubtful.append(name)
             elif isinstance(result, Exception):
                 is_dead = isinstance(result, RayActorError)
                 reason = "its process died during the weight sync" if is_dead else f"weight sync failed: {_last_line(result)}"
             else:
-                reports = [DeliveryReport.from_json(text) for text in result]
-                if differing := list(dict.fromkeys(parameter for report in reports for parameter in report.differing)):
+                if differing := list(dict.fromkeys(parameter for report in result for parameter in report.differing)):
                     shown = ", ".join(differing[:5])
                     reason = f"weight sync: {len(differing)} parameters differ from those trained: {shown}"
+                elif len(result) != self.num_workers[name]:
+                    reason = f"weight sync: {len(result)} reports of {self.num_workers[name]} workers"
                 else:
-                    num_proven = min(report.num_parameters for report in reports)
-                    self.received_bytes += sum(report.received_bytes for report in reports)
-                    self.needed_bytes += sum(report.needed_bytes for report in reports)
+                    num_proven = min(report.num_parameters for report in result)
+                    self.received_bytes += sum(report.received_bytes for report in result)
+                    self.needed_bytes += sum(report.needed_bytes for report in result)
                     # the workers of a server sample the same tokens
-                    proposed, accepted, steps = (old + new for old, new in zip(self.drafts, reports[0].drafts, strict=True))
+                    proposed, accepted, steps = (old + new for old, new in zip(self.drafts, result[0].drafts, strict=True))
                     self.drafts = proposed, accepted, steps
             if reason:
                 self._loop.run(self._remove(name, reason))
+        self._loop.run(self._check_health(doubtful))
         return num_proven
+
+    async def _check_health(self, names: Sequence[str]) -> None:
+        """Remove those of the servers that do not answer."""
+        await asyncio.gather(*(self._pool.call(name, "health") for name in names), return_exceptions=True)
 
     # a coroutine, because the pool belongs to the loop's thread
     async def _remove(self, name: str, reason: str) -> None:
         self._pool.remove(name, reason)
+
+
+def _take_result(future: Future[list[DeliveryReport]]) -> list[DeliveryReport] | Exception:
+    """Return the result of an ended call, or its failure; cancel one that has not ended."""
+    if not future.done():
+        future.cancel()
+        return TimeoutError()
+    try:
+        return future.result()
+    except Exception as error:  # noqa: BLE001 - Ray, HTTP and the server's own errors have no common class
+        return error
 
 
 def _waited_in_vain(error: ServerLostError) -> bool:

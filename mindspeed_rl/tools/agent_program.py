@@ -2,43 +2,61 @@
 
 The program gets the address of its trajectory (`endpoint.py`) in the environment variables that the clients of OpenAI and
 Anthropic read. A command runs in an empty folder of its own, in a process of the tools' pool: it ends with all processes that
-it started after its time, at its memory limit, and with the run.
+it started after its time, at its limits of memory and room, and with the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import json
-import math
+import logging
 import os
 import re
-import resource
-import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.bounds import read_metrics, read_number
 from mindspeed_rl.config.keys.rl import AgentKeys
+from mindspeed_rl.folders import FileRefusedError, read_beneath, remove_folder
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.isolation.pool import WorkerError
+from mindspeed_rl.isolation.variables import expand_variables, select_variables
+from mindspeed_rl.redaction import hide_in_text
+from mindspeed_rl.scratch import make_owned_folder
+from mindspeed_rl.tools.commands import run_command
+from mindspeed_rl.tools.endpoint import ProgramAddress
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.process_worker import build_tool_pool
-from mindspeed_rl.tools.tool import ToolError, ToolResult
+from mindspeed_rl.tools.running import run_in_thread
 
+_LOG = logging.getLogger(__name__)
 _SUBJECT = "rl_config.agent"
 #: the process that waits for a command is killed this much later than the command
 _GRACE_S = 15.0
-_MAX_OUTPUT_BYTES, _MAX_REASON = 1 << 16, 1000
-_NEW_NETWORK, _NEW_USER = 0x40000000, 0x10000000
+#: time that a grader has at least
+_GRADER_LIMIT_S = 60.0
+_REMOVAL_LIMIT_S = 60.0
+_MAX_REPLY_BYTES, _MAX_REASON = 1 << 16, 1000
+#: folder of the files AGENT_TASK and AGENT_RESULT
+_FILES = ".agent"
+#: of the file AGENT_RESULT
+_MAX_RESULT_BYTES = 4 << 20
+_RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
 _PLACE = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
 
 class ProgramError(RuntimeError):
     """A program failed; the message has the reason."""
+
+
+class _LateError(ProgramError):
+    """A program or grader took too long."""
 
 
 @dataclass(frozen=True)
@@ -82,60 +100,92 @@ class AgentProgram:
     def __init__(self, keys: AgentKeys, folders: Sequence[str] = ()) -> None:
         self._keys, self._folders = keys, folders
         self._slots = asyncio.Semaphore(keys.max_parallel)
-        self.pool = build_tool_pool([__name__], int(keys.memory_gib * 2**30))
+        given = {str(name): str(value) for name, value in (keys.env or {}).items()}
+        self._given = expand_variables(given, f"{_SUBJECT}.env")
+        self._scratch: Path | None = None
+        self._making_scratch = asyncio.Lock()
+        self.pool = build_tool_pool([run_command.__module__], int(keys.memory_gib * 2**30), select_variables(os.environ))
 
-    async def play(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
+    async def play(self, row: Mapping[str, Any], address: ProgramAddress, model: str) -> ProgramResult:
         """Play a sample and return what the program reports.
 
         Args:
             row: columns of the data set.
-            base_url: of the trajectory, for OpenAI's clients.
+            address: of the trajectory.
 
         Raises:
             ProgramError: it failed, or took too long.
         """
         async with self._slots:
-            return await (self._call(row, base_url, model) if self._keys.url else self._run(row, base_url, model))
+            return await (self._call(row, address.base_url, model) if self._keys.url else self._run(row, address, model))
 
-    async def _run(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
+    async def _run(self, row: Mapping[str, Any], address: ProgramAddress, model: str) -> ProgramResult:
         deadline = time.monotonic() + self._keys.timeout_s
-        with tempfile.TemporaryDirectory(prefix="agent-", ignore_cleanup_errors=True) as folder:
-            task, result = Path(folder, ".agent", "task.json"), Path(folder, ".agent", "result.json")
-            task.parent.mkdir()
+        async with self._open_folder() as folder:
+            task, work = folder / _FILES / "task.json", folder / "work"
+            for below in (task.parent, work, folder / "tmp"):
+                below.mkdir()
             task.write_text(json.dumps(dict(row), default=str, ensure_ascii=False), encoding="utf-8")
-            values = {**row, "base_url": base_url, "model": model, "folder": folder}
-            env = self._build_environment(values, base_url, model, task, result)
-            work = Path(folder, "work")
-            work.mkdir()
+            rewards = task.with_name("reward_url")
+            rewards.write_text(address.reward_url, encoding="utf-8")
+            address.secret_files.append(rewards)
+            values = {**row, "base_url": address.base_url, "model": model, "folder": str(folder)}
+            env = self._build_environment(values, address.base_url, model, task)
             ended = await self._execute(_fill(self._keys.command, values, "command"), work, env, deadline)
             if ended.status:
                 raise ProgramError(ended.describe())
-            reported = _read_result(result, ended.output)
+            reported = await run_in_thread(partial(_read_result, folder, ended.output))
             if not self._keys.grader:
                 return reported
-            graded = await self._execute(_fill(self._keys.grader, values, "grader"), work, env, deadline)
-            grade = _read_last_line(graded.output)
-            if grade is None and graded.status not in (0, 1):
-                raise ProgramError(f"the grader: {graded.describe()}")
-            grade = ProgramResult(1.0 - graded.status) if grade is None else _read_report(grade, "the grader's last line")
+            grade = await self._grade(_fill(self._keys.grader, values, "grader"), work, env, deadline)
             return ProgramResult(grade.reward, {**reported.metrics, **grade.metrics}, reported.output)
+
+    async def _grade(self, command: list[str], folder: Path, env: Mapping[str, str], deadline: float) -> ProgramResult:
+        """Return the report of the grader. Files at which it hangs, or which crash it, are the sample's doing: 0.
+
+        Raises:
+            ProgramError: it does not start, or reports that it failed.
+        """
+        try:
+            # a program that has used all its time leaves some for the grader
+            graded = await self._execute(command, folder, env, max(deadline, time.monotonic() + _GRADER_LIMIT_S))
+        except _LateError:
+            return ProgramResult(0.0)
+        grade = _read_last_line(graded.output)
+        if grade is not None:
+            return _read_report(grade, "the grader's last line")
+        if graded.status > 1:
+            raise ProgramError(f"the grader: {graded.describe()}")
+        return ProgramResult(float(graded.status == 0))
+
+    @asynccontextmanager
+    async def _open_folder(self) -> AsyncIterator[Path]:
+        """Make a folder for a sample, and remove it after the block, however deep the program has nested folders there."""
+        async with self._making_scratch:
+            if self._scratch is None:  # in a thread: folders of runs that were killed are removed first
+                self._scratch, _ = await run_in_thread(partial(make_owned_folder, self, "agents-"))
+        folder = Path(tempfile.mkdtemp(prefix="agent-", dir=self._scratch)).resolve()
+        try:
+            yield folder
+        finally:
+            # shielded: the files of a cancelled sample are removed too
+            if not await asyncio.shield(run_in_thread(partial(remove_folder, folder, _REMOVAL_LIMIT_S))):
+                _LOG.warning("not all files of a sample's program could be removed: %s", folder)
 
     async def _execute(self, command: list[str], folder: Path, env: Mapping[str, str], deadline: float) -> _Ended:
         left_s = max(0.1, deadline - time.monotonic())
-        arguments = {"command": command, "folder": str(folder), "env": dict(env), "timeout_s": left_s}
+        arguments: dict[str, Any] = {"command": command, "folder": str(folder), "env": dict(env), "timeout_s": left_s}
+        arguments |= {"disk_bytes": int(self._keys.disk_gib * 2**30), "disk_folder": str(folder.parent)}
+        request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
         try:
-            reply = await self.pool.call(
-                {"op": "call", "target": f"{__name__}:run_command", "arguments": arguments}, left_s + _GRACE_S
-            )
+            reply = await self.pool.call(request, left_s + _GRACE_S)
         except WorkerError as error:
             if error.problem == "timeout":
-                raise ProgramError(f"it took longer than {self._keys.timeout_s:g} s") from None
+                raise _LateError(f"it took longer than {self._keys.timeout_s:g} s") from None
             raise ProgramError(str(error)) from None
         return _Ended(**json.loads(reply["text"]))
 
-    def _build_environment(
-        self, values: Mapping[str, Any], base_url: str, model: str, task: Path, result: Path
-    ) -> dict[str, str]:
+    def _build_environment(self, values: Mapping[str, Any], base_url: str, model: str, task: Path) -> dict[str, str]:
         local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         own = {
             "OPENAI_BASE_URL": base_url,
@@ -145,13 +195,15 @@ class AgentProgram:
             "ANTHROPIC_API_KEY": "none",
             "AGENT_MODEL": model,
             "AGENT_TASK": str(task),
-            "AGENT_RESULT": str(result),
+            "AGENT_RESULT": str(task.with_name("result.json")),
+            "AGENT_REWARD_URL_FILE": str(task.with_name("reward_url")),
+            "TMPDIR": str(values["folder"]) + "/tmp",
             "PYTHONPATH": os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *self._folders) if path),
             "NO_PROXY": local,
             "no_proxy": local,
         }
-        given = {str(name): str(value) for name, value in (self._keys.env or {}).items()}
-        return own | dict(zip(given, _fill(list(given.values()), values, "env")))
+        given = dict(zip(self._given, _fill(list(self._given.values()), values, "env")))
+        return select_variables(os.environ) | own | given
 
     async def _call(self, row: Mapping[str, Any], base_url: str, model: str) -> ProgramResult:
         request = {
@@ -162,23 +214,24 @@ class AgentProgram:
             "model": model,
         }
         url, body = str(self._keys.url), json.dumps(request, default=str).encode()
+        shown = hide_in_text(url)
 
         def read(reply: HttpReply) -> ProgramResult:
             if reply.status != 200:
-                raise ProgramError(f"{url} replied with status {reply.status}: {reply.text[:_MAX_REASON]}")
+                raise ProgramError(f"{shown} replied with status {reply.status}: {reply.text[:_MAX_REASON]}")
             try:
                 value = reply.read_json()
             except ValueError:
-                raise ProgramError(f"the reply of {url} is no JSON: {reply.text[:200]!r}") from None
-            return _read_report(value, f"the reply of {url}")
+                raise ProgramError(f"the reply of {shown} is no JSON: {reply.text[:200]!r}") from None
+            return _read_report(value, f"the reply of {shown}")
 
         headers, timeout_s = {"content-type": "application/json"}, self._keys.timeout_s
-        async with HttpClient(_MAX_OUTPUT_BYTES, headers=headers, follows_redirects=True) as client:
+        async with HttpClient(_MAX_REPLY_BYTES, headers=headers, follows_redirects=True) as client:
             try:
                 return await client.request("POST", url, read, data=body, timeout_s=timeout_s)
             except HttpError as error:
                 reason = f" took longer than {timeout_s:g} s" if error.late else f": {error}"
-                raise ProgramError(f"{url}{reason}") from None
+                raise ProgramError(f"{shown}{reason}") from None
 
 
 def check_program(keys: AgentKeys) -> None:
@@ -196,59 +249,6 @@ def check_program(keys: AgentKeys) -> None:
             raise ValueError(f"{_SUBJECT}.{name}: there is no program {words[0]!r} on this machine")
     if keys.url is not None and (urlsplit(keys.url).scheme not in ("http", "https") or not urlsplit(keys.url).hostname):
         raise ValueError(f"{_SUBJECT}.url is {keys.url!r}, but must look like http://127.0.0.1:8000/play")
-
-
-def run_command(
-    command: list[str],
-    folder: str,
-    env: dict[str, str],
-    timeout_s: float,
-    memory_bytes: int | None = None,
-    network: bool = True,
-    merge: bool = False,
-) -> ToolResult:
-    """Run a command and return its exit status and outputs as JSON; called in a process of the tools.
-
-    Args:
-        memory_bytes: of each of its processes; None for the pool's limit alone.
-        network: False takes the network away, where the kernel allows it.
-        merge: errors go to the output.
-
-    Raises:
-        ToolError: it does not start, or took too long; whatever it started is killed by the pool.
-    """
-    libc = ctypes.CDLL(None)
-
-    def prepare() -> None:  # this process has one thread
-        if memory_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-        if not network:
-            libc.unshare(_NEW_NETWORK if os.geteuid() == 0 else _NEW_NETWORK | _NEW_USER)
-
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        try:
-            process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env={**os.environ, **env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT if merge else errors,
-                preexec_fn=prepare,
-            )
-        except (OSError, ValueError) as error:
-            raise ToolError(f"{command[0]!r} does not start: {error}") from None
-        try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            raise ToolError("timeout", "timeout") from None
-        texts = []
-        for file in (output, errors):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _MAX_OUTPUT_BYTES))
-            texts.append(file.read().decode("utf-8", "replace"))
-    return ToolResult(json.dumps({"status": status, "output": texts[0], "errors": texts[1]}))
 
 
 def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[str]:
@@ -273,21 +273,26 @@ def _fill(words: Sequence[str], values: Mapping[str, Any], where: str) -> list[s
     return [_PLACE.sub(write, word) for word in words]
 
 
-def _read_result(path: Path, output: str) -> ProgramResult:
+def _read_result(folder: Path, output: str) -> ProgramResult:
     """Return the result of a command: that of its file AGENT_RESULT, or of its last line where that is JSON with a reward.
 
+    Args:
+        folder: of the sample.
+
     Raises:
-        ProgramError: the file has something else.
+        ProgramError: the file has something else, or is none.
     """
     output = output.strip()
-    if path.is_file():
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ProgramError(f"AGENT_RESULT is no JSON: {error}") from None
-        return _read_report({"reward": value} if isinstance(value, (int, float)) else value, "AGENT_RESULT", output)
-    line = _read_last_line(output)
-    return ProgramResult(output=output) if line is None else _read_report(line, "the last line", output)
+    try:
+        value = json.loads(read_beneath(folder, f"{_FILES}/result.json", _MAX_RESULT_BYTES))
+    except FileNotFoundError:
+        line = _read_last_line(output)
+        return ProgramResult(output=output) if line is None else _read_report(line, "the last line", output)
+    except FileRefusedError as error:
+        raise ProgramError(f"AGENT_RESULT: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ProgramError(f"AGENT_RESULT is no JSON: {str(error)[:_MAX_REASON]}") from None
+    return _read_report(value if isinstance(value, dict) else {"reward": value}, "AGENT_RESULT", output)
 
 
 def _read_last_line(output: str) -> JsonObject | None:
@@ -309,11 +314,10 @@ def _read_report(value: object, where: str, output: str = "") -> ProgramResult:
         raise ProgramError(f"{where} must be an object with reward, not {str(value)[:200]}")
     if value.get("error"):
         raise ProgramError(str(value["error"])[:_MAX_REASON])
-    reward, metrics = value.get("reward"), value.get("metrics") or {}
-    for name, number in [("reward", reward), *metrics.items()]:
-        is_number = isinstance(number, (int, float)) and math.isfinite(number)
-        if not is_number and not (name == "reward" and number is None):
-            raise ProgramError(f"{where}: {name} is {str(number)[:200]!r}, but must be a finite number")
-    text = value.get("output")
-    numbers = {str(name).replace("/", "_"): float(number) for name, number in metrics.items()}
-    return ProgramResult(None if reward is None else float(reward), numbers, output if text is None else str(text))
+    reward, text = value.get("reward"), value.get("output")
+    try:
+        number = None if reward is None else read_number(reward, "reward")
+        metrics = read_metrics(value.get("metrics") or {}, "metrics")
+    except ValueError as error:
+        raise ProgramError(f"{where}: {error}") from None
+    return ProgramResult(number, metrics, output if text is None else str(text))

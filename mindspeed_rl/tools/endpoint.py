@@ -21,13 +21,27 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
+from mindspeed_rl.bounds import check_depth, read_number, show
+from mindspeed_rl.data.strict_json import StrictDecoder
 from mindspeed_rl.tools.interface import JsonObject
 from mindspeed_rl.tools.request_forms import FORMS, ChatReply, Form, TurnRequest, write_message
+from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.tasks import retrieve_exception
 
 _LOG = logging.getLogger(__name__)
-_MAX_BYTES = 64 << 20
+#: of a request for a turn, where its context allows as much, and of a reward
+_MAX_BYTES, _MAX_REWARD_BYTES = 64 << 20, 1 << 16
+#: of one trajectory: requests at the same time, and in all
+_MAX_OPEN, _MAX_REQUESTS = 256, 100_000
+#: longest wait for the next part of a body
+_MAX_SILENCE_S = 60.0
+#: longest time for which the rest of a body that is too long is read
+_DROP_S = 10.0
+#: a longer body is decoded in a thread
+_QUICK_BYTES = 1 << 16
 _START_LIMIT_S, _STOP_LIMIT_S = 30.0, 10.0
 #: a stream without a turn yet has a comment as often as this, so that clients do not time out
 _PING_S = 10.0
@@ -56,7 +70,7 @@ class ChatSession(Protocol):
         """
         ...
 
-    def count_tokens(self, request: TurnRequest) -> int:
+    async def count_tokens(self, request: TurnRequest) -> int:
         """Return the number of tokens that the model would read.
 
         Raises:
@@ -68,21 +82,77 @@ class ChatSession(Protocol):
         """Add to the reward of a turn, or of the trajectory where `reply` is "".
 
         Raises:
-            ValueError: there is no turn of this id.
+            ValueError: there is no turn of this id, or the sum is no finite number.
         """
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Address:
     """The address of a trajectory.
 
     Attributes:
+        max_bytes: longest body of a request for a turn.
+        serves_turns, takes_rewards: requests that are accepted here.
+        secret_files: removed before the first turn is sampled, so that nothing the model says can read them.
         responses: id -> messages that a request with previous_response_id continues.
+        num_open, num_requests: requests at this time, and in all.
     """
 
     session: ChatSession
+    max_bytes: int = _MAX_BYTES
+    serves_turns: bool = True
+    takes_rewards: bool = True
+    secret_files: list[Path] = field(default_factory=list)
     responses: dict[str, tuple[JsonObject, ...]] = field(default_factory=dict)
+    num_open: int = 0
+    num_requests: int = 0
+
+    def remove_secrets(self) -> None:
+        """Remove the secret files."""
+        while self.secret_files:
+            self.secret_files.pop().unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def count_request(self) -> Iterator[None]:
+        """Count a request during the block.
+
+        Raises:
+            _RefusedError: there are too many.
+        """
+        self.num_requests += 1
+        if self.num_requests > _MAX_REQUESTS:
+            raise _RefusedError(429, f"this trajectory has made {_MAX_REQUESTS} requests, and may make no more")
+        if self.num_open >= _MAX_OPEN:
+            raise _RefusedError(429, f"this trajectory has {_MAX_OPEN} open requests; wait for one of them")
+        self.num_open += 1
+        try:
+            yield
+        finally:
+            self.num_open -= 1
+
+
+@dataclass(frozen=True)
+class ProgramAddress:
+    """The addresses of a trajectory for a program.
+
+    Attributes:
+        base_url: serves turns.
+        reward_url: takes rewards; a secret of the program. "" where the base URL takes them.
+        secret_files: files that are removed before the first turn is sampled; the program's host adds them.
+    """
+
+    base_url: str
+    reward_url: str = ""
+    secret_files: list[Path] = field(default_factory=list)
+
+
+class _RefusedError(Exception):
+    """A request that is refused with a status of its own."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class RecordingEndpoint:
@@ -116,7 +186,9 @@ class RecordingEndpoint:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(self, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=2)
+        config = uvicorn.Config(
+            self, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+        )
         self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         deadline = time.monotonic() + _START_LIMIT_S
@@ -126,15 +198,28 @@ class RecordingEndpoint:
                 raise RuntimeError(f"the endpoint of agents at {self._address} does not start")
             await asyncio.sleep(0.01)
 
-    def open(self, session: ChatSession) -> str:
-        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves."""
+    def open(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> str:
+        """Return the base URL of a trajectory for OpenAI's clients; valid until `remove`. Anthropic's append /v1 themselves.
+
+        Args:
+            max_bytes: longest body of a request; a longer one cannot fit into the context.
+        """
+        return self._open(_Address(session, max_bytes))
+
+    def open_apart(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> ProgramAddress:
+        """Return the addresses of a trajectory whose base URL takes no rewards: commands of the model may know that one."""
+        turns = _Address(session, max_bytes, takes_rewards=False)
+        rewards = _Address(session, serves_turns=False)
+        return ProgramAddress(self._open(turns), f"{self._open(rewards)}/reward", turns.secret_files)
+
+    def _open(self, address: _Address) -> str:
         key = secrets.token_urlsafe(24)
-        self._sessions[key] = _Address(session)
+        self._sessions[key] = address
         return f"{self._address}/{key}/v1"
 
-    def remove(self, base_url: str) -> None:
-        """Invalidate the base URL of a trajectory."""
-        self._sessions.pop(base_url.removesuffix("/v1").rpartition("/")[2], None)
+    def remove(self, url: str) -> None:
+        """Invalidate a URL of a trajectory."""
+        self._sessions.pop(url.removesuffix("/reward").removesuffix("/v1").rpartition("/")[2], None)
 
     async def close(self) -> None:
         """Stop the server; may be called twice."""
@@ -184,7 +269,11 @@ class _Exchange:
 
     async def run(self) -> None:
         try:
-            await self._answer(await self._read_body())
+            with self.address.count_request():
+                self._check_place()
+                await self._answer(await self._read_body())
+        except _RefusedError as error:
+            await self._refuse(error.status, str(error))
         except ContextFullError as error:
             await self._refuse(400, f"maximum context length reached: {error}", "context_length_exceeded")
         except ValueError as error:
@@ -193,17 +282,30 @@ class _Exchange:
             _LOG.exception("a request of a program failed")
             await self._refuse(500, f"{type(error).__name__}: {error}")
 
-    async def _answer(self, body: JsonObject) -> None:
+    def _check_place(self) -> None:
+        """Check that this address serves the path.
+
+        Raises:
+            _RefusedError: it does not.
+        """
+        if self.path == "reward" and not self.address.takes_rewards:
+            text = "rewards are posted to the URL in the file AGENT_REWARD_URL_FILE, which is there until the first turn"
+            raise _RefusedError(403, text)
+        if self.path != "reward" and not self.address.serves_turns:
+            raise _RefusedError(403, "rewards alone are posted to this URL")
+
+    async def _answer(self, body: bytes) -> None:
         session = self.address.session
         if self.path == "reward":
-            value, reply = body.get("reward"), body.get("id") or ""
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"reward is {value!r}, but must be a finite number")
-            session.add_reward(float(value), str(reply).rpartition("-" if "-" in str(reply) else "_")[2])
-            await _send(self.send, 200, {"reward": value})
+            given = _decode(body)
+            value, reply = read_number(given.get("reward"), "reward"), given.get("id")
+            if not isinstance(reply, (str, type(None))):
+                raise ValueError(f"id is {show(reply)}, but must be that of a completion")
+            reply = reply or ""
+            session.add_reward(value, reply.rpartition("-" if "-" in reply else "_")[2] or reply)
+            await _send(self.send, 200, {"reward": given["reward"]})
             return
-        self.form.check_names(body)
-        request = self.form.parse(body)
+        request = self._parse(body) if len(body) <= _QUICK_BYTES else await run_in_thread(lambda: self._parse(body))
         if request.previous:
             before = self.address.responses.get(request.previous)
             if before is None:
@@ -212,11 +314,12 @@ class _Exchange:
             new = (*request.messages[:instructions], *before, *request.messages[instructions:])
             request = replace(request, messages=new)
         if self.path not in FORMS:
-            count = {"input_tokens": session.count_tokens(request)}
+            count = {"input_tokens": await session.count_tokens(request)}
             await _send(
                 self.send, 200, count | ({} if self.path.startswith("messages") else {"object": "response.input_tokens"})
             )
             return
+        self.address.remove_secrets()
         replies = await self._wait_for(request)
         if replies is None:
             return
@@ -229,6 +332,16 @@ class _Exchange:
             return
         events = [_write_event(*event) for event in self.form.write_events(request, replies, self.model)]
         await self._stream("".join(events) + (f"data: {self.form.last}\n\n" if self.form.last else ""), more=False)
+
+    def _parse(self, body: bytes) -> TurnRequest:
+        """Return the request of a body.
+
+        Raises:
+            ValueError: it is wrong, or has an option that is not supported.
+        """
+        value = _decode(body)
+        self.form.check_names(value)
+        return self.form.parse(value)
 
     async def _wait_for(self, request: TurnRequest) -> Sequence[ChatReply] | None:
         """Return the turns; None where the client disconnects before: it does not read them, so that nothing is recorded."""
@@ -248,6 +361,9 @@ class _Exchange:
             for task in (sampling, leaving):
                 task.cancel()
             await asyncio.wait([sampling, leaving])
+            # asyncio would log an exception that nothing reads
+            retrieve_exception(sampling)
+            retrieve_exception(leaving)
 
     async def _wait_for_disconnect(self) -> None:
         while (await self.receive())["type"] != "http.disconnect":
@@ -266,23 +382,52 @@ class _Exchange:
         else:
             await _send(self.send, status, error)
 
-    async def _read_body(self) -> JsonObject:
-        body, more = b"", True
-        while more:
-            event = await self.receive()
+    async def _read_body(self) -> bytes:
+        """Return the body, whose size is looked at first.
+
+        The rest of one that is too long is read and dropped for some time: a client that is still sending reads no reply.
+
+        Raises:
+            ValueError: the client has disconnected.
+            _RefusedError: the body is too long, or does not arrive.
+        """
+        max_bytes = _MAX_REWARD_BYTES if self.path == "reward" else self.address.max_bytes
+        chunks: list[bytes] = []
+        size, more, stop_s = 0, True, math.inf
+        while more and time.monotonic() < stop_s:
+            try:
+                event = await asyncio.wait_for(self.receive(), _MAX_SILENCE_S)
+            except asyncio.TimeoutError:
+                raise _RefusedError(408, f"nothing arrived for {_MAX_SILENCE_S:.0f} s") from None
             if event["type"] == "http.disconnect":
                 raise ValueError("the client has disconnected")
-            body += event.get("body", b"")
+            size += len(event.get("body", b""))
             more = event.get("more_body", False)
-            if len(body) > _MAX_BYTES:
-                raise ValueError(f"a request has at most {_MAX_BYTES} bytes")
-        try:
-            value = json.loads(body)
-        except RecursionError:
-            raise ValueError("the request is nested too deeply") from None
-        if not isinstance(value, dict):
-            raise ValueError("a request is a JSON object")
-        return value
+            if size <= max_bytes:
+                chunks.append(event.get("body", b""))
+            elif stop_s == math.inf:
+                chunks, stop_s = [], time.monotonic() + _DROP_S
+        if size > max_bytes:
+            raise _RefusedError(413, f"a request has at most {max_bytes} bytes here, and more cannot fit into the context")
+        return b"".join(chunks)
+
+
+def _decode(body: bytes) -> JsonObject:
+    """Return the JSON object of a body.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        value = StrictDecoder().loads(body.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"a request is JSON in UTF-8, and byte {error.start} is none") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a request is a JSON object, but this is no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("a request is a JSON object")
+    check_depth(value, "the request")
+    return value
 
 
 def _write_event(name: str, data: JsonObject) -> str:

@@ -20,6 +20,7 @@ from mindspeed_rl.tools import openenv
 from mindspeed_rl.tools.interface import Environment, JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import Config
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
@@ -40,12 +41,14 @@ class EnvironmentSpec:
         args: of the class, or of the library's load_environment.
         python: an interpreter that has the library; None for this one.
         timeout_s: of one reset or step, or of an episode of a program; None for the default.
+        variables: environment variables of a program, `env` of the file; ${NAME} is one of the run.
     """
 
     target: str
     args: Mapping[str, object] = field(default_factory=dict)
     python: str | None = None
     timeout_s: float | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_program(self) -> bool:
@@ -70,12 +73,13 @@ def read_environment(spec: str) -> EnvironmentSpec:
     options = OptionReader(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     target, args, python = options.read_text("environment"), options.read("args", {}), options.read_text("python")
     timeout_s = options.read_float("timeout_s", 0.0, 0.0, _MAX_TIMEOUT_S)
+    variables = options.read_mapping("env")
     options.reject_unknown()
     if target is None:
         raise ValueError(f"{path}: it has no key 'environment', module:Class or verifiers:NAME")
     if not isinstance(args, Mapping):
         raise ValueError(f"{path}.args must be a mapping, not {type(args).__name__}")
-    return EnvironmentSpec(target, dict(args), python, timeout_s or None)
+    return EnvironmentSpec(target, dict(args), python, timeout_s or None, variables)
 
 
 class InvalidEnvironmentError(RuntimeError):
@@ -165,6 +169,7 @@ class _CheckedEnvironment:
             task = asyncio.ensure_future(function(*arguments))
         else:
             task = asyncio.ensure_future(run_in_thread(partial(function, *arguments)))
+        task.add_done_callback(retrieve_exception)  # one that ends after its time may still raise
         try:
             # not wait_for, which would wait for a coroutine that ignores its cancellation
             done, _ = await asyncio.wait([task], timeout=limit_s)

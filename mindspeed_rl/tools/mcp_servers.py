@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import re
 import shutil
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -22,11 +20,15 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.files import read_json
 from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
+from mindspeed_rl.isolation.variables import expand_variables
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
+from mindspeed_rl.tools.mcp_transport import UNCOMPRESSED, bound_reply, build_relay_command
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.process_worker import truncate_middle
+from mindspeed_rl.tools.running import run_in_thread
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings, Config, RowOptions, Session, Tool, ToolError, ToolResult
 
@@ -35,11 +37,11 @@ if TYPE_CHECKING:
     from mcp_types import CallToolResult
 
 _LOG = logging.getLogger(__name__)
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _CONNECT_LIMIT_S = 60.0
 #: a call is cancelled this much later than by the library itself
 _GRACE_S = 1.0
 _PING_LIMIT_S = 2.0
+_MAX_PAGES, _MAX_TOOLS = 100, 1000
 #: the library waits about seven seconds for a server that does not end
 _CLOSE_LIMIT_S = 12.0
 
@@ -84,16 +86,8 @@ def _read_server(name: str, values: object, where: str) -> _Server:
         raise ValueError(f"{where}.url is '{url}', but must look like http://host:port/mcp")
     if token is not None:
         headers["Authorization"] = f"Bearer {token}"
-    env, headers = _expand_variables(env, f"{where}.env"), _expand_variables(headers, f"{where}.headers")
+    env, headers = expand_variables(env, f"{where}.env"), expand_variables(headers, f"{where}.headers")
     return _Server(name, command, tuple(args), env, cwd, url, headers, prefix)
-
-
-def _expand_variables(values: Mapping[str, str], where: str) -> dict[str, str]:
-    for key, value in values.items():
-        for name in _VARIABLE.findall(value):
-            if name not in os.environ:
-                raise ValueError(f"{where}.{key}: the environment variable {name} is not set")
-    return {key: _VARIABLE.sub(lambda match: os.environ[match[1]], value) for key, value in values.items()}
 
 
 class McpServers(Tool):
@@ -147,7 +141,8 @@ class McpServers(Tool):
                     other = self._servers[self._sources[name][0]].name
                     raise ValueError(f"{self._where}: {other} and {server.name} both have the tool {name!r}; give one a prefix")
                 self._sources[name] = (index, tool["name"])
-                self.schemas.append(validate_schema({**tool, "name": name}, f"{self._where}.servers.{server.name}"))
+                validate = partial(validate_schema, {**tool, "name": name}, f"{self._where}.servers.{server.name}")
+                self.schemas.append(await run_in_thread(validate))
         if self._scope == "trajectory":  # each one has its own connections
             await self.close()
 
@@ -189,18 +184,34 @@ class _Connection:
         Raises:
             ToolError: the server cannot be reached or does not reply.
         """
-        client, tools, cursor = await self._connect(), list[JsonObject](), None
+        client = await self._connect()
         try:
-            while True:
-                page = await asyncio.wait_for(client.list_tools(cursor=cursor), _CONNECT_LIMIT_S)
-                for tool in page.tools:
-                    tools.append({"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema})
-                cursor = page.next_cursor
-                if not cursor:
-                    return tools
+            return await asyncio.wait_for(self._list_pages(client), _CONNECT_LIMIT_S)
+        except ToolError:
+            raise
         except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
             reason = _describe(error)
             raise ToolError(f"MCP server {self._server.name} does not list its tools: {reason}", "crashed") from None
+
+    async def _list_pages(self, client: Client) -> list[JsonObject]:
+        tools, cursors = list[JsonObject](), set[str]()
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            excesses = {
+                f"more than {_MAX_TOOLS:,} tools": len(tools) + len(page.tools) > _MAX_TOOLS,
+                f"more than {_MAX_PAGES} pages of tools": len(cursors) == _MAX_PAGES,
+                "the same page of tools twice": page.next_cursor in cursors,
+            }
+            for excess, is_there in excesses.items():
+                if is_there:
+                    raise ToolError(f"MCP server {self._server.name} lists {excess}", "crashed")
+            for tool in page.tools:
+                tools.append({"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema})
+            cursor = page.next_cursor
+            if not cursor:
+                return tools
+            cursors.add(cursor)
 
     async def call(self, name: str, arguments: JsonObject, timeout_s: float) -> ToolResult:
         """Call a tool of the server and return its text and images.
@@ -301,9 +312,8 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
     from mcp import Client, StdioServerParameters, stdio_client
 
     if server.command is not None:
-        parameters = StdioServerParameters(
-            command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd
-        )
+        command, arguments = build_relay_command(server.command, server.args)
+        parameters = StdioServerParameters(command=command, args=arguments, env=dict(server.env) or None, cwd=server.cwd)
         async with Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr)) as client:
             yield client
         return
@@ -313,7 +323,8 @@ async def _open_client(server: _Server) -> AsyncIterator[Client]:
     assert server.url is not None  # one of the two is set
     # the deadline of a call is the limit; until then minutes may pass without data
     timeout = httpx2.Timeout(CONNECT_LIMIT_S, read=None)
-    async with httpx2.AsyncClient(headers=dict(server.headers), timeout=timeout) as http:
+    headers, hooks = UNCOMPRESSED | dict(server.headers), {"response": [bound_reply]}
+    async with httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks) as http:
         async with Client(streamable_http_client(server.url, http_client=http)) as client:
             yield client
 
@@ -332,7 +343,7 @@ def _read_servers_file(path: str, where: str) -> JsonObject:
     if not file.is_file():
         raise ValueError(f"{where}.mcp_servers_config_path: there is no file '{path}'")
     try:
-        servers = json.loads(file.read_text(encoding="utf-8"))["mcpServers"]
+        servers = read_json(file)["mcpServers"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{where}.mcp_servers_config_path: '{path}' has no servers under mcpServers: {error}") from None
     if not isinstance(servers, dict):

@@ -12,7 +12,7 @@ import inspect
 import os
 import signal
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
 from mindspeed_rl import registry
@@ -26,14 +26,18 @@ _MAX_CHARACTERS = 1 << 20
 _MEMORY_BYTES = 2 << 30
 
 
-def build_tool_pool(modules: Iterable[str], memory_bytes: int = _MEMORY_BYTES) -> WorkerPool:
+def build_tool_pool(
+    modules: Iterable[str], memory_bytes: int = _MEMORY_BYTES, environment: Mapping[str, str] | None = None
+) -> WorkerPool:
     """Return a pool of processes for tools; it is not started.
 
     Args:
         modules: imported before the first process is forked.
         memory_bytes: limit of a process beyond its initial memory.
+        environment: variables of the processes; None for those of this process.
     """
-    return WorkerPool(f"{__name__}:{run_worker.__name__}", modules, owner="the tool", memory_bytes=memory_bytes)
+    worker = f"{__name__}:{run_worker.__name__}"
+    return WorkerPool(worker, modules, owner="the tool", memory_bytes=memory_bytes, environment=environment)
 
 
 def run_worker(channel: Channel, setup: Message) -> None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import show
 from mindspeed_rl.data.images import is_embedded
 from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
@@ -32,6 +33,25 @@ _NOTES = (
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal", "reasoning_text", "summary_text")
 _IMAGE_PARTS = ("image", "image_url", "input_image")
 _WORDS = re.compile(r"\S+\s*|\s+")
+#: turns of one request, as in OpenAI's interface; texts that end a turn, and the length of one; functions
+_MAX_CHOICES, _MAX_STOPS, _MAX_STOP_LENGTH, _MAX_TOOLS = 128, 64, 1000, 1024
+#: largest number of an integer parameter; no context is as long
+_MAX_INTEGER = 2**31 - 1
+
+#: parameter -> JSON types of its value, where null and what reads the parameter leave open what it is
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    **dict.fromkeys(("stream", "parallel_tool_calls", "disable_parallel_tool_use", "include_usage"), (bool,)),
+    **dict.fromkeys(("stream_options", "text", "output_config", "thinking", "reasoning", "context_management"), (dict,)),
+    **dict.fromkeys(("previous_response_id", "truncation", "model", "user"), (str,)),
+    **dict.fromkeys(("tool_choice", "response_format"), (str, dict)),
+    **dict.fromkeys(("instructions", "system", "input"), (str, list)),
+    **dict.fromkeys(("include", "modalities", "betas"), (list,)),
+    **dict.fromkeys(_SAMPLING.split(), (int, float)),
+}
+_KIND_NAMES: Mapping[type, str] = {
+    **{bool: "true or false", dict: "an object", str: "a text", list: "a list", int: "a number"},
+    float: "a number",
+}
 
 #: an event of a stream: its name, "" for none, and its data
 Event = tuple[str, JsonObject]
@@ -102,17 +122,18 @@ class Form(ABC):
     last: ClassVar[str] = ""
 
     def check_names(self, body: JsonObject) -> None:
-        """Check the names of the parameters.
+        """Check the names of the parameters, and the JSON types of their values.
 
         Raises:
-            ValueError: one is unknown or not available.
+            ValueError: one is unknown or not available, or of another type.
         """
         known = {*self.known.split(), *_SAMPLING.split(), *_NOTES.split()}
         for name, value in body.items():
             if name in self.refused and value:
                 raise ValueError(f"{name} is not available: {self.refused[name]}")
             if name not in known and name not in self.refused:
-                raise ValueError(f"unknown parameter {name!r}{registry.did_you_mean(name, known)}")
+                raise ValueError(f"unknown parameter {name[:80]!r}{registry.did_you_mean(name[:80], known)}")
+            _check_kind(value, name)
 
     @abstractmethod
     def parse(self, body: JsonObject) -> TurnRequest:
@@ -156,29 +177,34 @@ class _ChatCompletions(Form):
         """See `Form`."""
         _check_format(body.get("response_format"), "response_format")
         if body.get("modalities") not in (None, ["text"]):
-            raise ValueError(f"modalities is {body['modalities']!r}, but the model writes text alone")
+            raise ValueError(f"modalities is {show(body['modalities'])}, but the model writes text alone")
         messages = []
         for index, message in enumerate(_read_list(body, "messages", filled=True)):
-            role = message.get("role")
+            role, where = message.get("role"), f"messages[{index}]"
             if role not in ("system", "developer", "user", "assistant", "tool"):
-                raise ValueError(f"messages[{index}].role is {role!r}, but must be system, developer, user, assistant or tool")
-            kept = {name: value for name, value in message.items() if name in ("tool_calls", "tool_call_id", "name") and value}
+                raise ValueError(f"{where}.role is {show(role)}, but must be system, developer, user, assistant or tool")
+            kept: JsonObject = {
+                name: _read_text(message[name], f"{where}.{name}") for name in ("tool_call_id", "name") if message.get(name)
+            }
+            if calls := _read_calls(message.get("tool_calls"), f"{where}.tool_calls"):
+                kept["tool_calls"] = calls
             role = "system" if role == "developer" else role
-            messages.append(kept | _read_message(role, message.get("content"), f"messages[{index}]"))
-        tools = _read_list(body, "tools")
+            messages.append(kept | _read_message(role, message.get("content"), where))
+        tools = _read_tools(body)
         for index, tool in enumerate(tools):
-            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict) or not tool["function"].get("name"):
+            if tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
                 raise ValueError(f"tools[{index}] must be a function with a name")
+            _check_function(tool["function"], f"tools[{index}].function")
         limit = _read_integer(body, "max_completion_tokens")
         return TurnRequest(
             tuple(messages),
             tuple(tools),
             _read_integer(body, "max_tokens") if limit is None else limit,
-            _read_integer(body, "n") or 1,
+            _read_integer(body, "n", _MAX_CHOICES) or 1,
             _read_stops(body, "stop"),
             max_calls=_read_choice(body.get("tool_choice"), parallel=body.get("parallel_tool_calls") is not False),
             stream=bool(body.get("stream")),
-            with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            with_usage=bool(_read_option(body, "stream_options", "include_usage")),
         )
 
     def write(self, request: TurnRequest, replies: Sequence[ChatReply], model: str) -> JsonObject:
@@ -234,11 +260,11 @@ class _Completions(Form):
         prompt = body.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
             (prompt,) = prompt
-        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int and token >= 0 for token in prompt)
+        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
         if not is_ids and not (isinstance(prompt, str) and prompt):
             raise ValueError("prompt must be one text, or one list of token ids")
-        choices = _read_integer(body, "n") or 1
-        if (_read_integer(body, "best_of") or choices) != choices:
+        choices = _read_integer(body, "n", _MAX_CHOICES) or 1
+        if (_read_integer(body, "best_of", _MAX_CHOICES) or choices) != choices:
             raise ValueError(f"best_of is {body['best_of']}, but each of the n turns is recorded")
         return TurnRequest(
             max_tokens=_read_integer(body, "max_tokens"),
@@ -246,7 +272,7 @@ class _Completions(Form):
             stop=_read_stops(body, "stop"),
             prompt=tuple(prompt) if isinstance(prompt, list) else prompt,
             stream=bool(body.get("stream")),
-            with_usage=bool((body.get("stream_options") or {}).get("include_usage")),
+            with_usage=bool(_read_option(body, "stream_options", "include_usage")),
         )
 
     def write(self, request: TurnRequest, replies: Sequence[ChatReply], model: str) -> JsonObject:
@@ -289,9 +315,9 @@ class _Responses(Form):
 
     def parse(self, body: JsonObject) -> TurnRequest:
         """See `Form`."""
-        _check_format((body.get("text") or {}).get("format"), "text.format")
+        _check_format(_read_option(body, "text", "format"), "text.format")
         if body.get("truncation") not in (None, "disabled"):
-            raise ValueError(f"truncation is {body['truncation']!r}, but a context that is too long is an error")
+            raise ValueError(f"truncation is {show(body['truncation'])}, but a context that is too long is an error")
         given = body.get("input")
         items = [{"role": "user", "content": given}] if isinstance(given, str) else _read_list(body, "input", filled=True)
         messages: list[JsonObject] = []
@@ -303,31 +329,33 @@ class _Responses(Form):
             if kind == "reasoning":  # the tokens of the turn have it
                 continue
             if kind == "function_call":
-                arguments, name = str(item.get("arguments", "{}")), str(item.get("name"))
-                call = {"id": item.get("call_id"), "type": "function", "function": {"name": name, "arguments": arguments}}
+                function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+                (call,) = _read_calls([{"id": item.get("call_id"), "type": "function", "function": function}], where)
                 if not is_open:
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(call)
                 is_open = True
                 continue
             if kind == "function_call_output":
-                messages.append({"tool_call_id": item.get("call_id")} | _read_message("tool", item.get("output"), where))
+                name = _read_text(item.get("call_id"), f"{where}.call_id")
+                messages.append({"tool_call_id": name} | _read_message("tool", item.get("output"), where))
             elif kind == "message" and item.get("role") in ("user", "assistant", "system", "developer"):
                 role = "system" if item["role"] == "developer" else item["role"]
                 messages.append(_read_message(role, item.get("content"), where))
             else:
                 raise ValueError(
-                    f"{where} is of type {kind!r} and role {item.get('role')!r}, but must be a message, a function_call, a "
-                    "function_call_output or reasoning"
+                    f"{where} is of type {show(kind)} and role {show(item.get('role'))}, but must be a message, a "
+                    "function_call, a function_call_output or reasoning"
                 )
             is_open = messages[-1]["role"] == "assistant"
         tools = []
-        for index, tool in enumerate(_read_list(body, "tools")):
+        for index, tool in enumerate(_read_tools(body)):
             if tool.get("type") != "function" or not tool.get("name"):
                 raise ValueError(
-                    f"tools[{index}] is of type {tool.get('type')!r}, but only functions with a name are available"
+                    f"tools[{index}] is of type {show(tool.get('type'))}, but only functions with a name are available"
                 )
             function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+            _check_function(function, f"tools[{index}]")
             tools.append({"type": "function", "function": function})
         return TurnRequest(
             tuple(messages),
@@ -430,24 +458,29 @@ class _Messages(Form):
             messages.append(_read_message("system", body["system"], "system"))
         for index, message in enumerate(_read_list(body, "messages", filled=True)):
             if message.get("role") not in ("user", "assistant", "system"):
-                raise ValueError(f"messages[{index}].role is {message.get('role')!r}, but must be user or assistant")
+                raise ValueError(f"messages[{index}].role is {show(message.get('role'))}, but must be user or assistant")
             messages += _read_blocks(message["role"], message.get("content"), f"messages[{index}]")
         tools = []
-        for index, tool in enumerate(_read_list(body, "tools")):
+        for index, tool in enumerate(_read_tools(body)):
             if tool.get("type") not in (None, "custom") or not tool.get("name"):
-                raise ValueError(f"tools[{index}] is of type {tool.get('type')!r}, but only custom tools are available")
+                raise ValueError(f"tools[{index}] is of type {show(tool.get('type'))}, but only custom tools are available")
             parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
-            function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": parameters}
+            function = {"name": tool["name"], "description": tool.get("description") or "", "parameters": parameters}
+            _check_function(function, f"tools[{index}]")
             tools.append({"type": "function", "function": function})
-        if (body.get("output_config") or {}).get("format") is not None:
+        if _read_option(body, "output_config", "format") is not None:
             raise ValueError("output_config.format is not available: it would change the distribution that is trained")
         choice = body.get("tool_choice") or {"type": "auto"}
+        if not isinstance(choice, dict):
+            raise ValueError(f"tool_choice is {show(choice)}, but must be an object with a type, such as auto")
         return TurnRequest(
             tuple(messages),
             tuple(tools),
             _read_integer(body, "max_tokens"),
             stop=_read_stops(body, "stop_sequences"),
-            max_calls=_read_choice(choice.get("type"), parallel=not choice.get("disable_parallel_tool_use")),
+            max_calls=_read_choice(
+                choice.get("type"), parallel=not _read_option(body, "tool_choice", "disable_parallel_tool_use")
+            ),
             stream=bool(body.get("stream")),
         )
 
@@ -554,14 +587,16 @@ def _read_blocks(role: str, content: object, where: str) -> list[JsonObject]:
         if kind in ("thinking", "redacted_thinking"):  # the tokens of the turn have it
             continue
         if kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {}, ensure_ascii=False)}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
+            place = f"{where}.content[{index}]"
+            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            (call,) = _read_calls([{"id": block.get("id"), "type": "function", "function": function}], place)
+            calls.append(call)
         elif kind == "tool_result" and role == "user":
             if parts:
                 messages.append(_read_message(role, parts, where))
                 parts = []
             result = _read_message("tool", block.get("content"), f"{where}.content[{index}]")
-            messages.append({"tool_call_id": block.get("tool_use_id")} | result)
+            messages.append({"tool_call_id": _read_text(block.get("tool_use_id"), f"{where}.tool_use_id")} | result)
         else:
             parts.append(block)
     if parts or calls or not messages:
@@ -587,7 +622,7 @@ def _read_message(role: str, content: object, where: str) -> JsonObject:
             images.append(_read_image(part, where))
             texts.append(IMAGE_MARK)
         elif kind not in _TEXT_PARTS or not isinstance(text, str):
-            raise ValueError(f"{where}: a part of type {kind!r} is unknown; there are text and images")
+            raise ValueError(f"{where}: a part of type {show(kind)} is unknown; there are text and images")
         else:
             texts.append(text.replace(IMAGE_MARK, ""))
     if images and role not in ("user", "tool"):
@@ -624,10 +659,87 @@ def _read_list(body: JsonObject, name: str, *, filled: bool = False) -> list[Jso
     return value
 
 
-def _read_integer(body: JsonObject, name: str) -> int | None:
+def _read_tools(body: JsonObject) -> list[JsonObject]:
+    """Return the functions of a request.
+
+    Raises:
+        ValueError: they are no list of objects, or too many.
+    """
+    tools = _read_list(body, "tools")
+    if len(tools) > _MAX_TOOLS:
+        raise ValueError(f"tools has {len(tools)} entries, but may have at most {_MAX_TOOLS}")
+    return tools
+
+
+def _check_function(function: JsonObject, where: str) -> None:
+    """Check a function that the client offers.
+
+    Raises:
+        ValueError: it has no name, or a description or parameters of another type.
+    """
+    name = function.get("name")
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"{where}: name is {show(name)}, but a function has a name that is a text")
+    for key, kind in (("description", str), ("parameters", dict)):
+        if not isinstance(function.get(key), (kind, type(None))):
+            raise ValueError(f"{where}: {key} is {show(function[key])}, but must be {_KIND_NAMES[kind]}")
+
+
+def _read_calls(value: object, where: str) -> list[JsonObject]:
+    """Return the calls of a message of the model, in OpenAI's form; their arguments become JSON text.
+
+    Raises:
+        ValueError: one is no function with a name and arguments.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise ValueError(f"{where} is {show(value)}, but must be a list of calls")
+    calls = []
+    for index, call in enumerate(value):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: call {index} must have a function with a name and arguments")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, (str, dict, type(None))):
+            raise ValueError(f"{where}: arguments of call {index} are {show(arguments)}, but must be JSON text or an object")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+        name = {} if call.get("id") is None else {"id": _read_text(call["id"], f"{where}: id of call {index}")}
+        calls.append({**call, **name, "type": "function", "function": {**function, "arguments": text}})
+    return calls
+
+
+def _read_text(value: object, where: str) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where} is {show(value)}, but must be a text")
+    return value
+
+
+def _read_option(body: JsonObject, name: str, option: str) -> object:
+    """Return an entry of a parameter that is an object; None without it.
+
+    Raises:
+        ValueError: the parameter, or the entry, is of another type.
+    """
+    _check_kind(body.get(name), name)
+    value = body[name].get(option) if isinstance(body.get(name), dict) else None
+    _check_kind(value, option)
+    return value
+
+
+def _check_kind(value: object, name: str) -> None:
+    """Raise ValueError where a parameter has a value of another type than it may have."""
+    kinds = _KINDS.get(name)
+    is_other = kinds is not None and (not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds))
+    if kinds is not None and value is not None and is_other:
+        names = " or ".join(dict.fromkeys(_KIND_NAMES[kind] for kind in kinds))
+        raise ValueError(f"{name} is {show(value)}, but must be {names}")
+
+
+def _read_integer(body: JsonObject, name: str, largest: int = _MAX_INTEGER) -> int | None:
     value = body.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ValueError(f"{name} is {value!r}, but must be a whole number from 1")
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest):
+        raise ValueError(f"{name} is {show(value)}, but must be a whole number from 1 to {largest}")
     return value
 
 
@@ -635,7 +747,9 @@ def _read_stops(body: JsonObject, name: str) -> tuple[str, ...]:
     value = body.get(name)
     stops = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"{name} is {value!r}, but must be a text or a list of texts, none of them empty")
+        raise ValueError(f"{name} is {show(value)}, but must be a text or a list of texts, none of them empty")
+    if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_LENGTH for stop in stops):
+        raise ValueError(f"{name} may have at most {_MAX_STOPS} texts of at most {_MAX_STOP_LENGTH} characters")
     return tuple(stops)
 
 
@@ -647,7 +761,7 @@ def _read_choice(choice: object, *, parallel: bool) -> int | None:
     """
     if choice not in (None, "auto", "none"):
         raise ValueError(
-            f"tool_choice is {choice!r}, but a forced call would change the distribution that is trained; use auto"
+            f"tool_choice is {show(choice)}, but a forced call would change the distribution that is trained; use auto"
         )
     return 0 if choice == "none" else None if parallel else 1
 
@@ -655,7 +769,8 @@ def _read_choice(choice: object, *, parallel: bool) -> int | None:
 def _check_format(value: object, where: str) -> None:
     kind = value.get("type") if isinstance(value, dict) else value
     if kind not in (None, "text"):
-        raise ValueError(f"{where} is {kind!r}, but a forced format would change the distribution that is trained; use text")
+        reason = "a forced format would change the distribution that is trained; use text"
+        raise ValueError(f"{where} is {show(kind)}, but {reason}")
 
 
 def _name_finish(reply: ChatReply) -> str:

@@ -11,187 +11,30 @@ import contextlib
 import json
 import logging
 import shlex
-import shutil
 import struct
-import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from functools import partial
+from pathlib import PurePosixPath
 from typing import Any, ClassVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
-from mindspeed_rl.isolation.pool import WorkerError, WorkerPool
-from mindspeed_rl.tools.agent_program import run_command
 from mindspeed_rl.tools.interface import JsonObject
+from mindspeed_rl.tools.local_sandbox import LocalProvider
 from mindspeed_rl.tools.option_reader import OptionReader
 from mindspeed_rl.tools.running import run_in_thread
-from mindspeed_rl.tools.tool import ToolError
+from mindspeed_rl.tools.sandbox_interface import MAX_FILE_BYTES, CommandResult, Provider, Sandbox, SandboxError
+from mindspeed_rl.tools.service_replies import decode_base64, parse_object, read_field, read_name, read_process_events
 
 _LOG = logging.getLogger(__name__)
 #: a provider that failed is tried again after so long, or where no other works
 _PAUSE_S = 60.0
 _START_LIMIT_S, _STOP_LIMIT_S, _GRACE_S = 120.0, 20.0, 15.0
 _MAX_REPLY_BYTES = 64 << 20
-_RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
-
-
-class SandboxError(ToolError):
-    """A sandbox or its provider failed; a command that fails is no such error."""
-
-
-@dataclass(frozen=True)
-class CommandResult:
-    """Result of a command in a sandbox.
-
-    Attributes:
-        status: exit status; 124 where it took too long.
-        output: standard output and errors.
-    """
-
-    status: int
-    output: str
-
-
-class Sandbox(ABC):
-    """One sandbox. Paths are relative to its working folder; each method raises `SandboxError` where the sandbox fails."""
-
-    @abstractmethod
-    async def run(self, command: str, timeout_s: float) -> CommandResult:
-        """Run a shell command in the working folder."""
-
-    @abstractmethod
-    async def read(self, path: str) -> bytes:
-        """Return the content of a file."""
-
-    @abstractmethod
-    async def write(self, path: str, data: bytes) -> None:
-        """Write a file, with its folders."""
-
-    @abstractmethod
-    async def stop(self) -> None:
-        """End all processes and remove all files."""
-
-    async def snapshot(self) -> str:
-        """Keep the files, and return the name from which `Provider.start` begins another sandbox with them."""
-        raise SandboxError(f"{type(self).__name__.strip('_')} has no snapshots")
-
-
-class Provider(ABC):
-    """Starts sandboxes of one kind.
-
-    Attributes:
-        keys: of a tool file -> meaning; for errors.
-    """
-
-    keys: ClassVar[str] = ""
-
-    def __init__(self, options: OptionReader, where: str) -> None:
-        """Read the options.
-
-        Raises:
-            ValueError: one is wrong.
-        """
-        self.memory_mib = options.read_integer("memory_mib", 2048, 16, 1 << 20)
-        self.lifetime_s = options.read_float("lifetime_s", 3600.0, 1.0, 86400.0)
-
-    @abstractmethod
-    async def start(self, snapshot: str = "") -> Sandbox:
-        """Start a sandbox, from a snapshot where one is named.
-
-        Raises:
-            SandboxError: it does not start.
-        """
-
-    async def close(self) -> None:  # noqa: B027  # most have nothing to remove
-        """Remove what sandboxes share."""
-
-
-# ---------------------------------------------------------------------- on this machine
-
-
-class _Local(Provider):
-    """Commands of this machine in a temporary folder: limits of time and memory, no network where the kernel can take it away.
-
-    They run with the permissions of the run; code that must not read other files belongs into a container.
-    """
-
-    def __init__(self, options: OptionReader, where: str) -> None:
-        super().__init__(options, where)
-        self.network = bool(options.read("network", False))
-        self.processes: WorkerPool  # of the toolbox; set before the first start
-        self._snapshots: list[str] = []
-
-    async def start(self, snapshot: str = "") -> Sandbox:
-        folder = tempfile.mkdtemp(prefix="sandbox-")
-        if snapshot:
-            await run_in_thread(lambda: shutil.copytree(snapshot, folder, symlinks=True, dirs_exist_ok=True))
-        return _LocalSandbox(self, Path(folder))
-
-    def keep(self, folder: Path) -> str:
-        """Copy the files of a sandbox and return their folder."""
-        copy = tempfile.mkdtemp(prefix="snapshot-")
-        self._snapshots.append(copy)
-        shutil.copytree(folder, copy, symlinks=True, dirs_exist_ok=True)
-        return copy
-
-    async def close(self) -> None:
-        for folder in self._snapshots:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-class _LocalSandbox(Sandbox):
-    def __init__(self, provider: _Local, folder: Path) -> None:
-        self._provider, self._folder = provider, folder
-
-    async def run(self, command: str, timeout_s: float) -> CommandResult:
-        provider = self._provider
-        arguments = {
-            "command": ["/bin/sh", "-c", command],
-            "folder": str(self._folder),
-            "env": {"HOME": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1"},
-            "timeout_s": timeout_s,
-            "memory_bytes": provider.memory_mib << 20,
-            "network": provider.network,
-            "merge": True,
-        }
-        try:
-            request = {"op": "call", "target": _RUN_COMMAND, "arguments": arguments}
-            reply = await provider.processes.call(request, timeout_s + _GRACE_S)
-        except WorkerError as error:
-            if error.problem == "timeout":
-                return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
-            raise SandboxError(str(error), error.problem) from None
-        ended = json.loads(reply["text"])
-        return CommandResult(ended["status"], ended["output"])
-
-    def _place(self, path: str) -> Path:
-        place = (self._folder / path).resolve()
-        if not place.is_relative_to(self._folder.resolve()):
-            raise SandboxError(f"'{path}' is outside of the sandbox")
-        return place
-
-    async def read(self, path: str) -> bytes:
-        try:
-            return self._place(path).read_bytes()
-        except OSError as error:
-            raise SandboxError(f"'{path}' cannot be read: {error.strerror}") from None
-
-    async def write(self, path: str, data: bytes) -> None:
-        place = self._place(path)
-        try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
-        except OSError as error:
-            raise SandboxError(f"'{path}' cannot be written: {error.strerror}") from None
-
-    async def snapshot(self) -> str:
-        return await run_in_thread(lambda: self._provider.keep(self._folder))
-
-    async def stop(self) -> None:
-        await run_in_thread(lambda: shutil.rmtree(self._folder, ignore_errors=True))
+#: of a command in a container; above all of a file that is read
+_MAX_OUTPUT_BYTES, _SHOWN_OUTPUT_BYTES = MAX_FILE_BYTES + 1, 1 << 16
 
 
 class _Container(Provider):
@@ -258,7 +101,8 @@ class _ContainerSandbox(Sandbox):
         return CommandResult(status, output.decode("utf-8", "replace"))
 
     async def read(self, path: str) -> bytes:
-        status, output = await self._run(f"cat -- {shlex.quote(path)}", _STOP_LIMIT_S)
+        file = shlex.quote(path)
+        status, output = await self._run(f"test -f {file} && head -c {MAX_FILE_BYTES + 1} -- {file}", _STOP_LIMIT_S)
         if status:
             raise SandboxError(f"'{path}' cannot be read")
         return output
@@ -327,16 +171,6 @@ class _Service(Provider):
         await self._client.close()
 
 
-def _parse(body: bytes, url: str) -> JsonObject:
-    try:
-        value = json.loads(body)
-    except ValueError:
-        raise SandboxError(f"the reply of {url} is no JSON: {body[:200]!r}") from None
-    if not isinstance(value, dict):
-        raise SandboxError(f"the reply of {url} is no object: {body[:200]!r}")
-    return value
-
-
 class SandboxFusion(_Service):
     """A server of SandboxFusion: POST /run_code. It keeps nothing, so the files travel with each command."""
 
@@ -361,15 +195,17 @@ class SandboxFusion(_Service):
             "fetch_files": list(fetch),
         }
         url = f"{self.url.removesuffix('/run_code')}/run_code"
-        reply = _parse(await self.request("POST", url, timeout_s + _GRACE_S, json=body), url)
+        received = await self.request("POST", url, timeout_s + _GRACE_S, json=body)
+        reply = await run_in_thread(partial(parse_object, received, url))
         if reply.get("status") == "SandboxError":
-            raise SandboxError(f"{url}: {reply.get('message')}")
-        result = reply.get("run_result") or reply.get("compile_result") or {}
-        output = f"{result.get('stdout') or ''}{result.get('stderr') or ''}"
+            raise SandboxError(f"{url}: {str(reply.get('message'))[:300]}")
+        result = read_field(reply, "run_result", dict, url, {}) or read_field(reply, "compile_result", dict, url, {})
+        output = "".join(read_field(result, name, str, url, "") for name in ("stdout", "stderr"))
         if result.get("status") == "TimeLimitExceeded":
             return CommandResult(124, f"{output}\nthe program took longer than {timeout_s:g} s and was ended"), {}
-        status = result.get("return_code")
-        return CommandResult(1 if status is None else int(status), output), dict(reply.get("files") or {})
+        returned = read_field(reply, "files", dict, url, {})
+        status = read_field(result, "return_code", int, url, 1)
+        return CommandResult(status, output), {name: read_field(returned, name, str, url) for name in returned}
 
 
 class _FusionSandbox(Sandbox):
@@ -391,7 +227,7 @@ class _FusionSandbox(Sandbox):
         result, files = await self._provider.run_code(self._UNPACK + "true", "bash", _STOP_LIMIT_S, self._files, [path])
         if path not in files:
             raise SandboxError(f"'{path}' cannot be read: {result.output[-200:]}")
-        return base64.b64decode(files[path])
+        return decode_base64(files[path], self._provider.url)
 
     async def write(self, path: str, data: bytes) -> None:
         parent = shlex.quote(str(PurePosixPath(path).parent))
@@ -429,8 +265,8 @@ class _E2b(_Service):
                 raise
             url = f"{self.url}/sandboxes"  # of services with the interface before
             reply = await self.request("POST", url, _START_LIMIT_S, json=body | {"secure": True}, headers=headers)
-        made = _parse(reply, url)
-        return _E2bSandbox(self, str(made["sandboxID"]), str(made.get("envdAccessToken") or ""))
+        made = parse_object(reply, url)
+        return _E2bSandbox(self, read_name(made, "sandboxID", url), read_field(made, "envdAccessToken", str, url, ""))
 
 
 class _E2bSandbox(Sandbox):
@@ -455,20 +291,9 @@ class _E2bSandbox(Sandbox):
             if error.problem == "timeout":
                 return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
             raise
-        output, status = b"", None
-        while len(body) >= 5:
-            flags, size = struct.unpack(">BI", body[:5])
-            event, body = _parse(body[5 : 5 + size], url), body[5 + size :]
-            if flags & 2 and (reason := event.get("error")):
-                if reason.get("code") == "deadline_exceeded":
-                    return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
-                raise SandboxError(f"{url}: {reason.get('message') or reason.get('code')}")
-            data_event, end = event.get("event", {}).get("data", {}), event.get("event", {}).get("end")
-            output += b"".join(base64.b64decode(data_event.get(name, "")) for name in ("stdout", "stderr"))
-            if end is not None:  # a field that is 0 is left out
-                status = int(end.get("exitCode", 0))
+        status, output = await run_in_thread(partial(read_process_events, body, url))
         if status is None:
-            raise SandboxError(f"{url}: the stream ended before the command", "crashed")
+            return CommandResult(124, f"the command took longer than {timeout_s:g} s and was ended")
         return CommandResult(status, output.decode("utf-8", "replace"))
 
     async def read(self, path: str) -> bytes:
@@ -483,9 +308,8 @@ class _E2bSandbox(Sandbox):
     async def snapshot(self) -> str:
         url = f"{self._provider.url}/sandboxes/{self._name}/snapshots"
         headers = {"X-API-Key": self._provider.key}
-        return str(
-            _parse(await self._provider.request("POST", url, _START_LIMIT_S, json={}, headers=headers), url)["snapshotID"]
-        )
+        made = parse_object(await self._provider.request("POST", url, _START_LIMIT_S, json={}, headers=headers), url)
+        return read_field(made, "snapshotID", str, url)
 
     async def stop(self) -> None:
         url, headers = f"{self._provider.url}/sandboxes/{self._name}", {"X-API-Key": self._provider.key}
@@ -508,14 +332,16 @@ class _Daytona(_Service):
         url, minutes = f"{self.url}/sandbox", max(1, int(self.lifetime_s / 60))
         body = {"autoStopInterval": minutes, "autoDeleteInterval": 0} | ({"snapshot": self.image} if self.image else {})
         headers = {"Authorization": f"Bearer {self.key}"}
-        made = _parse(await self.request("POST", url, _START_LIMIT_S, json=body, headers=headers), url)
-        deadline = time.monotonic() + _START_LIMIT_S
-        while made.get("state", "started") != "started":
-            if made.get("state") in ("error", "build_failed", "destroyed") or time.monotonic() > deadline:
-                raise SandboxError(f"{url}: the sandbox is in the state {made.get('state')}")
+        made = parse_object(await self.request("POST", url, _START_LIMIT_S, json=body, headers=headers), url)
+        name, deadline = read_name(made, "id", url), time.monotonic() + _START_LIMIT_S
+        while (state := read_field(made, "state", str, url, "started")) != "started":
+            if state in ("error", "build_failed", "destroyed") or time.monotonic() > deadline:
+                raise SandboxError(f"{url}: the sandbox is in the state {state[:80]}")
             await asyncio.sleep(0.5)
-            made = _parse(await self.request("GET", f"{url}/{made['id']}", _START_LIMIT_S, headers=headers), url)
-        name, proxy = str(made["id"]), made.get("toolboxProxyUrl")  # services before had their toolbox below the same address
+            made = parse_object(await self.request("GET", f"{url}/{name}", _START_LIMIT_S, headers=headers), url)
+        proxy = read_field(made, "toolboxProxyUrl", str, url, "")  # services before had their toolbox below the same address
+        if proxy and not proxy.startswith(("http://", "https://")):
+            raise SandboxError(f"the reply of {url}: toolboxProxyUrl is {proxy[:80]!r}, but must begin with http:// or https://")
         return _DaytonaSandbox(self, name, f"{proxy}/{name}" if proxy else f"{self.url}/toolbox/{name}/toolbox")
 
 
@@ -528,8 +354,10 @@ class _DaytonaSandbox(Sandbox):
         url, limited = f"{self._url}/process/execute", f"timeout {timeout_s:g} sh -c {shlex.quote(command)}"
         body = {"command": limited, "timeout": int(timeout_s) + 5}
         more = {"json": body, "headers": self._headers}
-        reply = _parse(await self._provider.request("POST", url, timeout_s + _GRACE_S, **more), url)
-        return CommandResult(int(reply.get("exitCode", reply.get("code", 1))), str(reply.get("result", "")))
+        received = await self._provider.request("POST", url, timeout_s + _GRACE_S, **more)
+        reply = await run_in_thread(partial(parse_object, received, url))
+        status = read_field(reply, "exitCode", int, url, read_field(reply, "code", int, url, 1))
+        return CommandResult(status, read_field(reply, "result", str, url, ""))
 
     async def read(self, path: str) -> bytes:
         more = {"params": {"path": path}, "headers": self._headers}
@@ -546,7 +374,7 @@ class _DaytonaSandbox(Sandbox):
 
 
 PROVIDERS: dict[str, type[Provider]] = {
-    "local": _Local,
+    "local": LocalProvider,
     "container": _Container,
     "sandbox_fusion": SandboxFusion,
     "e2b": _E2b,
@@ -604,11 +432,14 @@ class SandboxPool:
             options.reject_unknown()
         return cls(offers, warm)
 
-    def start(self, processes: WorkerPool) -> None:
-        """Use the processes of the toolbox for local commands, and start sandboxes ahead."""
+    async def start(self) -> None:
+        """Prepare the providers, and start sandboxes ahead.
+
+        Raises:
+            ValueError: a provider cannot be prepared.
+        """
         for offer in self.offers:
-            if isinstance(offer.provider, _Local):
-                offer.provider.processes = processes
+            await offer.provider.open()
         self._fill()
 
     async def acquire(self) -> Sandbox:
@@ -666,7 +497,7 @@ class SandboxPool:
 
 
 async def _communicate(command: Sequence[str], timeout_s: float, stdin: bytes | None = None) -> tuple[int, bytes]:
-    """Run a command of this machine; return its status and standard output.
+    """Run a command of this machine; return its status and standard output, which ends it at `_MAX_OUTPUT_BYTES`.
 
     Raises:
         SandboxError: there is no such command.
@@ -681,16 +512,38 @@ async def _communicate(command: Sequence[str], timeout_s: float, stdin: bytes | 
         )
     except OSError as error:
         raise SandboxError(f"{command[0]} does not start: {error.strerror}") from None
+    except ValueError as error:  # a zero byte
+        raise SandboxError(f"{command[0]} does not start: {error}") from None
+    output, status = bytearray(), None
     try:
-        output, _ = await asyncio.wait_for(process.communicate(stdin), timeout_s)
-    except (asyncio.TimeoutError, asyncio.CancelledError) as error:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        if isinstance(error, asyncio.CancelledError):
-            raise
+        status = await asyncio.wait_for(_exchange(process, stdin, output), timeout_s)
+    except asyncio.TimeoutError:
         return 124, b"it took too long"
-    return process.returncode or 0, output
+    finally:
+        if status is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if len(output) > _MAX_OUTPUT_BYTES:
+        return 124, bytes(output[-_SHOWN_OUTPUT_BYTES:]) + b"\n(the output was too long: the command was ended)"
+    return status, bytes(output)
+
+
+async def _exchange(process: asyncio.subprocess.Process, stdin: bytes | None, output: bytearray) -> int:
+    """Write the input of a process and read its output, up to the limit and a bit; return its status."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended before it read everything
+            process.stdin.write(stdin or b"")
+            await process.stdin.drain()
+        process.stdin.close()
+    assert process.stdout is not None  # a pipe
+    while data := await process.stdout.read(1 << 18):
+        output += data
+        if len(output) > _MAX_OUTPUT_BYTES:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            break
+    return await process.wait()
 
 
 async def _execute(command: Sequence[str], timeout_s: float) -> CommandResult:

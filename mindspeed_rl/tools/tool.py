@@ -87,12 +87,10 @@ class Tool:
         schemas: its functions in OpenAI's form; complete after `start`.
         modules: imported by its processes before the first call; empty without processes.
         accepted_options: options that rows may set; by default those that rows of verl have for tools which are built in here.
-        grades: rewards the final state of every trajectory, also of one without a call.
     """
 
     modules: tuple[str, ...] = ()
     accepted_options: AcceptedOptions = _IGNORED_OPTIONS
-    grades: bool = False
 
     def __init__(self, settings: CallSettings, schemas: Sequence[JsonObject] = ()) -> None:
         self.settings, self.schemas = settings, list(schemas)
@@ -107,6 +105,10 @@ class Tool:
     def open(self, options: RowOptions) -> Session:
         """Return a session; start nothing yet."""
         raise NotImplementedError
+
+    def grades(self, options: RowOptions) -> bool:
+        """Return True where the final state of a trajectory with these options has a reward, also without a call."""
+        return False
 
     async def close(self) -> None:
         """Release the shared state; all sessions are closed by then."""

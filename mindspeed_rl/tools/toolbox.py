@@ -9,18 +9,19 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from jsonschema import Draft202012Validator
-from jsonschema.exceptions import best_match
-
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN, read_number
 from mindspeed_rl.isolation.pool import WorkerError
+from mindspeed_rl.tools.argument_checks import ArgumentChecks
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, Problem, ToolCall, ToolParser, ToolReply
-from mindspeed_rl.tools.process_worker import build_tool_pool
+from mindspeed_rl.tools.process_worker import build_tool_pool, truncate_middle
+from mindspeed_rl.tools.running import run_in_thread
+from mindspeed_rl.tools.schemas import ArgumentSchema
+from mindspeed_rl.tools.tasks import retrieve_exception
 from mindspeed_rl.tools.tool import AcceptedOptions, RowOptions, Session, Tool, ToolError, ToolResult
-
-_MAX_VALUE_LENGTH = 120
 
 _LOG = logging.getLogger(__name__)
 _OPTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -30,8 +31,8 @@ _CLOSE_LIMIT_S = 15.0
 _RETRIED: tuple[Problem, ...] = ("timeout", "crashed", "failed")
 _Side = Literal["left", "right", "middle"]
 _TRUNCATION_MARK = "(truncated)"
-#: no tokenizer has fewer tokens for a useful text; longer texts are truncated before their tokens are counted
-_MAX_CHARACTERS_PER_TOKEN = 32
+#: a longer text is truncated in a thread
+_MAX_INLINE_CHARACTERS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class CallLimits:
         max_calls: in a trajectory (max_tool_calls).
         max_parallel_calls: in a turn; further ones are refused.
         max_response_tokens: of one reply (max_tool_response_length).
+        max_response_characters: that a longer reply keeps (max_tool_response_characters).
         truncate_side: see `truncate`.
     """
 
@@ -49,6 +51,7 @@ class CallLimits:
     max_parallel_calls: int = 0
     max_response_tokens: int = 0
     truncate_side: _Side = "middle"
+    max_response_characters: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class _Function:
     tool: Tool
     schema: JsonObject
     slots: asyncio.Semaphore
+    parameters: ArgumentSchema
 
 
 class Toolbox:
@@ -85,6 +89,7 @@ class Toolbox:
         self._functions: dict[str, _Function] = {}
         self._open: set[Tools] = set()
         self._processes = build_tool_pool({module for tool in tools for module in tool.modules})
+        self._checks = ArgumentChecks()
         self.parser: ToolParser
 
     async def start(self) -> None:
@@ -105,7 +110,9 @@ class Toolbox:
                     name = schema["function"]["name"]
                     if name in self._functions:
                         raise ValueError(f"two tools are called {name!r}; give one of them another name in its tool_schema")
-                    self._functions[name] = _Function(tool, schema, slots)
+                    self._functions[name] = _Function(tool, schema, slots, ArgumentSchema(schema))
+            if any(function.parameters.is_costly for function in self._functions.values()):
+                await self._checks.start()
             self.parser = self._make_parser([function.schema for function in self._functions.values()])
         except BaseException:
             await self.close()
@@ -149,7 +156,7 @@ class Toolbox:
         """
         options, selection = self.read_row(columns)
         functions = {name: self._functions[name] for name in selection}
-        tools = Tools(functions, options, self._limits, self._count, self._open.discard)
+        tools = Tools(functions, options, self._limits, self._count, self._checks, self._open.discard)
         self._open.add(tools)
         return tools
 
@@ -161,21 +168,8 @@ class Toolbox:
                 await asyncio.wait_for(tool.close(), _CLOSE_LIMIT_S)
             except Exception as error:  # noqa: BLE001 (whatever a tool raises is a reply for the model)
                 _LOG.warning("a tool did not end well: %s: %s", type(error).__name__, error)
+        await self._checks.close()
         await self._processes.close()
-
-
-def _find_problem(schema: JsonObject, arguments: Mapping[str, object]) -> str | None:
-    """Return a sentence for the model about arguments that do not match a function's schema; None if they match."""
-    try:
-        error = best_match(Draft202012Validator(schema["function"]["parameters"]).iter_errors(dict(arguments)))
-    except RecursionError:
-        return "the arguments are nested too deeply"
-    if error is None:
-        return None
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error.absolute_path).lstrip(".")
-    # the message repeats the value, which may be the whole text of the model
-    message = error.message if len(error.message) <= 300 else f"{error.message[:_MAX_VALUE_LENGTH]}... {error.message[-80:]}"
-    return f"argument {path}: {message}" if path else message
 
 
 class Tools:
@@ -192,12 +186,13 @@ class Tools:
         options: RowOptions,
         limits: CallLimits,
         count_tokens: Callable[[str], int],
+        checks: ArgumentChecks,
         on_close: Callable[[Tools], None],
     ) -> None:
         self.schemas = [function.schema for function in functions.values()]
         self.num_calls = 0
         self._functions, self._options = functions, options
-        self._limits, self._count, self._on_close = limits, count_tokens, on_close
+        self._limits, self._count, self._checks, self._on_close = limits, count_tokens, checks, on_close
         self._sessions: dict[int, Session] = {}
         self._locks: dict[int, asyncio.Lock] = {}
         self._num_attempted = 0
@@ -236,7 +231,11 @@ class Tools:
             text = result.text
         except ToolError as error:
             text, problem = f"Error: {error}", error.problem
-        text = truncate(text, self._limits.max_response_tokens, self._limits.truncate_side, self._count)
+        limits, text = self._limits, truncate_middle(text)
+        text = truncate_characters(text, limits.max_response_characters, limits.truncate_side)
+        shorten = partial(truncate, text, limits.max_response_tokens, limits.truncate_side, self._count)
+        # a long text takes the tokenizer a while
+        text = shorten() if len(text) < _MAX_INLINE_CHARACTERS else await run_in_thread(shorten)
         seconds = time.monotonic() - start
         given = {"reward": result.reward, "ends_trajectory": result.ends_trajectory, "images": result.images}
         return ToolReply(text, problem is not None, seconds, problem, metrics=dict(result.metrics), **given)
@@ -249,7 +248,8 @@ class Tools:
             hint = registry.did_you_mean(call.name, self._functions)
             known = ", ".join(self._functions) or "none"
             raise ToolError(f"there is no tool {call.name[:80]!r}{hint}; there are: {known}", "unknown_tool")
-        if problem := _find_problem(function.schema, call.arguments):
+        timeout_s = function.tool.settings.timeout_s
+        if problem := await self._checks.find_problem(function.parameters, call.arguments, timeout_s):
             raise ToolError(problem, "bad_arguments")
         self.num_calls += 1
         retries = function.tool.settings.retries
@@ -285,22 +285,24 @@ class Tools:
     async def close(self) -> float | None:
         """End the sessions of this trajectory; may be called twice. Return a reward for its final state, or None."""
         if not self._is_closed:
-            for tool in {function.tool for function in self._functions.values() if function.tool.grades}:
+            for tool in {function.tool for function in self._functions.values() if function.tool.grades(self._options)}:
                 self._sessions.setdefault(id(tool), tool.open(self._options))
         self._is_closed = True
         sessions, self._sessions = list(self._sessions.values()), {}
-        rewards = []
+        rewards: list[float] = []
         try:
             for session, closing in [(session, asyncio.ensure_future(session.close())) for session in sessions]:
+                closing.add_done_callback(retrieve_exception)  # one that ends after its time may still raise
                 try:
                     # shielded: otherwise wait_for would wait for a task that ignores its cancellation
-                    rewards.append(await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s))
+                    reward = await asyncio.wait_for(asyncio.shield(closing), session.close_limit_s)
+                    if reward is not None:
+                        rewards.append(read_number(reward, "the reward of the final state"))
                 except Exception as error:  # noqa: BLE001 (the user's code, or a timeout; the other sessions are still closed)
                     closing.cancel()
                     _LOG.warning("a tool's end of a conversation failed: %s: %s", type(error).__name__, error)
         finally:
             self._on_close(self)
-        rewards = [reward for reward in rewards if reward is not None]
         return sum(rewards) if rewards else None
 
 
@@ -356,10 +358,25 @@ def _read_column(columns: Mapping[str, object], name: str, default: object) -> A
     return default if value is None else value
 
 
+def truncate_characters(text: str, limit: int, side: _Side) -> str:
+    """Return the text, or so many of its characters and a mark where text was removed; 0 for no limit.
+
+    In the middle both sides keep half of them, rounded down, as in verl. See `truncate` for the names of the sides.
+    """
+    if limit <= 0 or len(text) <= limit:
+        return text
+    half, dots = limit // 2, "..."
+    return {
+        "left": f"{text[:limit]}{dots}{_TRUNCATION_MARK}",
+        "right": f"{_TRUNCATION_MARK}{dots}{text[len(text) - limit :]}",
+        "middle": f"{text[:half]}{dots}{_TRUNCATION_MARK}{dots}{text[len(text) - half :]}",
+    }[side]
+
+
 def truncate(text: str, limit: int, side: _Side, count: Callable[[str], int]) -> str:
     """Return the text, or the part that fits, with a mark where text was removed.
 
-    The sides have their names in MindSpeed-RL and verl: "left" keeps the start, "right" the end, "middle" both.
+    The sides have their names in MindSpeed-RL and in verl before 0.8: "left" keeps the start, "right" the end, "middle" both.
 
     Args:
         limit: tokens of the result, including the mark; 0 for no limit.
@@ -374,10 +391,10 @@ def truncate(text: str, limit: int, side: _Side, count: Callable[[str], int]) ->
         head = (length + 1) // 2
         return text[:head] + (mark and f"...{mark}...") + text[len(text) - (length - head) :]
 
-    if limit <= 0 or (len(text) <= limit * _MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
+    if limit <= 0 or (len(text) <= limit * MAX_CHARACTERS_PER_TOKEN and count(text) <= limit):
         return text
     mark = _TRUNCATION_MARK if count(shorten(0, _TRUNCATION_MARK)) <= limit else ""
-    low, high = 0, min(len(text), limit * _MAX_CHARACTERS_PER_TOKEN)
+    low, high = 0, min(len(text), limit * MAX_CHARACTERS_PER_TOKEN)
     while low < high:  # binary search for the largest number of characters that fits
         middle = (low + high + 1) // 2
         if count(shorten(middle, mark)) <= limit:

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -20,10 +21,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.isolation.variables import expand_variables, select_variables
+from mindspeed_rl.tools.tasks import start_task
+
 PREFIX = "verifiers:"
 _HOST = Path(__file__).with_name("verifiers_host.py")
 _START_LIMIT_S, _CLOSE_LIMIT_S = 120.0, 5.0
-_MAX_LINE_BYTES = 1 << 26
+#: of a message of the program
+_MAX_LINE_BYTES = 4 << 20
+_LOG = logging.getLogger(__name__)
 
 
 class ProgramExitError(RuntimeError):
@@ -52,9 +58,10 @@ class VerifiersProgram:
         arguments: of the environment's load_environment.
         python: an interpreter that has the library; None for this one.
         folders: with modules of the user, after those of the interpreter's PYTHONPATH.
+        variables: environment variables in addition to those of `select_variables`; ${NAME} is one of this process.
 
     Raises:
-        ValueError: the target has no name, or there is no such interpreter.
+        ValueError: the target has no name, there is no such interpreter, or a variable is not set.
     """
 
     def __init__(
@@ -63,6 +70,7 @@ class VerifiersProgram:
         arguments: Mapping[str, object] | None = None,
         python: str | None = None,
         folders: Sequence[str] = (),
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         name = target.removeprefix(PREFIX)
         if not target.startswith(PREFIX) or not name or name.startswith("-"):
@@ -71,7 +79,9 @@ class VerifiersProgram:
             raise ValueError(f"there is no interpreter '{python}' for {target}")
         self._target = target
         self._command = [python or sys.executable, str(_HOST), name, "--arguments", json.dumps(dict(arguments or {}))]
-        self._path = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *folders) if path)
+        path = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *folders) if path)
+        given = expand_variables(variables or {}, "the environment's env")
+        self._variables = select_variables(os.environ) | {"PYTHONPATH": path} | given
         self._ids = itertools.count()
         self._open: dict[int, asyncio.Future[_EpisodeResult]] = {}
         self._process: asyncio.subprocess.Process | None = None
@@ -89,7 +99,7 @@ class VerifiersProgram:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=_MAX_LINE_BYTES,
-            env=os.environ | {"PYTHONPATH": self._path},
+            env=self._variables,
             # signals of the terminal must not end it; it ends when its input does
             start_new_session=True,
         )
@@ -97,13 +107,15 @@ class VerifiersProgram:
             message = await asyncio.wait_for(self._read_message(), _START_LIMIT_S)
         except asyncio.TimeoutError:
             message = {"error": f"no message arrived within {_START_LIMIT_S:g} s"}
+        except ValueError as error:
+            message = {"error": str(error)[:300]}
         except BaseException:
             await self.close()
             raise
         if error := message.get("error", "it ended without a message"):
             await self.close()
             raise ValueError(f"rl_config.environment: {self._target} cannot be loaded by {self._command[0]}: {error}")
-        self._reading = asyncio.create_task(self._read())
+        self._reading = start_task(self._read())  # where it fails, so do the episodes
 
     async def run_episode(self, row: Mapping[str, object], base_url: str, model: str, timeout_s: float) -> _EpisodeResult:
         """Run an episode.
@@ -159,10 +171,20 @@ class VerifiersProgram:
         self._process.stdin.write((json.dumps(message, default=str) + "\n").encode())
 
     async def _read_message(self) -> dict[str, Any]:
-        """Return the program's next message; an empty one after it has ended."""
+        """Return the program's next message; an empty one after it has ended.
+
+        Raises:
+            ValueError: it is too long, or no object in JSON.
+        """
         assert self._process is not None and self._process.stdout is not None
         line = await self._process.stdout.readline()
-        return json.loads(line) if line else {}
+        try:
+            message = json.loads(line) if line else {}
+        except RecursionError:
+            raise ValueError("a message that is nested too deeply") from None
+        if not isinstance(message, dict):
+            raise ValueError(f"a message that is no object: {line[:200]!r}")
+        return message
 
     async def _read(self) -> None:
         try:
@@ -170,6 +192,8 @@ class VerifiersProgram:
                 result = self._open.get(message["id"])
                 if result is not None and not result.done():
                     result.set_result(_EpisodeResult(message["reward"], message["metrics"], message["error"]))
+        except (LookupError, TypeError, ValueError) as error:
+            _LOG.warning("the program of %s sent %s: %s", self._target, type(error).__name__, str(error)[:300])
         finally:
             self._fail_all()  # later requests check whether this task is done
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from typing import TypeVar
 from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.loop_thread import LoopThread
+from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.rewards.samples import RewardResult
@@ -27,6 +29,10 @@ from mindspeed_rl.trainers.prompt_groups import PromptGroup
 _Result = TypeVar("_Result")
 #: seconds between two checks, during a wait for responses, that the engine is alive
 _CHECK_EVERY_S = 2.0
+#: a wait is reported after this time, or after a multiple of the longest one so far, and again whenever the time has doubled
+_REPORT_AFTER_S, _UNUSUAL = 60.0, 2.0
+_DEADLINE = "rl_config.wait_timeout_s"
+_LOG = logging.getLogger(__name__)
 #: (group) -> results of the reward functions for its responses
 _Scorer = Callable[[PromptGroup], Awaitable[list[RewardResult]]]
 
@@ -115,6 +121,7 @@ class StreamingSource:
         """
         self._engine, self._agents, self._runner = engine, agents, runner
         self._requests, self.admission = requests, admission
+        self._longest_s = 0.0  # of the waits so far
         self._score, self._timeout_s, self._keep_alive, self._engine_times = score, timeout_s, keep_alive, generating
         self._interrupts, self._num_warmup = interrupts, num_warmup_batches
         self._groups: dict[int, PromptGroup] = {}
@@ -192,24 +199,27 @@ class StreamingSource:
         Raises:
             TimeoutError: it stays None; the message has the purpose.
         """
-        waited_s = 0.0
+        waited_s, report_s = 0.0, max(_REPORT_AFTER_S, _UNUSUAL * self._longest_s)
         while (result := self._runner.run(self._poll(poll, min(_CHECK_EVERY_S, self._timeout_s - waited_s)))) is None:
             waited_s += _CHECK_EVERY_S
             if waited_s >= self._timeout_s:
-                raise TimeoutError(self._describe_wait(purpose, detail))
+                raise TimeoutError(f"{purpose} waited {self._timeout_s:g} s ({_DEADLINE}){detail}: {self._describe_groups()}.")
+            if waited_s >= report_s:
+                report_s = 2 * waited_s
+                left = f"it ends in {format_duration(self._timeout_s - waited_s)} ({_DEADLINE})"
+                took = format_duration(waited_s)
+                _LOG.warning("no progress for %s: %s waits%s; %s; %s", took, purpose, detail, left, self._describe_groups())
             self._keep_alive()
+        self._longest_s = max(self._longest_s, waited_s)
         return result
 
-    def _describe_wait(self, purpose: str, detail: str) -> str:
+    def _describe_groups(self) -> str:
         running = [group for order, group in sorted(self._groups.items()) if order not in self._ready]
         oldest = ""
         if running:
             first = running[0]
             oldest = f"; prompt {first.index} lacks {first.num_missing} of {first.num_trained} responses"
-        return (
-            f"{purpose} waited {self._timeout_s:g} s (rl_config.wait_timeout_s){detail}: {len(self._ready)} are ready, "
-            f"{len(running)} are being generated or scored{oldest}."
-        )
+        return f"{len(self._ready)} are ready, {len(running)} are being generated or scored{oldest}"
 
     # ------------------------------------------------------------------ run where the engine's coroutines do
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import platform as machine
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -25,6 +24,7 @@ from mindspeed_rl.observability.folder_locks import hold_folders
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.observability.trackers import make_trackers
+from mindspeed_rl.redaction import hide_in_configuration, hide_in_environment
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.explain.effects import find_warnings
 from mindspeed_rl.runtime.cluster import connect_cluster
@@ -36,24 +36,21 @@ from mindspeed_rl.trainers.sft_setup import SupervisedInputs, build_supervised_t
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.termination import Termination
 
-#: names of environment variables that may hold a secret
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-
 
 def _dump_configuration(run: Run) -> None:
     """Write `configurations.json` of the dump where it is asked for: run file, all keys, versions and environment.
 
-    Values of variables whose names suggest a secret are left out.
+    Values that may be secrets are left out, see `redaction`.
     """
     config = run.config.msprobe_config
     if not (config.msprobe and config.configurations_dump):
         return
     content = {
-        "run_file": run.config.as_written(),
-        "configuration": dataclasses.asdict(run.config),
+        "run_file": hide_in_configuration(run.config.as_written()),
+        "configuration": hide_in_configuration(dataclasses.asdict(run.config)),
         "versions": {dist.metadata["Name"]: dist.version for dist in metadata.distributions()},
         "machine": {"python": sys.version, "system": machine.platform(), "torch": torch.__config__.show()},
-        "environment": {name: "(left out)" if _SECRET.search(name) else value for name, value in sorted(os.environ.items())},
+        "environment": hide_in_environment(os.environ),
     }
     text = json.dumps(content, indent=1, default=str, sort_keys=True)
     write_file(Path(config.dump_path, "configurations.json"), text + "\n", makes_folder=True)
@@ -105,7 +102,8 @@ def _start(
         beat = heartbeat.start(run.folder, "driver", interval_s=run.fault_tolerance.heartbeat_interval_s)
         stack.callback(beat.end)
         _dump_configuration(run)
-        trackers = make_trackers(rl, run.folder, dataclasses.asdict(cfg), last_iteration=inputs.resume.iteration)
+        shown = hide_in_configuration(dataclasses.asdict(cfg))
+        trackers = make_trackers(rl, run.folder, shown, last_iteration=inputs.resume.iteration)
         steps.done("files and keys are checked")
         rows = _plan_rows(run, inputs.num_devices)
         if advisor is not None:
@@ -152,6 +150,8 @@ def _plan_rows(run: Run, num_devices: int) -> dict[str, str]:
         + ("" if run.threads is None else f", {run.threads.count} thread(s) each"),
         "length": f"{plan.train_iters} iterations",
     }
+    if run.attention is not None:
+        rows["attention"] = run.attention.reason
     if cfg.is_supervised:
         rows["batch"] = f"{plan.num_samples} samples a step, micro-batches of {plan.micro_batch_size}"
     else:

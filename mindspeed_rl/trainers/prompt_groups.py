@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from mindspeed_rl.data.prompts import PromptItem
@@ -177,10 +177,17 @@ def load_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[Prom
     """
     if not path.is_file():
         raise ValueError(f"{path}: responses that were on their way when the checkpoint was written are not there.")
+    try:
+        return _read_groups(path, load_item)
+    except (SafetensorError, AttributeError, LookupError, StopIteration, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: is not a file of responses in flight, or damaged: {error}") from error
+
+
+def _read_groups(path: Path, load_item: Callable[[int], PromptItem]) -> list[PromptGroup]:
     with safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("format") != _FORMAT:
-            raise ValueError(f"{path}: is not a file of responses in flight.")
+            raise ValueError(f"its format is {metadata.get('format')!r}")
         columns = {name: iter(file.get_tensor(name).tolist()) for name in file.keys()}
     groups = []
     for group in json.loads(metadata["groups"]):

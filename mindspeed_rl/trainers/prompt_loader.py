@@ -18,6 +18,7 @@ from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
+from mindspeed_rl.data.templates import choose_thinking
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
@@ -30,6 +31,10 @@ from mindspeed_rl.workers.responses import read_image_rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: labels that are looked at, at equal distances
+_CHECKED_LABELS = 20_000
 
 
 class PromptLoader:
@@ -126,6 +131,37 @@ def describe_order(prompts: PromptDataset, order: PromptOrder, *, seed: int, shu
     return [len(prompts), content, seed, int(shuffle), *order.describe()]
 
 
+def describe_prompts(prompts: PromptDataset, batch: int) -> list[str]:
+    """Return warnings about data that trains, but probably not as it was meant: too few rows, long ones, empty labels.
+
+    Args:
+        batch: prompts of a rollout.
+    """
+    warnings = []
+    if len(prompts) < batch:
+        repeats = f"1 to {-(-batch // len(prompts))} times" if batch % len(prompts) else f"{batch // len(prompts)} times"
+        warnings.append(
+            f"the data has {len(prompts)} prompts for rollouts of {batch} (global_batch_size): each rollout has every prompt"
+            f" {repeats}"
+        )
+    if prompts.num_too_long > len(prompts):
+        warnings.append(
+            f"{prompts.num_too_long} of {prompts.num_read} rows are left out: their prompts are too long; the longest has"
+            f" {prompts.longest} tokens, which need rl_config.max_prompt_length={prompts.longest + 1}"
+        )
+    if prompts.dropped:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(prompts.dropped.items()))
+        warnings.append(f"{sum(prompts.dropped.values())} of {prompts.num_read} rows are left out: {reasons}")
+    some = range(0, len(prompts), -(-len(prompts) // _CHECKED_LABELS))
+    empty = [index for index in some if (label := prompts[index]["label"]) is not None and not label.strip()]
+    if empty:
+        warnings.append(
+            f"{len(empty)} of {len(some)} prompts have an empty label, the first {prompts.where(empty[0])}: a reward that"
+            " compares with it cannot be right"
+        )
+    return warnings
+
+
 def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:
     """Return the data plane's columns of prompts, each in `repeat` rows."""
     rows = [item for item in items for _ in range(repeat)]
@@ -168,6 +204,7 @@ def _open_run_prompts(
     """
     actor = run.config.actor_config
     path = getattr(actor, key)
+    model = run.models.get("actor")
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
     prompts = open_prompts(
@@ -179,6 +216,7 @@ def _open_run_prompts(
             _prompt_settings(actor),
             tools=tuple(tools),
             image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
+            vocab_size=None if model is None else model.plan.model_config.vocab_size,
         ),
     )
     if key == "data_path" and run.rl.distillation.enabled:
@@ -214,7 +252,8 @@ def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
         prompt_type_path=templates if templates and Path(templates).is_file() else None,
         map_keys=columns,
         handler_name=actor.handler_name,
-        enable_thinking="none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false",
+        enable_thinking=choose_thinking(actor.enable_thinking, actor.chat_template_kwargs),
+        chat_template_kwargs=actor.chat_template_kwargs,
         on_bad_row=actor.on_bad_row,
         system_prompt=actor.system_prompt,
         image_folder=actor.image_folder,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from mindspeed_rl.data.tokenizer import (
 )
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
+from mindspeed_rl.files import read_json
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
@@ -44,6 +44,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
 from mindspeed_rl.run.length import resolve_length
+from mindspeed_rl.run.machine import describe_machine, list_machine_checks
 from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
@@ -53,7 +54,7 @@ from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
-from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, load_prompts
+from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, describe_prompts, load_prompts
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
@@ -134,8 +135,11 @@ def check_rl(run: Run) -> RLInputs:
     actor = run.config.actor_config
     raise_together(_file_checks(run))
     env = build_worker_environment(run.config, run.platform)
-    if violations := check_reward_functions(run.rl) or dry_run_reward_functions(run.rl, env):
+    if violations := check_reward_functions(run.rl):
         raise ConfigError(violations)
+    functions = dry_run_reward_functions(run.rl, env)
+    if functions.violations:
+        raise ConfigError(functions.violations)
     run = plan_models(run)
     resume = run.resume
     assert resume is not None
@@ -154,9 +158,9 @@ def check_rl(run: Run) -> RLInputs:
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     warnings, errors = try_labels(run.rl.verifier_function if run.rl.rule_reward else [], prompts)
-    if errors:
+    if errors := functions.find_missing(prompts[0]["label"], prompts[0]["columns"]) or errors:
         raise ConfigError(errors)
-    for warning in warnings:
+    for warning in [*describe_machine(run), *describe_prompts(prompts, run.plan.num_prompts), *warnings]:
         print(f"warning: {warning}", flush=True)
     for dataset in filter(None, (prompts, held_out)):
         dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
@@ -196,14 +200,15 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
             raise ConfigError(violations)
 
     yield check_reward_names
+    yield from list_machine_checks(run)
     yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": actor.save})
     yield partial(find_trackers, run.rl.tracker_names)
     yield from list_source_checks(run)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
-    for path in (actor.data_path, actor.eval_data_path):
-        if isinstance(path, str):
-            yield partial(check_prompt_files, path)
+    for key in ("data_path", "eval_data_path"):
+        if isinstance(path := getattr(actor, key), str):
+            yield partial(check_prompt_files, path, key)
 
 
 def _check_engine_files(run: Run) -> None:
@@ -212,7 +217,7 @@ def _check_engine_files(run: Run) -> None:
     drafts = generate.drafts
     if drafts is not None and drafts["method"] == "draft_model":
         key, folder = "generate_config.speculative_config.model", Path(str(drafts["model"])).expanduser()
-        size = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+        size = read_json(folder / "config.json").get("vocab_size")
         if size != model_config.vocab_size:
             raise ValueError(
                 f"{key}: the model in {folder} has {size} tokens and the policy {model_config.vocab_size}; a draft needs the "

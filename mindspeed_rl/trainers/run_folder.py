@@ -18,6 +18,7 @@ from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.redaction import hide_in_configuration
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
@@ -75,11 +76,11 @@ class _RunReport:
         cfg = self._run.config
         write_report(
             self._run.folder,
-            dataclasses.asdict(cfg),
+            hide_in_configuration(dataclasses.asdict(cfg)),
             title=cfg.config_name,
             outcome=outcome,
             results=self._evaluation,
-            config_set=cfg.as_written(),
+            config_set=hide_in_configuration(cfg.as_written()),
             planned_iterations=self._run.plan.train_iters,
             plan=None if self._advisor is None else self._advisor.compare,
         )

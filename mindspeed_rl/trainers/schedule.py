@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,52 @@ class DisagreementError(RuntimeError):
     """Trainer and rollout engine disagree about the log-probs of the same tokens."""
 
 
+#: mean difference of log-probs that `log_probs_diff_limit: auto` accepts, by format: a hundred times what rounding reaches, and
+#: a tenth of what other weights or a broken kernel give
+_MEAN_DIFFERENCE = {"float32": 0.05, "bfloat16": 0.5}
 #: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: a product of normal numbers is wrong by
 #: 1.1 % in int8 and by 0.28 % in bfloat16
 _QUANTIZED_DIFFERENCE = 4.0
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """How far trainer and rollout engine may differ about the log-probs of the same tokens.
+
+    Attributes:
+        metric: what is compared with the limit.
+        measure: the metric in words.
+        source: where the limit comes from, in words.
+    """
+
+    metric: str
+    measure: str
+    limit: float
+    source: str
+
+    @classmethod
+    def choose(cls, run: Run) -> _Agreement | None:
+        """Return the limit of a run; None where it has none."""
+        limit, exact = run.rl.log_probs_diff_limit, not run.config.actor_config.bf16 and run.generate.dtype == "float32"
+        if limit is None:
+            return None
+        factor = 1.0 if run.generate.quantization is None else _QUANTIZED_DIFFERENCE
+        scaled = "" if factor == 1.0 else f" ({factor:g} times the key: the engine is in int8)"
+        if limit == "auto":
+            kind = "float32" if exact else "bfloat16"
+            limit, source = _MEAN_DIFFERENCE[kind], f"log_probs_diff_limit auto allows in {kind}"
+            return cls("rollout/log_probs_diff_mean", "in the mean", factor * limit, f"the {factor * limit:g} that {source}")
+        return cls("rollout/log_probs_diff_max", "", factor * limit, f"log_probs_diff_limit {factor * limit:g}{scaled}")
+
+    def check(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Raise DisagreementError where the results of an iteration differ by more."""
+        difference = results.get(self.metric)
+        if difference is not None and difference > self.limit:
+            amount = f"{difference:.3g} {self.measure}".strip()
+            raise DisagreementError(
+                f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {amount}, more than "
+                f"{self.source}: other weights, or another precision."
+            )
 
 
 def _resolve_admission(run: Run) -> Admission:
@@ -80,12 +125,13 @@ class Schedule:
         self.num_train_samples = plan.num_train_samples
         self.objective = objective
         self._keys = list_keys_on_resume(run.config)
+        self._attention = {} if run.attention is None else {"cpu_attention": run.attention.kernel}
         self._done = (0, 0)
         self.kl = build_kl_controller(objective)
         self.admission = _resolve_admission(run)
-        # the tokens are sampled from the weights that train on them
-        self._on_policy = plan.on_policy and self.admission.bound == 0
-        self._is_quantized = run.generate.quantization is not None
+        # later steps of an iteration compare a policy that has been updated, and tokens may be of earlier weights
+        is_comparable = plan.on_policy and self.admission.bound == 0
+        self._agreement = _Agreement.choose(run) if is_comparable else None
         self.needs_ref = objective.needs_ref
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -169,21 +215,14 @@ class Schedule:
         if name in results:
             self.kl.update(results[name], self.num_train_samples)
             metrics.add_last("actor/kl_coef", self.kl.coef)
-        limit, difference = self._rl.log_probs_diff_limit, results.get("rollout/log_probs_diff_max")
-        scaled = ""
-        if limit is not None and self._is_quantized:
-            limit, scaled = limit * _QUANTIZED_DIFFERENCE, f" ({_QUANTIZED_DIFFERENCE:g} times the key: the engine is in int8)"
-        # later steps of an iteration compare a policy that has been updated
-        if limit is not None and difference is not None and self._on_policy and difference > limit:
-            raise DisagreementError(
-                f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {difference:.3g}, more than "
-                f"log_probs_diff_limit {limit:g}{scaled}: other weights, or another precision."
-            )
+        if self._agreement is not None:
+            self._agreement.check(iteration, results)
 
     def state_dict(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights, as plain values."""
         prompts = self._done[1] + (iteration - self._done[0]) * self._plan.num_prompts
-        return {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys, "rollout_prompts": prompts}
+        state = {"iteration": iteration, "kl": self.kl.state_dict(), "keys": self._keys, "rollout_prompts": prompts}
+        return {**state, **self._attention}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; a coefficient that is not adapted is the run file's."""

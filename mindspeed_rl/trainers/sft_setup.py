@@ -30,11 +30,13 @@ from mindspeed_rl.data.indexed import (
     list_packed_columns,
     read_index,
 )
+from mindspeed_rl.data.sources import has_files
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.length import resolve_length
+from mindspeed_rl.run.machine import describe_machine, list_machine_checks
 from mindspeed_rl.run.models import check_outputs, list_source_checks, plan_models
 from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.phases import Phases
@@ -113,6 +115,8 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if config.stage == "orm" and lacks_score_head(source):
         print(describe_fresh_head("reward model", source), flush=True)
     num_devices = run.plan.world_size
+    for warning in describe_machine(run):
+        print(f"warning: {warning}", flush=True)
     lines = [str(resume), f"starting {num_devices} workers on {run.platform} ..."]
     if num_rows is not None:
         lines.insert(0, f"{run.plan.train_iters} iterations are {config.train_epochs:g} passes over {num_rows} rows")
@@ -176,6 +180,7 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of each file that the run file names, and one of keys that it leaves unset."""
     config, rl = run.config.actor_config, run.config.rl_config
     yield partial(check_outputs, missing_for_training(run), {"run_dir": run.folder, "save": config.save})
+    yield from list_machine_checks(run)
     yield partial(find_trackers, [] if rl is None else rl.tracker_names)
     yield from list_source_checks(run)
     if config.tokenizer_name_or_path is not None:
@@ -193,6 +198,16 @@ _COLUMNS = {
     "orm": ("chosen_input_ids", "rejected_input_ids"),
     "prm": ("input_ids", "labels"),
 }
+
+
+#: handler that preprocesses for a stage, and what follows the prefix in the names of its files
+_HANDLERS = {
+    "pretrain": "GeneralPretrainHandler",
+    "sft": "AlpacaStyleInstructionHandler",
+    **dict.fromkeys(("dpo", "simpo", "cpo", "orpo", "kto", "orm"), "AlpacaStylePairwiseHandler"),
+    "prm": "AlpacaStyleProcessRewardHandler",
+}
+_SUFFIXES = {"pretrain": "_text_document"}
 
 
 def _count_rows(stage: str, data_path: object, split: str | None) -> int:
@@ -240,6 +255,13 @@ def _check_files(stage: str, key: str, prefix: object) -> None:
         stage = "dpo" if stage == "kto" and is_paired(str(prefix)) else stage
         missing = [f"{prefix}_packed_{name}_document.idx" for name in _COLUMNS[stage] if name not in columns]
         hint = f"found {', '.join(columns) or 'no column at all'}; give the --output-prefix of preprocessing"
+    if missing and has_files(str(prefix)):
+        raise ValueError(
+            f"megatron_training.{key}: {Path(str(prefix)).expanduser().absolute()} is raw data, and stage {stage} reads data"
+            f" that is preprocessed: mindspeed-rl preprocess --input {prefix} --output-prefix PREFIX --handler-name"
+            f" {_HANDLERS[stage]} --tokenizer-name-or-path MODEL_FOLDER, then megatron_training.{key}: PREFIX"
+            f"{_SUFFIXES.get(stage, '')}"
+        )
     if missing:
         raise ValueError(f"megatron_training.{key}: {missing[0]} does not exist ({hint}).")
 

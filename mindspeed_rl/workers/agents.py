@@ -15,7 +15,7 @@ from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.keys.deadlines import DEFAULTS
 from mindspeed_rl.data.images import ImageReader, read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem
-from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, load_template
+from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, choose_thinking, load_template
 from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.rollout.agents import load_agent_loop
@@ -69,6 +69,7 @@ def build_agents(run: Run, tokenizer: PreTrainedTokenizerBase) -> AgentRunner:
         tool_parser=choose_parser(rl, turns),
         images=images,
         max_images=run.generate.limit_mm_image_per_prompt,
+        vocab_size=run.models["actor"].plan.model_config.vocab_size,
     )
     return AgentRunner(load_agent_loop(name)(settings), toolbox)
 
@@ -88,7 +89,11 @@ def build_toolbox(rl: RLConfig, tokenizer: PreTrainedTokenizerBase, turns: ChatT
     name = choose_parser(rl, turns)
     thinks = turns is not None and turns.opens_thought
     limits = CallLimits(
-        rl.max_tool_calls, rl.max_parallel_calls, rl.max_tool_response_length, rl.tool_response_truncate_side or "middle"
+        rl.max_tool_calls,
+        rl.max_parallel_calls,
+        rl.max_tool_response_length,
+        rl.tool_response_truncate_side or "middle",
+        rl.max_tool_response_characters,
     )
     return Toolbox(
         build_tools(read_tools(rl.tool_config_path, rl.deadlines.tool or DEFAULTS["tool"])),
@@ -214,8 +219,8 @@ def _build_chat_turns(run: Run, tokenizer: PreTrainedTokenizerBase, image_marker
     actor = run.config.actor_config
     path = actor.prompt_type_path if actor.prompt_type_path and Path(actor.prompt_type_path).is_file() else None
     name = actor.prompt_type or (HF_TEMPLATE if tokenizer.chat_template else PLAIN_TEMPLATE)
-    template = load_template(name, tokenizer, path=path)
-    thinking = "none" if actor.enable_thinking is None else "true" if actor.enable_thinking else "false"
+    template = load_template(name, tokenizer, path=path, arguments=actor.chat_template_kwargs)
+    thinking = choose_thinking(actor.enable_thinking, actor.chat_template_kwargs)
     has_tools = run.rl.tool_config_path is not None
     return ChatTurns(template, tokenizer, thinking=thinking, has_tools=has_tools, image_marker=image_marker)
 

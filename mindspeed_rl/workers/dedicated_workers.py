@@ -114,7 +114,7 @@ class TeacherWorker(_DedicatedWorker, TeacherPhases):
     role, title = "teacher", "teacher"
 
     def _build_roles(self, tokenizer: PreTrainedTokenizerBase, shared: PassSettings) -> Roles:
-        return Roles(teachers=build_teachers(self.run, shared))
+        return Roles(teachers=build_teachers(self.run, shared, self._release))
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now."""

@@ -91,7 +91,7 @@ class RemoteGroup:
         remove_status_files(self._folder, self.names)
         limit_s = self.monitor.limit_s("placement")
         self._placement = placement_group([needs] * size, strategy="PACK")
-        if not self._placement.wait(timeout_seconds=limit_s):
+        if not self.monitor.wait_for_placement(self._placement, self.names):
             raise TimeoutError(
                 f"Ray could not place {size} {title}s with {needs} each within {limit_s:.0f} s (rl_config.deadlines.placement)."
             )
@@ -239,9 +239,10 @@ def start_group(
         collective_timeout_s=run.deadlines.seconds["collective"],
     )
     threads = None if run.threads is None else run.threads.count
+    attention = None if run.attention is None else run.attention.kernel
     return RemoteGroup(
         settings,
-        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads),
+        build_worker_environment(run.config, run.platform, run.num_nodes, threads=threads, attention=attention),
         num_cpus=(run.config.rl_config or RLConfig()).num_cpus_for_placement_group,
         plane=plane,
         monitor=WaitMonitor(run.folder, run.deadlines, run.fault_tolerance),

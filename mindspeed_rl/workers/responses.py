@@ -11,6 +11,7 @@ import torch
 
 from mindspeed_rl.config import SamplingConfig
 from mindspeed_rl.data.images import IMAGES, ImageRules
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import RoleModel
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rollout.requests import Sampling
@@ -19,6 +20,9 @@ from mindspeed_rl.run import Run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: names of metrics of trajectories in one rollout
+_MAX_NAMES = 500
 
 
 def read_image_rules(model: RoleModel) -> ImageRules | None:
@@ -47,14 +51,17 @@ def build_response_columns(trajectories: Sequence[Trajectory], *, with_images: b
 
 
 def compute_response_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Return lengths, the fraction of truncated responses, and the trajectories' own metrics."""
+    """Return lengths, the fraction of truncated responses, and the trajectories' own metrics, of which there are some names."""
     metrics = Metrics()
     metrics.add_spread("response_length", [len(trajectory.token_ids) for trajectory in trajectories])
     metrics.add_spread("prompt_length", [trajectory.sequence_lengths[0] for trajectory in trajectories])
     truncated = sum(trajectory.finish == "length" for trajectory in trajectories)
     metrics.add_mean("rollout/truncated_fraction", truncated, len(trajectories))
     metrics.add_sum("rollout/tokens", sum(len(trajectory.sampled_versions) for trajectory in trajectories))
-    for name in dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics):
+    names = list(dict.fromkeys(name for trajectory in trajectories for name in trajectory.metrics))
+    if len(names) > _MAX_NAMES:  # programs may give each sample other ones, which no page could draw
+        metrics.add_sum("rollout/metrics_left_out", len(names) - _MAX_NAMES)
+    for name in names[:_MAX_NAMES]:
         values = [trajectory.metrics[name] for trajectory in trajectories if name in trajectory.metrics]
         if "/" in name:
             metrics.add_sum(name, sum(values))
@@ -76,7 +83,7 @@ def build_sampling(keys: SamplingConfig, folder: Path, tokenizer: PreTrainedToke
     assert isinstance(eos_id, int), eos_id  # tokenizers without one are refused when prompts are read
     # generation_config.json may name more end tokens than the tokenizer's one
     path = folder / "generation_config.json"
-    named = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
     stops = named if isinstance(named, list) else [] if named is None else [named]
     return Sampling(
         temperature=keys.temperature,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,7 @@ from torch import Tensor
 from mindspeed_rl.adaptors.vllm_stacked_experts import join_experts
 from mindspeed_rl.checkpoint import mcore
 from mindspeed_rl.checkpoint.block_fp8 import open_weights, without_quantization
-from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys, read_json, set_end_token
+from mindspeed_rl.checkpoint.hf import HfFolderWriter, copy_companions, dtype_keys, mtp_keys
 from mindspeed_rl.checkpoint.lora import MergedSource, open_peft
 from mindspeed_rl.checkpoint.megatron_source import open_megatron
 from mindspeed_rl.checkpoint.model_source import (
@@ -26,9 +26,9 @@ from mindspeed_rl.checkpoint.model_source import (
 )
 from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
+from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
-from mindspeed_rl.data.templates import find_end_token
 from mindspeed_rl.engine.batching import MicroBatching
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.built_model import BuiltModel
@@ -47,6 +47,7 @@ from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights, load_weights
+from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
@@ -140,6 +141,7 @@ class Role:
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
+        self._template = TrainedTemplate.from_config(config, model.source.hf_folder)
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
@@ -195,6 +197,7 @@ class Role:
         if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
             return
         if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
+            self.offloader.onload(params=True)
             self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
@@ -240,8 +243,7 @@ class Role:
             # next to the checkpoints, so that they show which model they are of
             partial = files.with_name(f"{files.name}.partial")
             copy_companions(self.source.hf_folder, partial, self._hf_changes())
-            if (end := find_end_token(self.config.prompt_type, self.config.prompt_type_path)) is not None:
-                set_end_token(partial, end)
+            self._template.write(partial)
             shutil.rmtree(files, ignore_errors=True)
             os.replace(partial, files)
         savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
@@ -303,14 +305,15 @@ class Role:
         lora = LoraSettings.from_config(self.config)
         if lora is not None and self.config.lora_ckpt_filter and head == "lm":
             save_peft(self.model, lora, folder, str(self.source.hf_folder))
+            if dist.get_rank() == 0:
+                self._template.write_beside_adapter(folder)
+            dist.barrier()
             return
         if dist.get_rank() == 0:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
             changes = self._hf_changes() | padding
-            # what answers ended with in training
-            end = find_end_token(self.config.prompt_type, self.config.prompt_type_path)
-            with HfFolderWriter(folder, self.source.hf_folder, changes, end_token=end) as writer:
+            with HfFolderWriter(folder, self.source.hf_folder, changes, finish=self._template.write) as writer:
                 plan, named = self.model.plan, self.stream.named_tensors(ranks=[0])
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
@@ -365,12 +368,13 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
 
 
-def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
+def build_teachers(run: Run, shared: PassSettings, release: Callable[[Role], None]) -> dict[str, Role]:
     """Build the teachers with weights of their own; collective over their training world.
 
     Args:
         run: with its models.
         shared: see `build_pass_settings`.
+        release: is called with each before the next is built.
     """
     assert run.objective is not None and run.objective.distillation is not None
     settings, vocab_size = run.objective.distillation, run.models["actor"].plan.model_config.vocab_size
@@ -382,6 +386,7 @@ def build_teachers(run: Run, shared: PassSettings) -> dict[str, Role]:
                 # rows beyond the student's vocabulary are padding that was stored
                 model.true_vocab_size = min(model.true_vocab_size, vocab_size)
         built[folder] = role
+        release(role)
     return built
 
 

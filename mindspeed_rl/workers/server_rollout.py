@@ -36,6 +36,10 @@ _Result = TypeVar("_Result")
 
 #: finished responses are collected for this long before they are put together
 _COLLECT_S = 0.02
+#: hosts of servers that find a loopback address of the run
+_THIS_MACHINE = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "::"}
+#: longest wait for the end of the tools
+_CLOSE_S = 30.0
 #: interval of the checks for failures elsewhere while servers generate
 _CHECK_EVERY_S = 0.2
 
@@ -82,7 +86,7 @@ class ServerRollout:
     def set_up(self, steps: StartSteps | None = None) -> None:
         """Wait for the servers, which started together with the workers, and start the tools."""
         self.servers.set_up()
-        self.servers.loop.run(self.agents.start())
+        self.servers.loop.run(self.agents.start(), Phases.SET_UP)
         if steps is not None:
             steps.done("the rollout servers answer")
 
@@ -90,7 +94,7 @@ class ServerRollout:
         """Terminate the tools and the run's own servers."""
         # a tool may raise anything here, and the processes must be terminated nevertheless
         with contextlib.suppress(Exception):
-            self.servers.loop.run(self.agents.close())
+            self.servers.loop.start(self.agents.close()).result(timeout=_CLOSE_S)
         self.servers.close()
         self._writer.shutdown(wait=False, cancel_futures=True)
 
@@ -99,7 +103,7 @@ class ServerRollout:
     def push_weights(self, version: int) -> list[WorkerReport]:
         """Give all servers the actor's weights, with proof; a server that does not take them is removed."""
         servers = self.servers
-        servers.loop.run(servers.pool.pause("wait"))
+        servers.loop.run(servers.pool.pause("wait"), Phases.PAUSE_SERVERS)
         reports, num_proven = self._sync_weights(version)
         servers.loop.run(servers.pool.resume())
         metrics = Metrics()
@@ -119,7 +123,7 @@ class ServerRollout:
         servers = self.servers
         if not servers.pool.names:
             # waiting requests would go to the new server before it has the weights
-            servers.loop.run(servers.pool.pause("keep"))
+            servers.loop.run(servers.pool.pause("keep"), Phases.PAUSE_SERVERS)
             self._sync_weights(self._version)
             servers.loop.run(servers.pool.resume())
 
@@ -132,12 +136,13 @@ class ServerRollout:
 
     def _join(self, names: Sequence[str], invite: Callable[[Rendezvous], None]) -> None:
         """Make a group of the trainers and the servers of these names."""
-        trainers, placement = self._trainers, self._run.placement
-        address = [trainers.processes[0].address.remote()]
+        trainers, is_local = self._trainers, self._run.num_nodes == 1
+        hosts = self.servers.list_hosts(names)
+        # a server that another command has started may not see the run's files
+        address = [trainers.processes[0].address.remote(is_local and not hosts)]
         ((host, port),) = wait_all(address, trainers.names[:1], Phases.JOIN_SERVERS.name, self._plane, trainers.monitor)
         # the address of a run on one node is 127.0.0.1, at which servers elsewhere do not find it
-        remote = any(server not in ("127.0.0.1", "localhost", "::1") for server, _ in placement.servers)
-        if remote and self._run.num_nodes == 1:
+        if is_local and hosts - _THIS_MACHINE:
             host = ray.util.get_node_ip_address()
         rendezvous = self.servers.weights.make_rendezvous(host, port, names)
         # a join ends when all members are there: it starts before servers are invited, and is awaited after that

@@ -74,6 +74,8 @@ class SupervisedWorker(DeviceWorker):
         # other samples than in the checkpoint begin with a new pass
         start = state.get("pass_start", 0) if state.get("order", self._order) == self._order else self.consumed
         self._state = {"pass_start": start, "order": self._order, "keys": list_keys_on_resume(cfg)}
+        if self.run.attention is not None:
+            self._state["cpu_attention"] = self.run.attention.kernel
         self.add_hooks(self.resumed_state().get("iteration", 0))
         batches = self.stage.order(len(self.train_items), plan, self.consumed - start)
         balanced = cfg.rl_config is not None and cfg.rl_config.use_dp_batch_balance

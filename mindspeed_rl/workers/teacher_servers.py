@@ -36,6 +36,10 @@ _MAX_REPLY_BYTES = 1 << 30
 _MAX_REQUESTS = 64
 _TIMEOUT_S = 600.0
 _REPLACED = "\ufffd"
+#: above 0 by what float32 rounds; see `serving/replies.py`
+_MAX_LOG_PROB = 1e-3
+#: errors of a reply that has other fields or types
+_MALFORMED = (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class TeacherServerError(RuntimeError):
@@ -50,14 +54,49 @@ class _Judged:
     ids: Tensor
 
 
+def _read_id(name: str) -> int:
+    # as JSON has it; int would also take " 1_0"
+    if not (name.isascii() and name.isdigit() and len(name) < 11 and int(name) < 1 << 31):
+        raise ValueError(f"{name[:40]!r} is no token id")
+    return int(name)
+
+
+def _read_log_prob(value: Any) -> float:
+    """Return a log-prob; null, which JSON has for minus infinity, is that."""
+    if value is None:
+        return -math.inf
+    # no comparison holds for NaN
+    if type(value) not in (int, float) or not value <= _MAX_LOG_PROB:
+        raise ValueError(f"{str(value)[:40]} is no log-prob")
+    return float(value)
+
+
 def _read_entry(entry: Mapping[str, Mapping[str, Any]], token: int, top_k: int) -> list[tuple[float, int]]:
-    """Return (log-prob, id) of a position: of its token, or of its `top_k` most probable ones."""
-    values = {int(name): record.get("logprob") for name, record in entry.items()}
-    read = {name: -math.inf if value is None else float(value) for name, value in values.items()}
+    """Return (log-prob, id) of a position: of its token, or of its `top_k` most probable ones.
+
+    Raises:
+        ValueError: an id or a log-prob is wrong.
+    """
+    read = {_read_id(name): _read_log_prob(record["logprob"]) for name, record in entry.items()}
     if not top_k:
         return [(read[token], token)]
+    if not read:
+        raise ValueError("a position has no tokens")
     best = sorted(((value, name) for name, value in read.items()), key=lambda pair: (-pair[0], pair[1]))[:top_k]
     return best + [(-math.inf, -1)] * (top_k - len(best))
+
+
+def _read_model(reply: Mapping[str, Any], address: str) -> str:
+    """Return the name of the first model that a server lists, "default" where it lists none."""
+    try:
+        name = reply["data"][0]["id"] if reply.get("data") else "default"
+    except _MALFORMED:
+        name = None
+    if not isinstance(name, str):
+        raise TeacherServerError(
+            f"rl_config.distillation.teacher_models: {address}/models names no model: data[0].id is not a text"
+        )
+    return name
 
 
 class TeacherServers:
@@ -92,7 +131,12 @@ class TeacherServers:
             body = asyncio.run(self._request_all([(address, ids)]))[0]
             differing = []
             for token, entry in zip(ids[1:], body[1:]):
-                theirs, ours = entry[str(token)].get("decoded_token"), tokenizer.decode([token])
+                try:
+                    theirs, ours = entry[str(token)].get("decoded_token"), tokenizer.decode([token])
+                except _MALFORMED as error:
+                    raise TeacherServerError(
+                        f"rl_config.distillation.teacher_models: {address} returned no log-prob of prompt token {token}"
+                    ) from error
                 # a part of a character has no text
                 if isinstance(theirs, str) and isinstance(ours, str) and _REPLACED not in theirs + ours:
                     differing += [(token, ours, theirs)] if theirs.strip() != ours.strip() else []
@@ -154,7 +198,7 @@ class TeacherServers:
         try:
             first = len(ids) - size
             entries = [_read_entry(reply[index], ids[index], self._top_k) for index in range(first, len(ids))]
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except _MALFORMED as error:
             raise TeacherServerError(
                 f"a teacher's server returned no log-prob of each prompt token: {type(error).__name__} {error}"
             ) from error
@@ -173,14 +217,15 @@ class TeacherServers:
             for address in dict.fromkeys(address for address, _ in requests):
                 if address not in self._models:
                     reply = await self._call(client, address, "models", None)
-                    self._models[address] = reply["data"][0]["id"] if reply.get("data") else "default"
+                    self._models[address] = _read_model(reply, address)
 
             async def request(address: str, ids: list[int]) -> list[Any]:
                 body = {"model": self._models[address], "prompt": ids, "max_tokens": 1, "temperature": 1.0}
                 async with limit:
                     reply = await self._call(client, address, "completions", body | {"prompt_logprobs": self._top_k})
-                choices = reply.get("choices") or [{}]
-                log_probs = choices[0].get("prompt_logprobs") or reply.get("prompt_logprobs")
+                choices = reply.get("choices")
+                choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+                log_probs = choice.get("prompt_logprobs") or reply.get("prompt_logprobs")
                 if not isinstance(log_probs, list) or len(log_probs) != len(ids):
                     raise TeacherServerError(
                         f"the teacher at {address} returned no prompt_logprobs of {len(ids)} tokens; it must be a server with "

@@ -45,22 +45,27 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase) -> Roles:
+def _build_roles(run: Run, tokenizer: PreTrainedTokenizerBase, release: Callable[[Role], None]) -> Roles:
     """Build the models that share the actor's devices, with their weights; collective over the training world.
 
     Args:
         run: with its models.
         tokenizer: tokenizer of the actor.
+        release: is called with each model before the next is built: a device may not have room for two.
     """
     shared = build_pass_settings(run, tokenizer)
+    built = Roles()
     # the actor is the first of the run's models
-    named = [name for name in ("actor", "ref", "critic") if name in run.models and name not in run.placement.dedicated]
-    roles = {name: build_role(run, name, shared) for name in named}
-    built = Roles(roles["actor"], roles.get("ref"), roles.get("critic"))
+    for name in ("actor", "ref", "critic"):
+        if name in run.models and name not in run.placement.dedicated:
+            role = build_role(run, name, shared)
+            setattr(built, name, role)
+            release(role)
     if "teacher" in run.models and "teacher" not in run.placement.dedicated:
-        built.teachers = build_teachers(run, shared)
+        built.teachers = build_teachers(run, shared, release)
     if "reward" in run.models and "reward" not in run.placement.dedicated:
         built.reward, built.scoring = build_reward_model(run, tokenizer, shared)
+        release(built.reward)
     return built
 
 
@@ -83,7 +88,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         self.source = model.source
         init_distributed(model.config, model.plan.layout.vpp)
         self.tokenizer = load_tokenizer_of(model.config, self.source)
-        self.roles = _build_roles(run, self.tokenizer)
+        self.roles = _build_roles(run, self.tokenizer, self._release)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
         if term is not None and term.estimator is None:

@@ -238,7 +238,18 @@ def test_an_environment_next_to_the_run_file_is_found_and_its_exceptions_are_sho
 # --- a program of the user ------------------------------------------------------------------------------------------------
 
 PROGRAM = """
-import json, os, urllib.request
+import json, os, urllib.error, urllib.request
+
+# ids that the model does not have would end its engine: the request fails, and nothing else
+for prompt in ([999999999], [1, 2**70], [-1], [2**63 - 1]):
+    body = json.dumps({"prompt": prompt, "max_tokens": 2}).encode()
+    url = os.environ["OPENAI_BASE_URL"] + "/completions"
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, body, {"content-type": "application/json"}))
+    except urllib.error.HTTPError as error:
+        assert error.code == 400, error.read()
+    else:
+        raise AssertionError("ids outside of the vocabulary were taken")
 
 def post(messages, **more):
     body = json.dumps({"model": "policy", "messages": messages, **more}).encode()

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import re
 import socket
+import struct
 from pathlib import Path
 
 import psutil
@@ -50,6 +51,25 @@ def doors(command: Command) -> dict[str, set[str]]:
     return results
 
 
+def serves_store(port: int) -> bool:
+    """Whether torch's store answers at a port, which asks nobody for a secret: its protocol is a magic number, then a ping."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=3) as door:
+        door.settimeout(1)
+        door.sendall(b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + struct.pack("<I", 77))
+        return door.recv(4) == struct.pack("<I", 77)
+    return False
+
+
+def ports(command: Command) -> set[int]:
+    """The ports of the run's workers."""
+    found = set[int]()
+    for process in command.processes():
+        with contextlib.suppress(psutil.Error):
+            listening = [c for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            found |= {c.laddr.port for c in listening} if kind_of(process) == "device worker" else set()
+    return found
+
+
 def documented() -> dict[str, set[str]]:
     """The table of the page."""
     rows = re.findall(r"^\| ([^|]+?) +\| (loopback|any|an interface)[^|]*\|", PAGE.read_text(), re.MULTILINE)
@@ -65,6 +85,7 @@ def test_every_door_is_on_loopback_and_in_the_table(task: Path, tmp_path: Path) 
     with running(task, tmp_path, "megatron_training.train_iters=100000", "actor_config.save=null") as command:
         command.wait_until(lambda: len(command.metrics) > 1)
         result = doors(command)
+        assert not [port for port in ports(command) if serves_store(port)]
         own = {str(path) for path in set(Path("/tmp").glob("ray-*")) - before}
         command.process.terminate()
         assert command.wait(90) == 143

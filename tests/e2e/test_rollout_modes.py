@@ -181,6 +181,24 @@ def test_a_server_joins_a_run_by_its_folder_generates_and_leaves_without_a_lost_
 
 
 @pytest.mark.slow
+def test_an_asynchronous_run_whose_node_of_ray_dies_recovers_at_once_and_ends_at_a_signal(task: Path, tmp_path: Path) -> None:
+    keys = ["rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1", "megatron_training.save_interval=2"]
+    keys += ["rl_config.fault_tolerance.enabled=true", "rl_config.fault_tolerance.heartbeat_interval_s=1"]
+    with running(task, tmp_path, *SERVER, *keys, IN_TURN, iterations(100_000)) as command:
+        command.wait_until(lambda: len(command.metrics) >= 2)
+        # Ray's node service ends with its agent, and its processes end with it
+        (agent,) = [process for process in command.processes() if "runtime_env_agent" in " ".join(process.cmdline()).lower()]
+        agent.kill()
+        command.wait_until(lambda: "rl_config.fault_tolerance: all workers were ended" in command.output, patient(60))
+        known = len(command.metrics)
+        command.wait_until(lambda: len(command.metrics) >= known + 2)
+        assert [metrics["iteration"] for metrics in command.metrics] == list(range(1, len(command.metrics) + 1))
+        command.process.terminate()
+        assert command.wait(60) == 128 + signal.SIGTERM, command.output[-4000:]
+        assert not command.leftovers()
+
+
+@pytest.mark.slow
 def test_an_int8_rollout_is_near_the_trainer_and_corrected_in_process_and_in_servers(task: Path, tmp_path: Path) -> None:
     keys = ["generate_config.quantization=int8", "rl_config.log_probs_diff_limit=0.1", iterations(3)]
     plain = finished(task, tmp_path / "plain", *SHARED, iterations(3))

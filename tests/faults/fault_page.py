@@ -13,6 +13,8 @@ from fault_table import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results.json"
+#: what was sent through each door by the scripts of an audit; counted by hand, and not run with the tests
+DOORS = Path(__file__).parent / "doors.json"
 
 _TEXT = {
     "en": """# Faults
@@ -49,6 +51,29 @@ lines come from the last recorded run.
 {missing}{uncompared}
 """,
 }
+_DOORS = {
+    "en": """
+## What comes through doors
+
+Broken input from models, programs, servers and files: how many cases were tried in November 2026, and how many ended as they
+should (one sentence, within the time limit, the fault only the sample's, the server's or the file's). The unit tests of each
+door have the kinds of these cases, not all of them.
+
+| Door | Cases | Right |
+|---|---|---|
+{rows}
+""",
+    "zh": """
+## 来自外部的输入
+
+来自模型、程序、服务与文件的异常输入：2026 年 11 月试过的用例数，以及结果正确的数目（在时限内给出一句说明，只影响该样本、
+该服务或该文件）。各入口的单元测试覆盖这些用例的种类，而不是全部用例。
+
+| 入口 | 用例 | 正确 |
+|---|---|---|
+{rows}
+""",
+}
 _ENDS = {
     "en": {"goes on": "continues", "recovers": "recovers", "ends": "ends", "refused": "refused"},
     "zh": {"goes on": "继续", "recovers": "恢复", "ends": "结束", "refused": "拒绝"},
@@ -68,7 +93,12 @@ def page(language: Literal["en", "zh"]) -> str:
     missing = "\n" + _MISSING[language].format(", ".join(f"`{name}`" for name in left)) if left else ""
     recovered = [fault.id for fault in FAULTS if fault.end == "recovers" and "equal" not in results.get(fault.id, {"equal": 0})]
     uncompared = "\n\n" + _UNCOMPARED[language].format(", ".join(f"`{name}`" for name in recovered)) if recovered else ""
-    return _TEXT[language].format(rows=rows, missing=missing, uncompared=uncompared).rstrip("\n") + "\n"
+    text = _TEXT[language].format(rows=rows, missing=missing, uncompared=uncompared).rstrip("\n") + "\n"
+    doors = (
+        f"| {door[language]} | {door['tried']:,} | {door['right']:,} |"
+        for door in json.loads(DOORS.read_text(encoding="utf-8"))
+    )
+    return text + _DOORS[language].format(rows="\n".join(doors))
 
 
 def _row(fault: Fault, result: dict[str, float | str], language: str) -> str:

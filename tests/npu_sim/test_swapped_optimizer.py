@@ -77,6 +77,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "a stage without experts": (2, {"pipeline_model_parallel_size": 2}, {"model": "deepseek3"}),
     "grouped experts": (1, {"moe_grouped_gemm": True}, {"model": "qwen3_moe"}),
     "latent attention": (1, {}, {"model": "deepseek3"}),
+    "all at once": (1, {"swap_optimizer_times": 1}, {}),
+    "many parts": (2, {"swap_optimizer_times": 1000}, {}),
     "adapters": (1, {"lora_target_modules": ["linear_qkv", "linear_proj"], "lora_r": 4, "lora_alpha": 8}, {}),
 }
 

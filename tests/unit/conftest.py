@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from loop_watch import LoopWatch
 
 from mindspeed_rl import adaptors, platform
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # as in all workers on the CPU, for programs that import vLLM too
 platform.select("cpu")
 adaptors.apply("train")
+
+
+#: folders whose event loops keep the deadlines of samples
+_WATCHED = tuple(str(Path(__file__).parent / name) for name in ("tools", "rollout", "serving", "rewards", "isolation"))
+
+
+@pytest.fixture(autouse=True)
+def loops_never_stand(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test in which an event loop of the product stood for more than half a second."""
+    if not str(request.path).startswith(_WATCHED):
+        yield
+        return
+    watch = LoopWatch()
+    watch.start()
+    yield
+    if reports := watch.stop():
+        pytest.fail("\n".join(reports), pytrace=False)
 
 
 @pytest.fixture(scope="session")

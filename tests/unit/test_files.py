@@ -13,7 +13,7 @@ import pytest
 from patience import patient
 
 from mindspeed_rl.cli.preprocess import main as preprocess
-from mindspeed_rl.files import FileWriteError, replace_file, write_file
+from mindspeed_rl.files import FileWriteError, describe_missing, open_regular, read_json, replace_file, write_file
 from mindspeed_rl.importers.command import main as import_run
 
 
@@ -93,3 +93,31 @@ def test_commands_end_without_a_traceback_where_they_cannot_write(tmp_path: Path
     assert preprocess([*words, "--output-prefix", "/proc/x"]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 3 and "cannot be written" in errors[0]
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "~no_such_user/x", "/proc/1/root/x", "a/b/c/d", "/dev/null/x"])
+def test_any_path_that_is_not_there_is_described(name: str) -> None:
+    text = describe_missing(name)
+    assert "does not exist" in text and len(text) < 12000
+
+
+def test_a_missing_path_names_the_nearest_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "start" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert describe_missing("strat/model") == (
+        f"'strat/model' does not exist ({tmp_path}/strat/model, relative to {tmp_path}); did you mean 'start/model'?"
+    )
+    assert describe_missing(tmp_path / "start/modle").endswith(f"did you mean '{tmp_path}/start/model'?")
+    (tmp_path / "link").symlink_to("nothing")
+    assert describe_missing("link") == f"'link' is a link to 'nothing', which does not exist ({tmp_path}/link)"
+
+
+def test_a_pipe_a_device_and_a_folder_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, kind in ((tmp_path / "pipe", "a named pipe"), (Path("/dev/zero"), "a device"), (tmp_path, "a folder")):
+        with pytest.raises(ValueError, match=f"{path} is {kind}; only regular files are read"):
+            open_regular(path)
+        with pytest.raises(ValueError, match=kind):
+            read_json(path)
+    with pytest.raises(ValueError, match=f"{tmp_path} has no a.json"):
+        read_json(tmp_path / "a.json")

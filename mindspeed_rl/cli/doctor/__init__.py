@@ -22,6 +22,7 @@ from typing import Any
 from mindspeed_rl.cli.doctor import checks, logs, stack
 from mindspeed_rl.cli.doctor.checks import Finding
 from mindspeed_rl.cli.doctor.logs import LogFinding
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.observability.heartbeat import FOLDER
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.process_status import (
@@ -81,7 +82,7 @@ def _examine(platform: str, line: str, environment: Mapping[str, str], *, probe_
     findings = [*checks.check_versions(chosen, installed), *checks.check_cann(chosen, environment)]
     if probe_torch:
         findings += checks.check_torch(expects_npu=platform == "npu")
-        findings += checks.check_imports() if platform == "npu" else []
+        findings += checks.check_imports() if platform == "npu" else checks.check_exactness(environment)
     findings += checks.check_environment(environment)
     findings += checks.check_devices() + checks.check_ipc(environment)
     findings += checks.check_tools(environment) + checks.check_glibc(chosen) + checks.check_host(environment)
@@ -188,9 +189,13 @@ def _examine_hang(folder: Path) -> _HangReport:
         ValueError: the folder holds no run with heartbeats.
     """
     if not (folder / FOLDER).is_dir():
-        raise ValueError(
-            f"--hang {folder}: no folder {FOLDER}/ in it; name the folder of a run (it is printed at a run's start)."
-        )
+        if (folder / "report.json").is_file():
+            raise ValueError(
+                f"--hang {folder}: this run has ended, and none of its processes is left to look at; mindspeed-rl report"
+                f" {folder} shows how it went"
+            )
+        problem = f"no folder {FOLDER}/ in it" if folder.is_dir() else describe_missing(folder)
+        raise ValueError(f"--hang {folder}: {problem}; name the folder of a run (it is printed at a run's start).")
     processes = collect_statuses(folder)
     if not processes:
         raise ValueError(f"--hang {folder}: no process of this run has written a heartbeat.")

@@ -18,6 +18,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.cli.doctor import logs, stack, variables
+from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.scratch import find_orphans, list_scratch_parents
 
 _Status = Literal["ok", "warn", "fail", "absent"]
@@ -199,6 +200,24 @@ def check_torch(expects_npu: bool) -> list[Finding]:
         fix = "check npu-smi info, ASCEND_RT_VISIBLE_DEVICES and that the container has /dev/davinci*"
         findings.append(Finding("torch", "torch_npu", "fail", f"{npu_line[1]} is installed but sees no device", fix))
     return findings
+
+
+_EXACTNESS_PROBE = """
+import sys
+from mindspeed_rl.adaptors.exact_kernels import find_violation
+print("violation", find_violation(1, int(sys.argv[1])) or "")
+"""
+
+
+def check_exactness(environment: Mapping[str, str]) -> list[Finding]:
+    """Try in another process whether this processor multiplies as `rl_config.exact_log_probs` needs, as its workers do."""
+    threads = str(decide_threads(None, 1, environment).count)
+    probe = subprocess.run([sys.executable, "-c", _EXACTNESS_PROBE, threads], capture_output=True, text=True, timeout=300)
+    found = re.search(r"^violation (.*)$", probe.stdout, re.MULTILINE)
+    if found is None:
+        return []  # check_torch reports why
+    fix = "every other setting works; the run file's key stays false" if found[1] else ""
+    return [Finding("host", "exact log-probs", "warn" if found[1] else "ok", found[1] or "available", fix)]
 
 
 #: module -> the packages whose absence it would show; each is imported in a process of its own, as by a worker

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from mindspeed_rl.catalogue.records import Bounds
+from mindspeed_rl.config.keys.ignored import AnyGroup
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.keys.schema import Range, key
 
@@ -96,6 +97,11 @@ class _DataKeys:
     enable_thinking: bool | None = key(None,
         "raw prompts: thinking mode of the chat template; the template's default when unset",
         "原始 prompt：对话模板是否开启思考；不设时随模板默认", on_resume="order")
+    chat_template_kwargs: AnyGroup | None = key(None,
+        "further arguments of the tokenizer's chat template (prompt_type hf), by the names that it reads, for raw prompts and "
+        "the turns of agents: {enable_thinking: false}",
+        "tokenizer 自带对话模板（prompt_type 为 hf）的其他参数，用于原始 prompt 与智能体的各轮，名称以模板为准："
+        "{enable_thinking: false}", elsewhere="apply_chat_template_kwargs data.apply_chat_template_kwargs", on_resume="order")
     system_prompt: str | None = key(None, "raw prompts: system prompt of every row that has none",
         "原始 prompt：行中没有 system prompt 时所用的 system prompt", elsewhere="system default_system", on_resume="order")
     on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: reaction to a malformed row",
@@ -290,6 +296,9 @@ class _MemoryKeys:
     swap_attention: bool = key(False, "move attention activations to host memory", "把注意力的激活移到主机内存", only_on="npu",
         on_resume="exact")
     swap_optimizer: bool = key(False, "keep optimizer state in host memory", "优化器状态放在主机内存", on_resume="exact")
+    swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
+        "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
+        on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",

@@ -410,10 +410,12 @@ class _LossKeys:
         needs=_MISMATCH, on_resume="exact")
     log_rollout_offpolicy_metrics: bool = key(True, "log the difference between trainer and rollout engine",
         "记录训练器与推理引擎相差多少", on_resume="exact")
-    log_probs_diff_limit: float | None = key(None,
-        "stop when trainer and rollout log-probabilities differ by more; off when unset",
-        "训练器与推理引擎的对数概率相差超过此值时停止；不设为关闭", range=Bounds(0, 1e6, excludes_low=True, default=0.1),
-        on_resume="exact")
+    log_probs_diff_limit: Literal["auto"] | float | None = key("auto",
+        "stop when a log-probability of trainer and rollout engine differs by more; auto: when they differ in the mean by more "
+        "than 0.05 in float32 and 0.5 in bfloat16, which only wrong weights or kernels reach; null: off",
+        "训练器与推理引擎的某个对数概率相差超过此值时停止；auto：平均相差超过 0.05（float32）或 0.5（bfloat16）时停止，"
+        "只有权重或算子出错才会到这个程度；null：关闭",
+        range=Bounds(0, 1e6, excludes_low=True, default=0.1), on_resume="exact")
     exact_log_probs: bool = key(False,
         "trainer and rollout engine compute log-probs that are equal bit for bit, by the same functions with a fixed order of "
         "sums; slower",
@@ -632,8 +634,10 @@ class AgentKeys:
         "程序命令的各个词；{column} 代表该行的一列", on_resume="in_flight")
     url: str | None = key(None, "service on this machine that plays a sample for each POST, in place of a command",
         "代替命令：本机上的服务，每个 POST 跑一个样本", on_resume="in_flight")
-    env: AnyGroup | None = key(None, "environment variables of the program, in addition to its address; {column} as in command",
-        "程序的环境变量（地址之外）；{column} 同 command", needs=("command", "set"), on_resume="in_flight")
+    env: AnyGroup | None = key(None,
+        "environment variables of the program, in addition to its address; {column} as in command, ${NAME} is one of the run",
+        "程序的环境变量（地址之外）；{column} 同 command，${NAME} 取运行环境中的同名变量",
+        needs=("command", "set"), on_resume="in_flight")
     grader: list[str] = key([],
         "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1 and 1 is 0, or a last "
         "line of JSON has `reward`",
@@ -642,6 +646,9 @@ class AgentKeys:
     timeout_s: float = key(1800.0, "seconds of one sample", "一个样本的秒数", range=Range.WAIT_S, on_resume="in_flight")
     memory_gib: float = key(4.0, "memory of the processes of one sample", "一个样本的进程可用的内存",
         range=Bounds(0, 1e4, excludes_low=True, default=4), needs=("command", "set"), on_resume="in_flight")
+    disk_gib: float = key(16.0, "room of the files of one sample, in GiB; a command that writes more is ended",
+        "一个样本的文件可占的空间（GiB）；写得更多的命令会被终止",
+        range=Bounds(0, 1e6, excludes_low=True, default=16), needs=("command", "set"), on_resume="in_flight")
     max_parallel: int = key(16, "samples that are played at once by a rollout process", "一个推理进程同时跑的样本数",
         range=Range.PROCESSES, on_resume="in_flight")
 
@@ -699,6 +706,11 @@ class _ToolKeys:
         "prompt 之后所有轮合计的 token 数；0：max_model_len（未设时为 seq_length）减去 max_prompt_length",
         range=Range.TOKENS_FROM_0, needs=_TOOLS, on_resume="in_flight")
     max_tool_response_length: int = key(0, "tokens of one tool reply", "一次工具回复的 token 数", range=Range.TOKENS_FROM_0,
+        needs=_TOOLS, on_resume="in_flight")
+    max_tool_response_characters: int = key(0,
+        "characters of one tool reply, as verl counts them: a longer one keeps so many, and has a mark where text was removed; "
+        "0: no limit",
+        "一次工具回复的字符数（verl 的计法）：更长的回复保留这么多字符，并在删去处加标记；0：不限", range=Range.TOKENS_FROM_0,
         needs=_TOOLS, on_resume="in_flight")
     tool_response_truncate_side: Literal["left", "right", "middle"] | None = key(None, "part of a long reply that is cut",
         "过长的回复截掉哪一部分", needs=_TOOLS, on_resume="in_flight")

@@ -72,7 +72,7 @@ class Range:
     ROWS, TOKENS, TOKENS_FROM_0 = Bounds(1, 10**7), Bounds(1, 10**8), Bounds(0, 10**8)
     ITERATIONS, ITERATIONS_FROM_0, RESTARTS = Bounds(1, 10**9), Bounds(0, 10**9), Bounds(0, 10**4)
     DEVICES, PROCESSES, CALLS = Bounds(1, 10**5), Bounds(1, 4096), Bounds(0, 10**6)
-    WIDTH, LAYERS, EXPERTS = Bounds(1, 10**7), Bounds(1, 10**4), Bounds(1, 10**5)
+    WIDTH, LAYERS, EXPERTS, PARTS = Bounds(1, 10**7), Bounds(1, 10**4), Bounds(1, 10**5), Bounds(1, 10**4)
     SEED, WEIGHT, RATE = Bounds(0, 2**32 - 1), Bounds(-1e6, 1e6), Bounds(0, 1e3)
     FRACTION, DECAY = Bounds(0, 1), Bounds(0, 1, excludes_high=True, default=0.9)
     FACTOR, POSITIVE = Bounds(0, 1e9, excludes_low=True), Bounds(0, 1e6, excludes_low=True)

@@ -61,6 +61,7 @@ class HandlerSettings:
     seq_length: int | None = None
     enable_thinking: Thinking = "none"
     reasoning_effort: str | None = None
+    drop_thinking: bool | None = None
     system_prompt: str | None = None
     tools: Sequence[Mapping[str, object]] = ()
     append_eod: bool = False
@@ -73,11 +74,19 @@ class HandlerSettings:
 
 @dataclass(frozen=True)
 class Draft:
-    """A row after rendering: the texts to encode, a note of the handler about the row, references of the images."""
+    """A row after rendering.
+
+    Attributes:
+        renderings: texts to encode.
+        note: note of the handler about the row.
+        images: references of the images.
+        earlier: rows of their own, of answers that cannot train in this one.
+    """
 
     renderings: tuple[Rendering, ...]
     note: Any = None
     images: tuple[str, ...] = ()
+    earlier: tuple[Draft, ...] = ()
 
 
 @dataclass
@@ -90,9 +99,10 @@ class EncodedRow:
 
 @dataclass
 class _EncodedBatch:
-    """Encoded rows in order, and the reasons of the dropped ones."""
+    """Encoded rows in order, how many of them earlier answers have added, and the reasons of the dropped ones."""
 
     rows: list[EncodedRow] = field(default_factory=list)
+    added: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     bad: list[tuple[int, str]] = field(default_factory=list)
 
@@ -310,7 +320,7 @@ class Handler(ABC):
     def encode(self, rows: Sequence[tuple[int, object]]) -> _EncodedBatch:
         """Encode rows, given with their numbers, in one call of the tokenizer; a MalformedRowError marks a bad row."""
         batch = _EncodedBatch()
-        drafts: list[tuple[int, Draft]] = []
+        drafts: list[tuple[int, tuple[Draft, ...]]] = []
         for number, row in rows:
             try:
                 if isinstance(row, MalformedRowError):
@@ -322,21 +332,30 @@ class Handler(ABC):
                     if self._refused_images.take(plain, list(plain))[1]:
                         kind = type(self).__name__
                         raise MalformedRowError(f"has images, which {kind} does not read; instruction data and prompts may")
-                drafts.append((number, self.render(row)))
+                draft = self.render(row)
+                drafts.append((number, (*draft.earlier, draft)))
             except MalformedRowError as error:
                 batch.bad.append((number, str(error)))
             except DroppedRowError as drop:
                 batch.dropped[drop.reason] += 1
-        encoded = iter(self.encoder.encode_renderings([r for _, draft in drafts for r in draft.renderings]))
-        for number, draft in drafts:
+        encoded = iter(self.encoder.encode_renderings([r for _, own in drafts for draft in own for r in draft.renderings]))
+        for number, own in drafts:
             # taken even if the row is dropped, or the next one would get its texts
-            own = [next(encoded) for _ in draft.renderings]
+            turns = [[next(encoded) for _ in draft.renderings] for draft in own]
+            kept: list[EncodedRow] = []
+            dropped: Counter[str] = Counter()
             try:
-                batch.rows.append(self.assemble(draft, raise_encoding_errors(own)))
-            except MalformedRowError as error:
+                for draft, turns_of_draft in zip(own, turns, strict=True):
+                    try:
+                        kept.append(self.assemble(draft, raise_encoding_errors(turns_of_draft)))
+                    except DroppedRowError as drop:
+                        dropped[drop.reason] += 1
+            except MalformedRowError as error:  # all of the row is left out
                 batch.bad.append((number, str(error)))
-            except DroppedRowError as drop:
-                batch.dropped[drop.reason] += 1
+                continue
+            batch.rows += kept
+            batch.dropped += dropped
+            batch.added += len(own) - 1
         # rows that cannot be rendered come before rows that cannot be encoded; a run stops at the first of the file
         batch.bad.sort()
         return batch

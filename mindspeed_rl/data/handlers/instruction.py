@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from mindspeed_rl.data.conversation import (
     DropReason,
     MalformedRowError,
     Message,
+    MisplacedAnswersError,
     Row,
     assistant,
     user,
@@ -54,7 +56,28 @@ class InstructionHandler(Handler):
             raise DroppedRowError("no answer to train")
         if not any(message.content.strip() for message in conversation.messages[::2]):
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
-        return Draft((self.render_conversation(conversation),), images=conversation.images)
+        *earlier, last = self._render_rows(conversation)
+        return replace(last, earlier=tuple(earlier))
+
+    def _render_rows(self, conversation: Conversation) -> list[Draft]:
+        """Render a conversation; where an answer cannot train before later messages, the messages up to it are another row.
+
+        Raises:
+            MalformedRowError: an answer cannot train there either.
+        """
+        try:
+            rendering = self.render_conversation(conversation)
+            if self.settings.drop_thinking or not rendering.without_thought:
+                return [Draft((rendering,), images=conversation.images)]
+            end = max(rendering.without_thought) + 1
+        except MisplacedAnswersError as error:
+            end = error.index + 1
+        own = replace(conversation, messages=conversation.messages[:end])
+        drafts = self._render_rows(own if self.images is None else self.images.select(own))
+        rest = [*(replace(message, trains=False) for message in own.messages), *conversation.messages[end:]]
+        if any(message.trains for message in rest[1::2]):
+            drafts += self._render_rows(replace(conversation, messages=rest))
+        return drafts
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         turns, images = self.expand_images(draft, encoded[0])

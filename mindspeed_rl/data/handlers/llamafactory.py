@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from mindspeed_rl.data.handlers.instruction import (
 )
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
+from mindspeed_rl.files import read_json
 
 _INFO_FILE = "dataset_info.json"
 # dataset_info.json writes OpenAI data as sharegpt with these tags.
@@ -50,8 +50,8 @@ def _dataset_entries(
         raise ValueError("LlamaFactoryInstructionHandler needs dataset_dir, the folder of dataset_info.json")
     path = Path(dataset_dir).expanduser() / _INFO_FILE
     try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        info = read_json(path)
+    except ValueError as error:
         raise ValueError(f"dataset_dir={dataset_dir!r}: {path} cannot be read: {error}") from error
     entries = []
     for name in (part.strip() for part in names.split(",")):

@@ -16,6 +16,7 @@ from mindspeed_rl.data.conversation import (
     JsonObject,
     MalformedRowError,
     Message,
+    MisplacedAnswersError,
     Row,
     assistant,
     user,
@@ -30,7 +31,8 @@ from mindspeed_rl.data.handlers.base import (
 from mindspeed_rl.data.handlers.instruction import alpaca_question
 from mindspeed_rl.data.indexed import UNPAIRED_COLUMNS
 from mindspeed_rl.data.messages import OPENAI, MessageForm, choose_form, read_messages, sharegpt_form
-from mindspeed_rl.data.templates import Rendering, join_text
+from mindspeed_rl.data.templates import Rendering
+from mindspeed_rl.thoughts import split_thought
 
 #: column of the prompt in TRL's form
 _TRL_PROMPT = "prompt"
@@ -189,18 +191,17 @@ class _AnswerHandler(Handler):
         Raises:
             MalformedRowError: the template leaves one out, as templates do before the last question.
         """
-        rendering = self.render_conversation(conversation)
-        if self.settings.enable_thinking == "false":
-            return rendering
-        written = "".join(join_text((*turn.source, *turn.target)) for turn in rendering.turns)
-        for message in conversation.messages:
-            in_text, closing, _ = message.content.rpartition("</think>")
-            thought = message.reasoning or (in_text.replace("<think>", "") if closing else "")
-            if message.role not in SOURCE_ROLES and message.trains and thought.strip() not in written:
-                raise MalformedRowError(
-                    f"template {self.template.name!r} leaves out the thought {thought.strip()[:60]!r} of an answer that trains,"
-                    " as it stands before the last question; let the row end with this answer"
-                )
+        try:
+            rendering = self.render_conversation(conversation)
+        except MisplacedAnswersError as error:
+            raise MalformedRowError(f"{error}; or let the row end with message {error.index}") from error
+        for index in () if self.settings.drop_thinking else rendering.without_thought:
+            message = conversation.messages[index]
+            thought = message.reasoning or split_thought(message.content)[0]
+            raise MalformedRowError(
+                f"template {self.template.name!r} leaves out the thought {thought.strip()[:60]!r} of an answer that trains,"
+                " as it stands before the last question; let the row end with this answer"
+            )
         return rendering
 
     def join_answer(self, rendering: Rendering, turns: list[TurnIds]) -> tuple[list[int] | np.ndarray, np.ndarray]:

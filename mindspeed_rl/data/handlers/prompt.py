@@ -109,7 +109,7 @@ class PromptHandler(Handler):
         return conversation
 
     def render(self, row: Row) -> Draft:
-        conversation = self.add_settings(self.read_conversation(row))
+        conversation = self.add_settings(self.read_conversation(row)).as_context()
         if not conversation.messages[-1].content.strip():
             raise DroppedRowError(DropReason.EMPTY_PROMPT)
         values = self.extra_values(row)

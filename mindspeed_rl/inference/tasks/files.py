@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import gzip
+import io
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.data.conversation import MalformedRowError
-from mindspeed_rl.data.sources import open_source, read_rows
+from mindspeed_rl.data.sources import find_separator, open_source, read_rows
+from mindspeed_rl.files import open_regular, read_regular
 
+#: largest JSON file of questions
+_MAX_BYTES = 2 << 30
 _SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".arrow", ".jsonl.gz")
 _CHOICE_COLUMNS = ("question", "A", "B", "C", "D", "answer")
 
@@ -68,12 +73,6 @@ def read_data_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises:
         ValueError: a row cannot be read.
     """
-    if file.name.endswith(".gz"):
-        with gzip.open(file, "rt", encoding="utf-8") as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield f"{file}, row {number}", _parse_object(line, f"{file}, row {number}")
-        return
     if file.suffix.lower() == ".csv":
         yield from _read_csv(file)
         return
@@ -96,25 +95,33 @@ def _read_json(file: Path) -> Any | None:
     """Read a file that is one JSON value; return None for one that has a value on each line."""
     try:
         # editors on Windows add a byte order mark, which JSON does not allow
-        return json.loads(file.read_text(encoding="utf-8-sig"))
+        return json.loads(read_regular(file, _MAX_BYTES).decode("utf-8-sig"))
     except json.JSONDecodeError:
         return None
+    except (RecursionError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _parse_object(line: str, where: str) -> Mapping[str, Any]:
+@contextlib.contextmanager
+def _open_text(file: Path) -> Iterator[io.TextIOWrapper]:
+    """Open a file of text; what is wrong with it while it is read names it too."""
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: is not valid JSON ({error})") from error
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: a row is a JSON object, not {type(row).__name__}")
-    return row
+        with open_regular(file) as content:
+            yield io.TextIOWrapper(content, encoding="utf-8-sig", newline="")
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{file} is no text of UTF-8 with columns: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def _read_csv(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with file.open(encoding="utf-8-sig", newline="") as stream:
+    with _open_text(file) as stream:
         columns: Sequence[str] = _CHOICE_COLUMNS
-        for number, cells in enumerate(csv.reader(stream), start=1):
+        first = stream.readline()
+        reader = csv.reader(itertools.chain([first], stream), delimiter=find_separator(first))
+        for number, cells in enumerate(reader, start=1):
             if number == 1 and {"question", "answer"} <= {cell.strip().lower() for cell in cells}:
                 columns = [cell.strip() for cell in cells]
                 continue

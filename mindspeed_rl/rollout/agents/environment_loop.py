@@ -43,6 +43,8 @@ class _ObjectEpisodes:
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
         if spec.python is not None:
             raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'python' is for {PREFIX}NAME")
+        if spec.variables:
+            raise ValueError(f"rl_config.environment: {spec.target} runs in this process; 'env' is for {PREFIX}NAME")
         target, args = spec.target, spec.args
         if ":" not in target:
             for path in settings.external_plugins:

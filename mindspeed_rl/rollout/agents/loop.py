@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mindspeed_rl.config.keys.rl import AgentKeys
@@ -14,7 +16,7 @@ from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.rollout.agents.conversation import AgentConversation, TrajectoryLimits
 from mindspeed_rl.rollout.protocol import Generated, RolloutEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
+from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory, check_trajectory
 from mindspeed_rl.tools.endpoint import RecordingEndpoint
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER
 from mindspeed_rl.tools.toolbox import Toolbox, Tools
@@ -66,6 +68,9 @@ class LoopSettings:
         tool_parser: the format in which the model writes calls; for tools that do not come from the toolbox.
         images: image reader of a model of images; None for a model of text.
         max_images: largest number of images of a context.
+        vocab_size: ids that the model can read are below it; None: those of the tokenizer.
+        texts: one thread for the chat template and the tokenizer, which are used by one at a time: texts of programs may be
+            long, and the event loop keeps the deadlines of all samples.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,6 +85,13 @@ class LoopSettings:
     tool_parser: str = DEFAULT_PARSER
     images: ImageReader | None = None
     max_images: int = 0
+    vocab_size: int | None = None
+    texts: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "texts"), compare=False, repr=False)
+
+    @cached_property
+    def num_ids(self) -> int:
+        """Number of token ids that the model can read."""
+        return max(self.tokenizer.get_vocab().values()) + 1 if self.vocab_size is None else self.vocab_size
 
 
 class AgentLoop(ABC):
@@ -115,6 +127,11 @@ class AgentLoop(ABC):
         for resource in self.resources:
             await resource.close()
 
+    @property
+    def num_ids(self) -> int | None:
+        """Number of token ids that the model can read, where trajectories may have tokens of others; None: unknown."""
+        return self.settings.vocab_size
+
     @abstractmethod
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         """Return one trajectory.
@@ -147,6 +164,10 @@ class SingleTurn(AgentLoop):
     def __init__(self, settings: LoopSettings | None = None) -> None:
         """Create the loop; it needs no settings."""
 
+    @property
+    def num_ids(self) -> None:
+        """See `AgentLoop`: the engine's own tokens are not checked."""
+
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         response = await engine.generate(task.prompt_ids, task.sampling, task.seed, task.partial)
         return Trajectory.from_response(task.prompt_ids, response, task.sampling.images)
@@ -177,10 +198,20 @@ class AgentRunner:
             sequence = TokenSequence(task.prompt_ids, (), task.sampling.images)
             return Trajectory((sequence,), "stop", failure=f"tools: {error}")
         try:
-            return await self.loop.run(task, engine, tools)
+            return self._check(task, await self.loop.run(task, engine, tools))
         finally:
             if tools is not None:
                 await tools.close()
+
+    def _check(self, task: Task, trajectory: Trajectory) -> Trajectory:
+        """Return the trajectory; a failed one without tokens where a value of it would end the run."""
+        try:
+            check_trajectory(trajectory, self.loop.num_ids)
+        except ValueError as error:
+            sequence = TokenSequence(task.prompt_ids, (), task.sampling.images)
+            failure = "; ".join(filter(None, (trajectory.failure, f"the sample is refused: {error}")))
+            return Trajectory((sequence,), "stop", failure=failure)
+        return trajectory
 
     async def close(self) -> None:
         """End what trajectories share."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
+from mindspeed_rl.bounds import read_metrics, read_number
 from mindspeed_rl.data.images import IMAGES, make_data_url, read_references
 from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
 from mindspeed_rl.rollout.agents.turn_tree import TurnTree
 from mindspeed_rl.rollout.protocol import RolloutEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import AgentProgram
-from mindspeed_rl.tools.endpoint import RecordingEndpoint
+from mindspeed_rl.tools.endpoint import ProgramAddress, RecordingEndpoint
 from mindspeed_rl.tools.environments import EnvironmentSpec
 from mindspeed_rl.tools.toolbox import Tools
 from mindspeed_rl.tools.verifiers_program import VerifiersProgram
@@ -34,21 +35,22 @@ class ProgramLoop(AgentLoop):
         if settings.agent is None:
             raise ValueError("rl_config.agent_loop program needs rl_config.agent, with a command or a url")
         self._program = AgentProgram(settings.agent, settings.folders)
+        self._is_command, self._is_graded = bool(settings.agent.command), bool(settings.agent.grader)
         self._endpoint = RecordingEndpoint()
         self.resources = self._program.pool, self._endpoint
 
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         tree = TurnTree(task, engine, self.settings)
         try:
-            async with _open(tree, self._endpoint) as address:
+            async with _open(tree, self._endpoint, apart=self._is_command) as address:
                 images = [make_data_url(image) for image in read_references(task.columns)]
                 row = task.row | ({IMAGES: images} if images else {})
                 result = await self._program.play(row, address, self._endpoint.model)
             _check_turns(tree)
         except Exception as error:  # noqa: BLE001  # a program may do anything: the sample has failed, not the run
-            return tree.end(failure=f"agent: {type(error).__name__}: {error}", output="")
+            return tree.end(is_graded=self._is_graded, failure=f"agent: {type(error).__name__}: {error}", output="")
         metrics = {f"agent_{name}": value for name, value in result.metrics.items()}
-        return tree.end(final_reward=result.reward, metrics=metrics, output=result.output)
+        return tree.end(final_reward=result.reward, is_graded=self._is_graded, metrics=metrics, output=result.output)
 
 
 class VerifiersEpisodes:
@@ -62,7 +64,7 @@ class VerifiersEpisodes:
     """
 
     def __init__(self, spec: EnvironmentSpec, settings: LoopSettings) -> None:
-        self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders)
+        self._program = VerifiersProgram(spec.target, spec.args, spec.python, settings.folders, spec.variables)
         self._endpoint = RecordingEndpoint()
         self.resources = self._program, self._endpoint
         self._settings, self._target = settings, spec.target
@@ -81,24 +83,31 @@ class VerifiersEpisodes:
             if row.get("answer") is None and task.label is not None:
                 row["answer"] = task.label
             async with _open(tree, self._endpoint) as address:
-                outcome = await self._program.run_episode(row, address, self._endpoint.model, self._timeout_s)
+                outcome = await self._program.run_episode(row, address.base_url, self._endpoint.model, self._timeout_s)
             if outcome.error is not None:
                 raise EpisodeError(outcome.error)
             _check_turns(tree)
+            reward = None if outcome.reward is None else read_number(outcome.reward, "reward")
+            metrics = read_metrics(outcome.metrics, "metrics")
         except Exception as error:  # noqa: BLE001  # your environment may raise anything: the sample has failed, not the run
             return tree.end(failure=f"environment: {type(error).__name__}: {error}")
-        metrics = {f"environment_{name.replace('/', '_')}": value for name, value in outcome.metrics.items()}
-        return tree.end(final_reward=outcome.reward, metrics=metrics)
+        return tree.end(final_reward=reward, metrics={f"environment_{name}": value for name, value in metrics.items()})
 
 
 @contextlib.asynccontextmanager
-async def _open(tree: TurnTree, endpoint: RecordingEndpoint) -> AsyncIterator[str]:
-    """Give the trajectory an address during the block."""
-    address = endpoint.open(tree)
+async def _open(tree: TurnTree, endpoint: RecordingEndpoint, *, apart: bool = False) -> AsyncIterator[ProgramAddress]:
+    """Give the trajectory an address during the block.
+
+    Args:
+        apart: rewards have an address of their own.
+    """
+    max_bytes = tree.max_bytes
+    address = endpoint.open_apart(tree, max_bytes) if apart else ProgramAddress(endpoint.open(tree, max_bytes))
     try:
         yield address
     finally:
-        endpoint.remove(address)
+        endpoint.remove(address.base_url)
+        endpoint.remove(address.reward_url)
         await tree.close()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import check_token_ids, read_number
 from mindspeed_rl.data.turns import ChatMessage
 from mindspeed_rl.rewards.swift_plugins import MULTI_TURNS
 from mindspeed_rl.rewards.worker import load_plugin
@@ -220,7 +221,7 @@ class SchedulerLoop(AgentLoop):
         """Apply the plug-in's messages to the conversation; return False where an answer does not fit."""
         for name, value in following.metrics.items():
             if isinstance(value, (int, float)):
-                conversation.metrics[f"scheduler_{name}"] = float(value)
+                conversation.metrics[f"scheduler_{name}"] = read_number(value, f"rollout_infos: {name}", allows_bool=True)
         messages = following.messages
         if messages[: len(prompt)] != prompt:
             raise ValueError("the messages of the prompt were changed")
@@ -232,6 +233,9 @@ class SchedulerLoop(AgentLoop):
         if following.token_ids is not None:
             if len(after) < num_before or after[num_before - 1]["role"] != "assistant":
                 raise ValueError("step returned response_token_ids, but the model's turn is not among the messages")
+            own = set(turn.token_ids)  # the model can read what it has sampled
+            given = [token for token in following.token_ids if token not in own]
+            check_token_ids(given, self.settings.num_ids, "new response_token_ids of step")
             # by default those train that the model sampled: up to the first that differs
             same = len(os.path.commonprefix([following.token_ids, turn.token_ids]))
             trains = following.trains or (True,) * same + (False,) * (len(following.token_ids) - same)

@@ -15,9 +15,11 @@ import json
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+from mindspeed_rl.bounds import MAX_CHARACTERS_PER_TOKEN, add_numbers, check_depth, check_token_ids, show
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.images import check_images
 from mindspeed_rl.data.turns import ChatMessage, ChatTurns
@@ -31,6 +33,10 @@ from mindspeed_rl.tools.endpoint import ContextFullError
 from mindspeed_rl.tools.interface import ParsedTurn, ToolCall
 from mindspeed_rl.tools.parsers import make_call_id, make_parser, split_thought
 from mindspeed_rl.tools.request_forms import ChatReply, TurnRequest, write_message
+
+_Result = TypeVar("_Result")
+#: bytes of a request: at least, for each token of the context, at most without images, and for images in addition
+_MIN_BYTES, _MAX_BYTES_PER_TOKEN, _MAX_TEXT_BYTES, _IMAGE_BYTES = 1 << 20, 64, 16 << 20, 64 << 20
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,24 @@ class _Node:
         return self.context.parent
 
 
+@dataclass(frozen=True)
+class _ReadTurn:
+    """Meaning of a turn's tokens.
+
+    Attributes:
+        text: text that the client receives.
+        stop: text of the request that ended it.
+        has_thought: see `_Node`.
+        digests: digests of the conversation up to the turn, for requests that continue it.
+    """
+
+    parsed: ParsedTurn
+    text: str
+    stop: str | None
+    has_thought: bool
+    digests: tuple[bytes, ...]
+
+
 class TurnTree:
     """See the module, and `tools.endpoint.ChatSession`.
 
@@ -107,9 +131,15 @@ class TurnTree:
         self.num_turns = 0
         self.final_reward: float | None = None
 
+    @property
+    def max_bytes(self) -> int:
+        """Longest body of a request; a longer one cannot fit into the context."""
+        text = _MIN_BYTES + self._settings.limits.max_context_tokens * _MAX_BYTES_PER_TOKEN
+        return min(text, _MAX_TEXT_BYTES) + (0 if self._settings.images is None else _IMAGE_BYTES)
+
     async def complete(self, request: TurnRequest) -> Sequence[ChatReply]:
         """See `ChatSession`."""
-        context = self._find_context(request)
+        context = await self._in_thread(lambda: self._find_context(request))
         choices = [asyncio.ensure_future(self._sample(request, context)) for _ in range(request.num_choices)]
         try:
             return await asyncio.gather(*choices)
@@ -117,19 +147,23 @@ class TurnTree:
             for choice in choices:
                 choice.cancel()
 
-    def count_tokens(self, request: TurnRequest) -> int:
+    async def count_tokens(self, request: TurnRequest) -> int:
         """See `ChatSession`."""
-        return len(self._find_context(request).tokens)
+        return len((await self._in_thread(lambda: self._find_context(request))).tokens)
+
+    async def _in_thread(self, function: Callable[[], _Result]) -> _Result:
+        """Run work on texts, one at a time; see `LoopSettings.texts`."""
+        return await asyncio.get_running_loop().run_in_executor(self._settings.texts, function)
 
     def add_reward(self, value: float, reply: str) -> None:
         """See `ChatSession`."""
         if not reply:
-            self.final_reward = (self.final_reward or 0.0) + value
+            self.final_reward = add_numbers((self.final_reward or 0.0, value), "the sum of the trajectory's rewards")
             return
         node = next((node for node in self._nodes if node.id == reply), None)
         if node is None:
-            raise ValueError(f"there is no turn {reply!r} in this trajectory")
-        node.reward = (node.reward or 0.0) + value
+            raise ValueError(f"there is no turn {show(reply)} in this trajectory")
+        node.reward = add_numbers((node.reward or 0.0, value), "the sum of the turn's rewards")
 
     async def close(self) -> None:
         """Stop generating; later requests are refused."""
@@ -143,6 +177,7 @@ class TurnTree:
         self,
         *,
         final_reward: float | None = None,
+        is_graded: bool = False,
         failure: str = "",
         metrics: Mapping[str, float] | None = None,
         output: str | None = None,
@@ -150,7 +185,8 @@ class TurnTree:
         """Return the trajectory, with a sequence for each branch.
 
         Args:
-            final_reward: reward in addition to the client's.
+            final_reward: reward in place of the one that the client has posted; None: that one.
+            is_graded: a grader has decided, so that no posted reward counts, of a turn neither.
             failure: the reason why it failed.
             metrics: metrics of the program.
             output: output of the program, for reward functions.
@@ -176,35 +212,38 @@ class TurnTree:
             first = path[0]
             start = first.tokens[: len(first.tokens) - len(first.segment.token_ids)]
             sequences.append(TokenSequence(start, tuple(segments), leaf.context.images))
-            rewards += [turn.reward for turn in path]
-        given = [value for value in (final_reward, self.final_reward) if value is not None]
+            rewards += [None if is_graded else turn.reward for turn in path]
+        if final_reward is None and not is_graded:
+            final_reward = self.final_reward
         return Trajectory(
             sequences=tuple(sequences) or (TokenSequence(self._task.prompt_ids, (), self._task.sampling.images),),
             finish="length" if self._truncated else "stop",
             turn_rewards=tuple(rewards),
-            final_reward=sum(given) if given else None,
+            final_reward=final_reward,
             metrics={"turns": float(self.num_turns), "branches": float(max(0, len(sequences) - 1)), **(metrics or {})},
             failure=failure,
             output=output,
-            events=tuple(self._list_events(placed)),
+            events=tuple(self._list_events(placed, has_rewards=not is_graded)),
         )
 
-    def _list_events(self, starts: Mapping[_Node, int]) -> Iterator[TurnEvent]:
+    def _list_events(self, starts: Mapping[_Node, int], *, has_rewards: bool) -> Iterator[TurnEvent]:
         index = {node: number for number, node in enumerate(self._nodes)}
         for node, start in ((node, starts[node]) for node in self._nodes):
             parent = None if node.parent is None else index[node.parent]
             stop = start + len(node.segment.token_ids)
-            yield TurnEvent("model", parent, start, stop, node.start_s, node.end_s, node.reward)
+            reward = node.reward if has_rewards else None
+            yield TurnEvent("model", parent, start, stop, node.start_s, node.end_s, reward)
 
     def _find_context(self, request: TurnRequest) -> _Context:
-        """Return what the model reads for a request.
+        """Return what the model reads for a request; runs in the thread of texts.
 
         Raises:
-            ContextFullError: the trajectory has ended.
+            ContextFullError: the trajectory has ended, or the request is certainly too long.
             ValueError: the chat template cannot render the messages, or the model cannot read their images.
         """
         if self._closed:
             raise ContextFullError("the episode has ended")
+        self._check_size(request)
         if request.prompt is not None:
             return self._find_prompt(request.prompt)
         if request.messages[-1].get("role") == "assistant":
@@ -216,6 +255,27 @@ class TurnTree:
             if len(merged) == len(request.messages):
                 raise
             return self._find_messages(request, merged)
+
+    def _check_size(self, request: TurnRequest) -> None:
+        """Check the lengths of a request before any work on it.
+
+        Raises:
+            ContextFullError: no tokenizer can make it fit into the context.
+            ValueError: a token id is not in the vocabulary.
+        """
+        max_tokens = self._settings.limits.max_context_tokens
+        num_items = len(request.messages)
+        if isinstance(request.prompt, tuple):
+            num_items, num_characters = len(request.prompt), 0
+        else:
+            num_characters = len(request.prompt or "") + _count_characters(request.messages, request.tools)
+        if num_items > max_tokens or num_characters > max_tokens * MAX_CHARACTERS_PER_TOKEN:
+            raise ContextFullError(
+                f"a request of {num_items} messages or tokens and {num_characters} characters is longer than {max_tokens} "
+                "tokens"
+            )
+        if isinstance(request.prompt, tuple):
+            check_token_ids(request.prompt, self._settings.num_ids, "prompt")
 
     def _find_messages(self, request: TurnRequest, messages: Sequence[ChatMessage]) -> _Context:
         """Return what `_find_context` does, for these messages."""
@@ -277,6 +337,8 @@ class TurnTree:
             ContextFullError: it does not fit.
             ValueError: the first prompt is too long.
         """
+        if self._closed:
+            raise ContextFullError("the episode has ended")
         limits, sampling = self._settings.limits, self._task.sampling
         is_first, parent, num_added = not self._num_started, context.parent, len(context.added)
         if is_first and num_added > limits.max_prompt_tokens:
@@ -299,18 +361,21 @@ class TurnTree:
         if parent is not None:
             parent.is_continued = True
         response: Generated | None = None
+        turn: _ReadTurn | None = None
         start_s = time.time()
         try:
             response = await self._generate(ids, sampling, self._choose_seed(ids, is_first))
+            turn = await self._read_turn(request, context, response)
         finally:
-            self._num_used -= max_tokens - (0 if response is None else len(response.token_ids))
-            if response is None:
+            self._num_used -= max_tokens
+            if response is None or turn is None:
                 self._num_used -= cost
                 self._num_started -= 1
                 if parent is not None:
                     parent.is_continued = was_continued or any(node.parent is parent for node in self._nodes)
+        self._num_used += len(response.token_ids)
         self._truncated |= response.finish == "length" and max_tokens != request.max_tokens
-        return self._record(request, context, response, start_s)
+        return self._record(request, context, response, turn, start_s)
 
     async def _generate(self, context: tuple[int, ...], sampling: Sampling, seed: int) -> Generated:
         async def generate() -> Generated:
@@ -340,18 +405,36 @@ class TurnTree:
             return self._task.seed
         return derive_seed(f"{self._task.seed}#{digest.hex()}#{index}")
 
-    def _record(self, request: TurnRequest, context: _Context, response: Generated, start_s: float) -> ChatReply:
-        """Add a turn to the tree and return it as the client reads it."""
+    async def _read_turn(self, request: TurnRequest, context: _Context, response: Generated) -> _ReadTurn:
+        """Return what the tokens of a turn mean.
+
+        Raises:
+            ContextFullError: the episode has ended meanwhile.
+        """
+        turn = await self._in_thread(lambda: self._decode(request, context, response))
+        if self._closed:
+            raise ContextFullError("the episode has ended")
+        return turn
+
+    def _decode(self, request: TurnRequest, context: _Context, response: Generated) -> _ReadTurn:
         tokenizer, ids, parent = self._settings.tokenizer, response.token_ids, context.parent
         visible = strip_end(ids, self._task.sampling, tokenizer) if response.finish == "stop" else ids
         # cleaning up would remove spaces that the model sampled
         text = tokenizer.decode(list(visible), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         stops = [(text.index(stop), stop) for stop in request.stop if stop in text] if response.finish == "stop" else []
-        stop = min(stops)[1] if stops else None
         has_thought = closes_thought(text) or (parent is not None and parent.has_thought)
         text = text[: min(stops)[0]] if stops else text
         parsed = self._parse(request, text, ids)
+        known = () if request.prompt is not None else (request.messages, _merge_user_messages(request.messages))
+        digests = [_digest((*messages, write_message(parsed)), request.tools) for messages in known]
+        return _ReadTurn(parsed, text, min(stops)[1] if stops else None, has_thought, tuple(digests))
+
+    def _record(
+        self, request: TurnRequest, context: _Context, response: Generated, turn: _ReadTurn, start_s: float
+    ) -> ChatReply:
+        """Add a turn to the tree and return it as the client reads it."""
+        ids = response.token_ids
         self.num_turns += 1
         name = hashlib.blake2b(f"{self._task.seed}/{self.num_turns}".encode(), digest_size=6).hexdigest()
         num_answers = 1 + sum(message["role"] == "assistant" for message in request.messages)
@@ -360,17 +443,15 @@ class TurnTree:
             context,
             context.tokens + ids,
             Segment.from_generated(response),
-            context.text and context.text + text,
+            context.text and context.text + turn.text,
             num_answers,
-            has_thought,
+            turn.has_thought,
             start_s,
             time.time(),
         )
         self._nodes.append(node)
-        if request.prompt is None:
-            for messages in (request.messages, _merge_user_messages(request.messages)):
-                self._known[_digest((*messages, write_message(parsed)), request.tools)] = node
-        return ChatReply(parsed, response.finish == "stop", context.tokens, ids, response.log_probs, stop, name)
+        self._known.update(dict.fromkeys(turn.digests, node))
+        return ChatReply(turn.parsed, response.finish == "stop", context.tokens, ids, response.log_probs, turn.stop, name)
 
     def _parse(self, request: TurnRequest, text: str, ids: tuple[int, ...]) -> ParsedTurn:
         if request.prompt is not None:
@@ -408,6 +489,13 @@ def _merge_user_messages(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
     return merged
 
 
+def _count_characters(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> int:
+    """Return the number of characters of a conversation, without its images."""
+    calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
+    texts = sum(len(message.get("content") or "") for message in messages)
+    return texts + len(json.dumps([calls, list(tools)], ensure_ascii=False))
+
+
 def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> bytes:
     """Return a digest of what a client must not change: tools, and of messages role, stripped text, calls and images."""
     content: list[object] = [list(tools)]
@@ -417,8 +505,10 @@ def _digest(messages: Sequence[ChatMessage], tools: Sequence[ChatMessage]) -> by
             function = call.get("function") or {}
             arguments = function.get("arguments")
             if isinstance(arguments, str):
-                with contextlib.suppress(ValueError):  # a client may format JSON otherwise
-                    arguments = json.loads(arguments)
+                with contextlib.suppress(ValueError, RecursionError):  # a client may format JSON otherwise
+                    value = json.loads(arguments)
+                    check_depth(value, "arguments")
+                    arguments = value
             calls.append((function.get("name"), arguments))
         images = list(message.get("images", ()))
         content.append((message.get("role"), str(message.get("content") or "").strip(), calls, images))

@@ -87,10 +87,11 @@ def process_module(module: ModuleType) -> None:
                 commit(fault)
         return inner(self, method, *arguments)
 
-    def address(self: Any) -> Any:
-        result = find(self)
-        if take("worker.address", self._rank) is not None:
-            self.thief = socket.create_server(result)
+    def address(self: Any, is_private: bool | None = None) -> Any:
+        if take("worker.address", self._rank) is None:
+            return find(self, is_private)
+        result = find(self, False)  # a port, as ranks of several machines have it
+        self.thief = socket.create_server(result)
         return result
 
     module.WorkerProcess.call, module.WorkerProcess.address = call, address

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
-from mindspeed_rl.adaptors import cpu_attention, cpu_products
+from mindspeed_rl.adaptors import cpu_attention
+from mindspeed_rl.platform.environment import ATTENTION_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def undecided() -> Iterator[None]:
+    """No choice of another test, and none for one."""
+    cpu_attention._get_kernel.cache_clear()
+    yield
+    cpu_attention._get_kernel.cache_clear()
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, in_blocks: bool) -> None:
+    """The driver's choice, as its workers get it."""
+    monkeypatch.setenv(ATTENTION_VARIABLE, "blocks" if in_blocks else "torch")
 
 
 def exact_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
@@ -63,7 +77,7 @@ def test_attention_and_gradients_are_those_of_float64(
 def test_the_last_queries_of_a_sequence_have_the_attention_and_gradients_of_the_whole(
     monkeypatch: pytest.MonkeyPatch, last: int, wide: bool
 ) -> None:
-    monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
+    choose(monkeypatch, wide)
     query, key, value, direction = inputs(2, last + 30, 4, 2, 8, 6)
     query, direction = query[:, -last:], direction[:, -last:]
     assert_exact(cpu_attention.causal_attention, [query, key, value], direction, atol=1e-5)
@@ -77,13 +91,13 @@ def test_long_sequences_go_to_torch_and_are_the_same() -> None:
 
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("length", [cpu_attention._LONG - 1, cpu_attention._LONG])
-def test_blocks_are_of_short_sequences_where_products_are_wide(
+def test_blocks_are_of_short_sequences_where_they_are_chosen(
     monkeypatch: pytest.MonkeyPatch, length: int, wide: bool
 ) -> None:
     taken = []
     blocks = cpu_attention._attention_in_blocks
     monkeypatch.setattr(cpu_attention, "_attention_in_blocks", lambda *given: taken.append(True) or blocks(*given))
-    monkeypatch.setattr(cpu_products, "has_avx512", lambda: wide)
+    choose(monkeypatch, wide)
     *qkv, _ = inputs(1, length, 4, 2, 8, 8)
     result = cpu_attention.causal_attention(*(x.bfloat16() for x in qkv), 0.3)
     assert bool(taken) == (wide and length < cpu_attention._LONG)
@@ -97,3 +111,29 @@ def test_dropout_drops_probabilities_and_keeps_their_mean() -> None:
     out = cpu_attention.causal_attention(query, key, torch.ones(64, 32, 1, 4), 1.0, dropout=0.5)
     assert not torch.equal(out, torch.ones_like(out))
     assert abs(out[:, -1].mean().item() - 1.0) < 0.05
+
+
+def test_blocks_are_chosen_where_they_are_clearly_faster_by_trial() -> None:
+    for in_blocks, by_torch, kernel in ((2.0, 4.0, "blocks"), (3.3, 4.0, "torch"), (7.2, 4.0, "torch")):
+        choice = cpu_attention._choose(in_blocks / 1e3, by_torch / 1e3)
+        assert choice.kernel == kernel
+        assert f"{in_blocks} ms" in choice.reason and f"{by_torch} ms" in choice.reason
+
+
+def test_a_trial_changes_nothing_but_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ATTENTION_VARIABLE, raising=False)
+    settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_rng_state().tolist()
+    assert cpu_attention.try_kernels(2).kernel in ("torch", "blocks")
+    with torch.inference_mode():  # where a process meets it first
+        *qkv, _ = inputs(1, 20, 4, 2, 8, 8)
+        torch.testing.assert_close(
+            cpu_attention.causal_attention(*qkv, 0.3).double(), exact_attention(*qkv, 0.3), rtol=1e-5, atol=1e-6
+        )
+    assert cpu_attention._get_kernel() in ("torch", "blocks")
+    assert settings == (torch.get_num_threads(), torch.get_float32_matmul_precision(), torch.get_rng_state().tolist())
+
+
+def test_a_choice_that_a_checkpoint_cannot_have_made_is_refused() -> None:
+    assert cpu_attention.keep_kernel("torch").kernel == "torch" and cpu_attention.keep_kernel("blocks").kernel == "blocks"
+    with pytest.raises(ValueError, match="cpu_attention of the checkpoint: 'flash' is not one of torch, blocks"):
+        cpu_attention.keep_kernel("flash")

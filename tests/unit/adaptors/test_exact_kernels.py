@@ -132,13 +132,63 @@ def test_products_whose_rows_depend_on_their_number_do_not_equal_torchs() -> Non
     assert exact_kernels.equals_torch(torch.mm) and not exact_kernels.equals_torch(multiply)
 
 
-def test_rows_of_the_largest_block_have_the_bits_of_every_smaller_one() -> None:
-    size = exact_kernels.find_max_rows()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_the_largest_block_have_the_bits_of_every_smaller_one(dtype: torch.dtype) -> None:
+    size = exact_kernels.find_max_rows(dtype)
     assert size in (16, 32, 64, 128, 256)
     generator = torch.Generator().manual_seed(3)
     for width, columns in ((64, 8), (896, 896), (1024, 48)):
-        rows = torch.randn(size, width, generator=generator)
-        matrix = torch.randn(width, columns, generator=generator)
+        rows = torch.randn(size, width, generator=generator).to(dtype)
+        matrix = torch.randn(width, columns, generator=generator).to(dtype)
         full = torch.mm(rows, matrix)
         for count in range(16, size, 16):
             assert torch.equal(torch.mm(rows[:count], matrix), full[:count]), (width, columns, count)
+
+
+MULTIPLY = torch.mm
+
+
+def multiply_by_number_of_rows(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The product of a processor whose kernel for bfloat16 adds up more than 16 rows in another order, as with AMX."""
+    out = MULTIPLY(rows, matrix)
+    if rows.dtype == torch.bfloat16 and len(rows) > exact_kernels.ROWS:
+        out = torch.stack([MULTIPLY(rows[:, i::2], matrix[i::2]).float() for i in (0, 1)]).sum(0).to(out.dtype)
+    return out
+
+
+def multiply_by_place(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The product of a processor on which every fourth row of a block is added up in another order."""
+    out = MULTIPLY(rows, matrix)
+    out[3::4] = MULTIPLY(rows.flip(1), matrix.flip(0))[3::4]
+    return out
+
+
+def test_blocks_are_small_where_products_of_bfloat16_depend_on_the_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    large = exact_kernels.find_max_rows(torch.float32)
+    monkeypatch.setattr(torch, "mm", multiply_by_number_of_rows)
+    exact_kernels._try_blocks.cache_clear()
+    try:
+        assert exact_kernels.find_max_rows(torch.bfloat16) == exact_kernels.ROWS
+        assert exact_kernels.find_max_rows(torch.float32) == large
+        exact_kernels.check()
+        x, matrix = normal(300, 896).bfloat16(), normal(896, 60).bfloat16()
+        full = exact_kernels.matmul(x, matrix)
+        torch.testing.assert_close(full.double(), x.double() @ matrix.double(), rtol=1e-2, atol=0.3)
+        for first, count in ((0, 1), (17, 31), (40, 200)):
+            assert torch.equal(exact_kernels.matmul(x[first : first + count], matrix), full[first : first + count])
+    finally:
+        exact_kernels._try_blocks.cache_clear()
+    assert exact_kernels.find_violation(1, 1) is None
+
+
+def test_a_processor_without_exact_products_is_named_before_a_worker_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = torch.get_num_threads(), torch.get_float32_matmul_precision(), cpu_halves._registration
+    monkeypatch.setattr(torch, "mm", multiply_by_place)
+    problem = exact_kernels.find_violation(1, settings[0] + 1)
+    assert problem is not None and problem.startswith("rl_config.exact_log_probs: products of torch.float32 on this processor")
+    assert "set it to false" in problem
+    assert settings == (torch.get_num_threads(), torch.get_float32_matmul_precision(), cpu_halves._registration)
+    with pytest.raises(RuntimeError) as refused:
+        exact_kernels.check()
+    # the start of a worker ends with the same sentence
+    assert str(refused.value) == problem

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON, dispatcher
+from vllm.v1.attention.backends.mla import amx_mla
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker import cpu_model_runner, gpu_model_runner
@@ -49,6 +50,8 @@ print(
             "experts of others": inspect.getsource(CPUUnquantizedExperts.apply).count("expert_map") == 1,  # an argument alone
             "bias of the choice": chosen.item() != 3,
             "padding of alternate rows": CPUUnquantizedExperts._padded_intermediate_size(alternating) == 16,
+            # its products are of copies that are packed after a load
+            "backend of AMX": "convert_weight_packed" in inspect.getsource(amx_mla),
             "exchange": not {"all_gatherv", "reduce_scatterv"} & set(vars(CpuCommunicator)),
             "heads of tokens": not torch.allclose(turned, rope.forward_native(positions, heads, key)[0]),
             # V1's runners do not know of them, and V2's needs Triton

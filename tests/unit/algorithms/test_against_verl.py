@@ -15,6 +15,7 @@ from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.policy_losses import policy_loss, value_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
+from mindspeed_rl.importers.verl import LOSS_MODES
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is in the environment of envs/cpu/extras.sh")
 configs = pytest.importorskip("verl.workers.config")
@@ -104,6 +105,32 @@ def test_a_policy_loss_has_the_value_and_gradient_of_verl(case: str, seed: int) 
     assert (output.loss_sum / output.count).item() == pytest.approx(loss.item(), rel=1e-6)
     torch.testing.assert_close(mine.grad, slope, rtol=1e-6, atol=1e-9)
     assert slope.abs().max() > 0
+
+
+@pytest.mark.parametrize("name", LOSS_MODES)
+def test_the_importer_knows_which_aggregation_clip_and_dual_clip_a_loss_reads(name: str) -> None:
+    batch = random_batch(1)
+    defaults = {"clip_ratio_low": LOW, "clip_ratio_high": HIGH, "clip_ratio_c": 3.0}
+
+    def compute(aggregation: str = "token-mean", sign: int = 1, ratio: float = 0.5, **changes: float) -> float:
+        config = configs.ActorConfig(
+            strategy="fsdp", rollout_n=GROUP, use_dynamic_bsz=True, **(defaults | changes),
+            policy_loss=configs.PolicyLossConfig(loss_mode=name, dro_beta=0.7, kl_cov_ratio=0.2, ppo_kl_coef=0.3),
+        )  # fmt: skip
+        torch.manual_seed(0)
+        inputs = batch["log_probs"] - ratio, batch["log_probs"].clone(), sign * batch["advantages"].abs()
+        return core.get_policy_loss_fn(name)(*inputs, batch["mask"].double(), aggregation, config=config)[0].item()
+
+    mode = LOSS_MODES[name]
+    assert (compute() == compute("seq-mean-token-mean")) == (mode.aggregation is not None)
+    assert mode.aggregation in (None, "sequence")
+    assert (compute() != compute(clip_ratio_low=1e-3, clip_ratio_high=1e-3)) == mode.clips
+    # ratios above every bound of advantages below 0, which a dual clip reaches
+    assert (compute(sign=-1, ratio=2.5) != compute(sign=-1, ratio=2.5, clip_ratio_c=2.0)) == mode.has_dual
+
+
+def test_the_importer_knows_every_loss_of_the_registry() -> None:
+    assert {*LOSS_MODES, "bypass_mode"} == set(core.POLICY_LOSS_REGISTRY)
 
 
 # ---------------------------------------------------------------------- advantages

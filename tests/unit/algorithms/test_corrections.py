@@ -130,6 +130,24 @@ def test_the_effective_sample_size_of_far_policies_is_that_of_float64(
     assert merge(parts).results()["rollout/ess"] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("outlier", [-300.0, -44.0, -1e-3, 19.0, 21.0, 44.0, 60.0, 88.0, 89.0, 300.0, float("inf")])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["one token", "all tokens"])
+def test_the_rollout_kl_of_far_policies_is_that_of_float64_and_finite(
+    dtype: torch.dtype, outlier: float, everywhere: bool
+) -> None:
+    difference = 0.5 * torch.randn(400, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    if everywhere:
+        difference[:] = outlier
+    else:
+        difference[2, 1] = outlier
+    limited = np.minimum(difference.to(dtype).double().numpy(), 60.0)
+    expected = (np.expm1(limited) - limited).mean()
+    found = mismatch(difference.to(dtype), torch.zeros_like(difference, dtype=dtype), torch.ones(400, 50, dtype=torch.bool))
+    assert np.isfinite(expected) and found["rollout/kl"].result() == pytest.approx(expected, rel=1e-5)
+    assert found["rollout/log_probs_diff_max"].result() >= abs(outlier) - 1e-3
+
+
 def test_the_expected_rollout_kl_is_the_true_kl_of_the_engine_to_the_trainer():
     mu = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
     pi = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)

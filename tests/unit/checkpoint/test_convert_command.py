@@ -188,7 +188,7 @@ def test_bad_hf_folders_are_one_clear_error(tmp_path: Path, capsys: pytest.Captu
         assert not (tmp_path / "out").exists()
         return text
 
-    assert "is not a folder" in message(tmp_path / "nothing")
+    assert "does not exist" in message(tmp_path / "nothing")
     folder = fresh("missing")
     first = sorted(folder.glob("*.safetensors"))[0]
     first.unlink()

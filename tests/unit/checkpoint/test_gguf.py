@@ -161,6 +161,6 @@ def test_what_is_no_such_model_is_one_line(tmp_path: Path, capsys: pytest.Captur
     (tmp_path / "other.gguf").touch()
     command = ("--load-dir", str(tmp_path), "--load-model-type", "gguf", "--save-model-type", "hf")
     assert "has 2 GGUF files; name one" in fails(*command)
-    assert "is not a GGUF file, nor a folder" in fails(
+    assert "does not exist" in fails(
         "--load-dir", str(tmp_path / "no"), "--load-model-type", "gguf", "--save-model-type", "hf"
     )

@@ -56,6 +56,16 @@ def rewards(event: dict[str, Any]) -> list[list[float]]:
     return [line["y"] for line in chart["lines"]]
 
 
+def test_the_page_loads_nothing_from_elsewhere_and_a_host_that_is_none_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "run", 1, 0.25)
+    with serving(tmp_path / "run") as server:
+        policy = get(server, "/").headers["Content-Security-Policy"]
+        assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "http" not in policy
+        hosts = ["[::1", "[", "]", "[::1]:x", "127.0.0.1.evil", "", "\\", "a@b", "127.0.0.1:99999999", "evil:8787"]
+        assert [host for host in hosts if get(server, "/", host).status != 403] == ["127.0.0.1:99999999"]
+        assert get(server, "/", "localhost:1").status == 200
+
+
 def test_the_page_is_the_report_and_its_events_are_the_new_iterations(tmp_path: Path) -> None:
     result, two = tmp_path / "first", tmp_path / "second"
     write(result, 1, 0.25)

@@ -464,7 +464,7 @@ def test_a_folder_is_looked_at_before_anything_is_imported(tmp_path):
     with pytest.raises(ValueError, match="the folder holds none"):
         check_tokenizer_files(tmp_path / "model")
     (tmp_path / "sound" / "tokenizer.json").write_text('{"version": ')
-    with pytest.raises(ValueError, match="tokenizer.json: Expecting value"):
+    with pytest.raises(ValueError, match="tokenizer.json is not valid JSON: Expecting value"):
         check_tokenizer_files(tmp_path / "sound")
     program = "import sys; from mindspeed_rl.data.tokenizer import check_tokenizer_files as look; look(sys.argv[1])"
     program += "; sys.exit('transformers' in sys.modules)"

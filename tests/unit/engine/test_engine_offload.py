@@ -61,6 +61,15 @@ def test_everything_leaves_and_comes_back_bit_for_bit(make_engine: Callable[...,
 
 
 @pytest.mark.parametrize("keys", LAYOUTS, ids=str)
+def test_gradients_have_no_memory_before_the_first_step(make_engine: Callable[..., TrainEngine], keys: dict) -> None:
+    engine = make_engine(**keys)
+    storages = [buffer.grad_data.untyped_storage() for chunk in engine.chunks for buffer in chunk.buffers]
+    assert storages and all(storage.size() == 0 for storage in storages)
+    engine.train_step(ROWS, MicroBatching(1), negative_log_prob)
+    assert all(storage.size() for storage in storages)
+
+
+@pytest.mark.parametrize("keys", LAYOUTS, ids=str)
 def test_training_goes_on_as_if_nothing_had_been_offloaded(make_engine: Callable[..., TrainEngine], keys: dict) -> None:
     rested, busy = stepped(make_engine, keys), stepped(make_engine, keys)
     offloader = Offloader(rested.model, rested.optimizer)

@@ -15,6 +15,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.build import batch_shape, build_model
+from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import list_model_ops, load_weights
 from mindspeed_rl.models.plan import plan_model
@@ -109,3 +110,42 @@ def test_a_step_moves_the_bias_by_the_rate_towards_experts_with_few_tokens(
     assert isinstance(counts, Tensor) and counts.max() > counts.min()
     expected = before + (1e-3 if rate is None else rate) * (counts.mean() - counts).sign()
     torch.testing.assert_close(router.expert_bias, expected, rtol=0, atol=1e-6)
+
+
+def test_a_resumed_run_has_the_bias_of_its_checkpoint_and_moves_it_by_the_rate(training_world: None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
+    keys = {"lr": 1e-3, "train_iters": 10, "lr_decay_style": "constant", "moe_router_bias_update_rate": 0.25}
+    config = MegatronConfig(bf16=False, **keys)
+
+    def start(seed: int) -> tuple[TrainEngine, TopKRouter]:
+        parallel._seed_all(1)
+        torch.manual_seed(seed)
+        model = build_model(config, plan_model(config, tmp_path), trainable=True)
+        load_weights(
+            model, MemorySource({n: torch.randn(shape) for op in list_model_ops(model) for n, shape in zip(op.hf, op.shapes)})
+        )
+        engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
+        engine.start_training(1)
+        (router,) = (module for module in model.models[0].modules() if isinstance(module, TopKRouter))
+        return engine, router
+
+    def step(engine: TrainEngine, first: int) -> None:
+        def negative_log_prob(inputs: LossInputs) -> LossOutput:
+            return LossOutput(-torch.where(inputs.mask, inputs.outputs[0], 0.0).sum(), inputs.mask.sum())
+
+        engine.train_step(Rows([torch.arange(first, first + 12)], [2]), MicroBatching(1), negative_log_prob)
+
+    engine, router = start(1)
+    before = router.expert_bias.clone()
+    step(engine, 2)
+    saved = router.expert_bias.clone()
+    assert set((saved - before).abs().mul(4).round(decimals=3).tolist()) <= {0.0, 1.0} and not torch.equal(saved, before)
+    CheckpointSaver(engine, tmp_path / "save").save(1, {})
+    step(engine, 20)
+
+    resumed, its_router = start(2)
+    assert not torch.equal(its_router.expert_bias, saved)
+    load_checkpoint(resumed, tmp_path / "save")
+    assert torch.equal(its_router.expert_bias, saved)
+    step(resumed, 20)
+    assert torch.equal(its_router.expert_bias, router.expert_bias) and not torch.equal(router.expert_bias, saved)

@@ -12,7 +12,11 @@ import yaml
 
 from mindspeed_rl.cli import explain as explain_command
 from mindspeed_rl.cli import train
-from mindspeed_rl.importers.command import main
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.importers.command import PROJECTS, main
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import ImportSettings
+from mindspeed_rl.rewards import REWARDS
 
 #: every option that the guides' commands have; numbers are ours
 FULL = """\\
@@ -102,6 +106,13 @@ python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=$
     actor_rollout_ref.actor.kl_loss_coef=0.002 trainer.n_gpus_per_node=4 trainer.nnodes=2 trainer.save_freq=20 \\
     trainer.total_epochs=15 "${ROLLOUT[@]}" $@ 2>&1 | tee log.txt
 """
+
+
+LINE = (
+    "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_files=data/gsm8k/train.parquet "
+    "data.train_batch_size=64 actor_rollout_ref.model.path=models/base actor_rollout_ref.actor.ppo_mini_batch_size=32 "
+    "actor_rollout_ref.rollout.n=8 trainer.n_gpus_per_node=8"
+)
 
 
 def values_of(tree: dict, prefix: str = "") -> dict[str, object]:
@@ -246,13 +257,68 @@ def test_options_of_the_command_are_checked(tmp_path, monkeypatch, capsys):
         main(["--set", "DATA", "verl", command])
 
 
-def test_an_option_behind_a_script_is_sent_to_its_place(tmp_path, capsys):
-    script = tmp_path / "run.sh"
-    script.write_text("swift rlhf --rlhf_type grpo\n")
-    with pytest.raises(SystemExit) as caught:
-        main(["swift", str(script), "-o", "made.yaml"])
-    assert caught.value.code == 2
-    assert f"-o stands after the script {script}; options of import stand before swift" in capsys.readouterr().err
+@pytest.mark.parametrize("place", ["front", "behind a script", "behind a command in quotes", "among the words"])
+def test_options_of_import_stand_anywhere(place: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = VERL.replace("$DATA", "data").replace("$@", "")
+    (tmp_path / "run.sh").write_text(text)
+    words = {
+        "front": ["-o", "made.yaml", "verl", "run.sh"],
+        "behind a script": ["verl", "run.sh", "-o", "made.yaml", "--rows", "64"],
+        "behind a command in quotes": ["verl", text, "-o", "made.yaml"],
+        "among the words": ["verl", *LINE.split(), "-o", "made.yaml"],
+    }
+    assert main(words[place]) == 0
+    assert (tmp_path / "made.yaml").is_file()
+
+
+@pytest.mark.parametrize("path", ["nowhere.sh", "scripts/run", "config.yaml", "train.py"])
+def test_a_path_that_is_not_here_is_named(path: str, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["verl", path]) == 2
+    assert f"there is no script: '{path}' does not exist" in capsys.readouterr().err
+
+
+def test_a_script_that_calls_one_that_is_not_here_names_it(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text("export A=1\nbash scripts/train.sh 8\n")
+    assert main(["verl", "run.sh"]) == 2
+    assert "line 2 calls scripts/train.sh, which is not here" in capsys.readouterr().err
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.sh").write_text(VERL.replace("$DATA", "data").replace("$@", ""))
+    assert main(["verl", "run.sh"]) == 0
+
+
+PROGRAM = """from trl import GRPOConfig, GRPOTrainer
+args = GRPOConfig(output_dir="x", num_generations=8, beta=0.01)
+trainer = GRPOTrainer(model="Qwen/Qwen3-4B", reward_funcs=f, args=args, train_dataset=ds)
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("project", sorted(set(PROJECTS) - {"trl"}))
+def test_a_python_program_is_refused_in_one_sentence(project: str) -> None:
+    with pytest.raises(ConfigError, match="this is a Python program, whose arguments are in its code") as caught:
+        import_command(PROJECTS[project], PROGRAM, ImportSettings())
+    assert len(caught.value.errors) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["my_project/grpo_search.py", "src/open_r1/grpo.py", "examples/scripts/grpo_vlm.py", "sft_own.py"]
+)
+def test_a_program_of_its_own_is_no_script_of_trl(path: str) -> None:
+    command = f"accelerate launch --num_processes 8 {path} --model_name_or_path m --dataset_name d.jsonl"
+    with pytest.raises(ConfigError, match=f"{path} is a program of its own"):
+        import_command(PROJECTS["trl"], command, ImportSettings(rewards=REWARDS))
+
+
+def test_a_loop_says_which_of_its_runs_is_imported() -> None:
+    loop = f"for n in 8 4; do\n{LINE} actor_rollout_ref.rollout.n=$n\ndone"
+    run = import_command(PROJECTS["verl"], loop, ImportSettings(rewards=REWARDS))
+    assert run.without_effect["the loop of the script"].startswith("run 1 of 2 of the loop over n in line 1: n=8")
+    assert "# without effect here: the loop of the script: run 1 of 2" in run.render(loop)
+    run = import_command(PROJECTS["verl"], loop, ImportSettings(rewards=REWARDS, variables={"n": "4"}))
+    assert run.get("rl_config.n_samples_per_prompt") == 4 and "the loop of the script" not in run.without_effect
 
 
 def test_a_command_that_cannot_be_imported_leaves_no_file(tmp_path, monkeypatch, capsys):

@@ -259,3 +259,75 @@ def test_rloo_of_trl_sums_a_response_and_multiplies_its_ratios() -> None:
     run = take("trl", command, devices=8)
     assert run.plans is not None and run.plans[0].aggregation == "summed" and run.plans[0].kl_place == "reward"
     fail("trl", command + " --num_iterations 2", "level would be token here", devices=8)
+
+
+def test_arguments_of_the_chat_template_are_a_key() -> None:
+    arguments = '{"enable_thinking": false, "reasoning_effort": "low"}'
+    trl = take("trl", TRL + f"--per_device_train_batch_size 8 --max_steps 1 --chat_template_kwargs '{arguments}'", devices=8)
+    slime = take("slime", SLIME + f"--num-rollout 1 --apply-chat-template --apply-chat-template-kwargs '{arguments}'")
+    for run in (trl, slime):
+        assert run.get("megatron_training.enable_thinking") is False
+        assert run.get("megatron_training.chat_template_kwargs") == {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        "OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1 ",
+        "export OPEN_TRAINING_INT4_FAKE_QAT_FLAG=1\n",
+        """E='{"env_vars": {"OPEN_TRAINING_INT4_FAKE_QAT_FLAG": "1"}}'\nray job submit --runtime-env-json="$E" -- """,
+        """ray job submit --runtime-env runtime.yaml -- """,
+    ],
+)
+def test_a_variable_that_switches_training_is_refused_wherever_the_script_sets_it(tmp_path: Path, front: str) -> None:
+    (tmp_path / "runtime.yaml").write_text("env_vars: {OPEN_TRAINING_INT4_FAKE_QAT_FLAG: '1'}")
+    command = SLIME.partition(" -- ")[2] + "--num-rollout 10"
+    settings = ImportSettings(rewards=REWARDS, folder=tmp_path)
+    with pytest.raises(ConfigError, match="rounded to int4"):
+        import_command(PROJECTS["slime"], front + command, settings)
+    assert import_command(PROJECTS["slime"], f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG=0 {command}", settings).plans is not None
+
+
+def test_a_checkpoint_format_dense_layers_and_balancing_of_mindspeed_llm_are_read() -> None:
+    experts = "--num-experts 8 --moe-router-topk 2 --sequence-parallel "
+    words = "--ckpt-format torch --first-k-dense-replace -1 --moe-router-load-balancing-type none --hccl-op-mode 1"
+    run = take("mindspeed-llm", LLM.replace("--stage dpo", "--stage dpo " + experts) + words)
+    training = run.tree["megatron_training"]
+    assert training["first_k_dense_replace"] == 0 and training["moe_router_load_balancing_type"] == "none"
+    assert "torch_dist" in run.without_effect["ckpt_format"] and "ckpt_format" not in training
+    run = take("mindspeed-llm", LLM.replace("--stage dpo", "--stage dpo " + experts) + "--first-k-dense-replace 1")
+    assert run.tree["megatron_training"]["first_k_dense_replace"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "threshold", "expected"),
+    [("icepop", "0.5 5", ("token_mask", 5.0, 0.5)), ("seq-mask-tis", "0.5 2", ("token_geometric_mask", 2.0, 0.5)),
+     ("tis", "0 2", ("token_truncate", 2.0, None))],
+)  # fmt: skip
+def test_corrections_of_openrlhf_have_their_names(kind: str, threshold: str, expected: tuple) -> None:
+    words = "--algo.advantage.estimator reinforce --algo.advantage.is_correction_enable --algo.advantage.is_correction_type "
+    run = take("openrlhf", f"{OPENRLHF} {words}{kind} --algo.advantage.is_correction_threshold {threshold}")
+    keys = ("mode", "threshold", "threshold_min")
+    assert tuple(run.tree["rl_config"].get(f"rollout_importance_sampling_{key}") for key in keys) == expected
+
+
+def test_the_form_of_openrlhfs_scripts_is_a_document_of_a_variable() -> None:
+    script = f"set -x\nread -r -d '' training_commands <<EOF\n{OPENRLHF.partition('-m ')[2]}\nEOF\n"
+    run = take("openrlhf", script + 'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi')
+    assert run.tree == take("openrlhf", OPENRLHF).tree
+
+
+def test_what_trl_saves_goes_into_its_own_folder() -> None:
+    run = take("trl", TRL + "--loss_type grpo", devices=8)
+    assert run.tree["run_dir"] == "trainer_output" and run.tree["actor_config"]["save"] == "trainer_output/checkpoints"
+    assert take("trl", TRL + "--loss_type grpo --output_dir mine", devices=8).tree["run_dir"] == "mine"
+
+
+def test_the_first_rows_of_openrlhf_are_rows_of_the_preprocessing() -> None:
+    command = "deepspeed --num_gpus 8 --module openrlhf.cli.train_sft --model.model_name_or_path m --data.dataset d.jsonl "
+    run = take(
+        "openrlhf", command + "--train.batch_size 64 --train.micro_batch_size 8 --data.max_samples 1000 --train.max_epochs 2"
+    )
+    assert "--max-samples 1000" in run.translated["--data.dataset"]
+    # 1000 rows are 16 steps of 64, twice
+    assert run.tree["megatron_training"]["train_iters"] == 32

@@ -51,6 +51,19 @@ def values(run: Import, *paths: str) -> list[object]:
     return [run.get(path) for path in paths]
 
 
+def test_thinking_of_the_template_is_a_key_of_rollouts_and_an_option_of_preprocessing() -> None:
+    run = imported("--enable_thinking false --preserve_thinking true")
+    assert values(run, "megatron_training.enable_thinking", "megatron_training.chat_template_kwargs") == [
+        False,
+        {"preserve_thinking": True},
+    ]
+    sft = "NPROC_PER_NODE=8 megatron sft --model models/base --dataset rows.jsonl --micro_batch_size 1 --global_batch_size 64"
+    run = imported("--num_train_epochs 1 --enable_thinking false --preserve_thinking true", base=sft)
+    assert "enable_thinking" not in run.tree["megatron_training"]
+    note = "\n".join([*run.translated.values(), *run.added.values()])
+    assert """--prompt-type hf --enable-thinking false --chat-template-kwargs '{"preserve_thinking": true}'""" in note
+
+
 # --- what changed silently before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def test_an_estimator_that_is_not_here_is_refused_by_name(name: str) -> None:
 #: loss_mode of verl -> loss, level, aggregation with token-mean, dual clip
 LOSSES = {
     "vanilla": ("grpo", "token", "token", 3.0),
-    "gspo": ("grpo", "sequence_token", "token", None),
+    "gspo": ("grpo", "sequence_token", "sequence", None),
     "cispo": ("cispo", "token", "token", None),
     "sapo": ("sapo", "token", "sequence", None),
     "geo_mean": ("gmpo", "token", "sequence", None),
@@ -196,6 +197,64 @@ def test_a_policy_loss_is_its_like_here(name: str) -> None:
         assert (plan.loss, plan.level, plan.aggregation, plan.clip_c) == LOSSES[name]
     assert run.get("rl_config.dro_beta") == (0.3 if name == "dro" else None)
     assert run.get("rl_config.tau_pos") == (1.1 if name == "sapo" else None)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize(("name", "loss"), [("gspo", "gspo"), ("sapo", "sapo"), ("geo_mean", "gmpo")])
+def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggregation: str) -> None:
+    changes = f"{A}.policy_loss.loss_mode={name} {A}.loss_agg_mode={aggregation}"
+    run = imported(changes)
+    assert run.plans is not None and [plan.aggregation for plan in run.plans] == ["sequence", "sequence"]
+    assert run.get("rl_config.loss_type") == loss
+    # the KL and the entropy of the same loss are averaged as loss_agg_mode has it
+    for term in (f"{A}.use_kl_loss=True", f"{A}.entropy_coeff=0.01"):
+        assert f"next to the mean of sequences of {loss}" in refusal(f"{changes} {term}")
+        assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
+
+
+def test_what_verl_saves_goes_into_its_own_folder_and_random_rows_are_named() -> None:
+    assert imported("trainer.save_freq=20").get("actor_config.save") == "checkpoints/verl_examples/gsm8k"
+    names = "trainer.project_name=p trainer.experiment_name=e"
+    assert imported(f"trainer.save_freq=20 {names}").get("actor_config.save") == "checkpoints/p/e"
+    # without an interval verl writes no checkpoint
+    assert imported(names).get("actor_config.save") is None
+    run = imported("data.train_max_samples=100")
+    assert "draws as many at random" in run.translated["data.train_files"]
+    assert "at random" not in imported("data.train_max_samples=100 data.shuffle=False").translated["data.train_files"]
+
+
+TOOLS = f"{R}.multi_turn.enable=True {R}.multi_turn.tool_config_path=tools.yaml"
+_CALLS = ("max_parallel_calls", "max_tool_response_characters", "tool_response_truncate_side", "max_turns")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ("", [1, 256, "middle", None]),
+        (f"{R}.multi_turn.max_parallel_calls=3 {R}.multi_turn.max_tool_response_length=1000", [3, 1000, "middle", None]),
+        # since 0.8 left is the side that verl cuts
+        (f"{R}.multi_turn.tool_response_truncate_side=left", [1, 256, "right", None]),
+        (f"{R}.multi_turn.tool_response_truncate_side=right", [1, 256, "left", None]),
+        # after two turns of the tools the third of the model is the last one
+        (f"{R}.multi_turn.max_user_turns=2", [1, 256, "middle", 3]),
+        (f"{R}.multi_turn.max_user_turns=4 {R}.multi_turn.max_assistant_turns=3", [1, 256, "middle", 3]),
+        (f"{R}.multi_turn.max_user_turns=null {R}.multi_turn.max_assistant_turns=3", [1, 256, "middle", 3]),
+    ],
+)
+def test_tools_have_verls_limits_which_count_characters(changes: str, expected: list[object]) -> None:
+    run = imported(f"{TOOLS} {changes}")
+    assert values(run, *(f"rl_config.{name}" for name in _CALLS)) == expected
+    assert run.get("rl_config.max_tool_response_length") is None
+
+
+def test_the_loop_of_tools_is_on_where_it_is_the_default_loop() -> None:
+    run = imported(f"{R}.agent.default_agent_loop=tool_agent {R}.multi_turn.tool_config_path=tools.yaml")
+    assert values(run, "rl_config.multi_turn_enable", *(f"rl_config.{name}" for name in _CALLS[:2])) == [True, 1, 256]
+
+
+def test_a_run_of_one_turn_has_no_limits_of_tools() -> None:
+    assert values(imported(f"{R}.multi_turn.max_parallel_calls=3"), *(f"rl_config.{name}" for name in _CALLS)) == [None] * 4
+    assert "left, middle or right" in refusal(f"{TOOLS} {R}.multi_turn.tool_response_truncate_side=both")
 
 
 def test_numbers_of_the_covariance_losses_are_those_of_the_command_or_verl_s_defaults() -> None:
@@ -404,6 +463,14 @@ def test_options_of_open_groups_are_translated_one_by_one() -> None:
     assert run.get("generate_config.compilation_config") == {"cudagraph_mode": "FULL_DECODE_ONLY"}
     assert run.get("generate_config.engine_kwargs") == {"block_size": 32}
     assert run.get("megatron_training.enable_thinking") is False
+    # one by one, or as a mapping
+    kwargs = "data.apply_chat_template_kwargs"
+    for words in (f"+{kwargs}.preserve_thinking=True +{kwargs}.model_identity=Bot",
+                  f"{kwargs}='{{enable_thinking: true, preserve_thinking: true, model_identity: Bot}}'"):  # fmt: skip
+        run = imported(words)
+        expected = {"preserve_thinking": True, "model_identity": "Bot"}
+        assert run.get("megatron_training.chat_template_kwargs") == expected, words
+        assert run.get("megatron_training.enable_thinking") is (True if "enable" in words else None)
     assert "no option of verl" in refusal(f"+{A}.megatron.override_transformer_config.never_heard_of=1")
 
 
@@ -523,3 +590,19 @@ def test_a_teacher_of_verl_keeps_its_loss_its_devices_and_its_temperature() -> N
 
 def test_several_teachers_of_verl_are_refused_with_the_key_that_has_them() -> None:
     assert "teacher_keys" in refusal("distillation.enabled=True distillation.n_gpus_per_node=4 distillation.nnodes=1")
+
+
+def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path) -> None:
+    # 32 billion parameters: bfloat16 weights alone have 61 GiB, on each of 8 devices without a split
+    config = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600,
+        "num_hidden_layers": 64, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+        "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = imported(base=BASE.replace("models/base", str(tmp_path)))
+    assert run.memory.startswith("The layout does not fit") and "tensor_model_parallel_size" in run.memory
+    assert "# The layout does not fit" in run.render("x") and run.memory in run.summarize()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "hidden_size": 512}))
+    assert not imported(base=BASE.replace("models/base", str(tmp_path))).memory

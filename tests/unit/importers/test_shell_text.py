@@ -42,6 +42,21 @@ SCRIPTS = {
     "group": "{ X=1; show $X; }; ( X=2; show $X )",
     "quoted default": 'show ${X:-a b} "${X:-a b}" ${X:-"c d"}',
     "hash in word": "show a#b  # c\nshow --x=#3",
+    "let": "let N=4*2; let N+=1 M=N; ((K=N*2)); ((K++)); show $N $M $K",
+    "printf": 'N=$(printf "%d" 8); printf -v M "%02d-%s" 3 x; show $N $M $(printf "%.2f" 1.5) "$(printf "%s " a b)"',
+    "comment between": "show a `# a comment` b $( # another\n) c",
+    "document of a variable": 'read -r -d "" ARGS <<EOF\n--a 1\n--b "${X:-2}" \\\n--c\nEOF\nshow $ARGS',
+    "quoted document": "read -r -d '' ARGS <<'EOF'\n--a $X\nEOF\nshow $ARGS",
+    "here-string": 'read N M <<< "8 9 10"; read K <<< 7; show $N "$M" $K',
+    "lines": 'mapfile -t ARGS <<EOF\n--a 1\n--b\nEOF\nshow "${ARGS[@]}" ${#ARGS[@]}',
+    "read array": 'read -r -a ARGS <<< "a b c"; show "${ARGS[1]}" ${#ARGS[@]}',
+    "arguments": 'set -- --a "1 2"; show "$@" $# "$2"; shift; show "$@"',
+    "map": 'declare -A C=([n]=8 [m]="a b"); C[k]=3; show ${C[n]} "${C[m]}" ${C[k]} ${#C[@]}',
+    "calculator": 'N=$(echo "2*512+1" | bc); M=$(bc <<< "3*4"); show $N $M',
+    "text of a document": 'T=$(cat <<EOF\na "b" $((1+1))\nEOF\n); show "$T"',
+    "eval": 'CMD="show a"; eval "$CMD" b; eval "N=3; show \\$N"',
+    "quotes of a document": 'read -r -d \'\' T <<EOF\nsay "hi" it\'s \\$HOME\nEOF\nshow "$T"',
+    "group of a document": "{ show a; } <<EOF\nb\nEOF\nshow c",
 }
 
 
@@ -145,3 +160,54 @@ def test_a_script_that_has_no_end_is_one_sentence(script: str, sentence: str) ->
 def test_flags_are_read_as_argparse_reads_them() -> None:
     options, leading = read_flags(["rlhf", "--a-b", "1", "-0.5", "--c=2", "--d", "--a_b", "3"])
     assert options == {"a_b": ["3"], "c": ["2"], "d": []} and leading == ["rlhf"]
+
+
+#: form -> a script that runs `train --n 8 --x "a b"` in another shell, or on another machine
+INNER = {
+    "bash -c": """bash -c 'train --n 8 --x "a b"'""",
+    "login shell": """/bin/bash -lc "train --n 8 --x 'a b'" """,
+    "exported": """export N=8\nbash -c 'train --n $N --x "$1"' _ "a b" """,
+    "ssh": """ssh -p 22 user@node "cd /w && train --n 8 --x 'a b'" """,
+    "document of ssh": "N=8\nssh node <<EOF\ntrain --n $N --x 'a b'\nEOF",
+    "docker exec": """docker exec -it box bash -c "train --n 8 --x 'a b'" """,
+    "docker run": """docker run --rm -v /a:/a image:1 /bin/sh -c "train --n 8 --x 'a b'" """,
+    "document of docker": "docker exec -i box bash <<'EOF'\nN=8\ntrain --n $N --x 'a b'\nEOF",
+    "srun": """srun --nodes 2 bash -c "train --n 8 --x 'a b'" """,
+    "nested": """ssh node "docker exec box bash -c \\"train --n 8 --x 'a b'\\"" """,
+    "written file": "cat > run.sh <<'EOF'\ntrain --n $1 --x 'a b'\nEOF\nchmod +x run.sh\nbash run.sh 8",
+    "written in front": "cat <<'EOF' > run.sh\ntrain --n 8 --x 'a b'\nEOF\n./run.sh",
+    "tee": "tee run.sh <<'EOF'\ntrain --n 8 --x 'a b'\nEOF\nsh run.sh",
+    "shell of a document": "bash <<EOF\ntrain --n 8 --x 'a b'\nEOF",
+}
+
+
+@pytest.mark.parametrize("form", INNER)
+def test_commands_that_another_shell_or_machine_runs_are_read(form: str) -> None:
+    commands = [command.words for command in read_script(INNER[form], {}) if command.words[0] == "train"]
+    assert commands == [("train", "--n", "8", "--x", "a b")]
+
+
+def test_a_script_that_a_script_calls_is_read_and_has_exported_variables_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("train --n $N --m ${M:-none} --x $1")
+    (command,) = read_script("export N=8\nM=9\nbash run.sh y", {}, tmp_path)
+    assert command.words == ("train", "--n", "8", "--m", "none", "--x", "y")
+
+
+def test_a_machine_elsewhere_has_no_variables_of_the_script() -> None:
+    (command,) = read_script("export N=8\nssh node 'train --n $N'")
+    assert list_unknown(list(command.words)) == [("N", 1)]
+
+
+def test_the_first_run_of_a_loop_is_read_and_says_so() -> None:
+    script = "for m in a b c; do\n  train --m $m\ndone\nfor n in 1; do train --n $n; done"
+    first, second = read_script(script)
+    assert (first.words, second.words) == (("train", "--m", "a"), ("train", "--n", "1"))
+    assert first.loop == "run 1 of 3 of the loop over m in line 1: m=a; --set m=VALUE imports another" and not second.loop
+    (first, _) = read_script(script, {"m": "b"})
+    assert (first.words, first.loop) == (("train", "--m", "b"), "")
+
+
+def test_a_script_that_calls_itself_ends() -> None:
+    assert len(read_script("cat > a.sh <<'EOF'\nbash a.sh\ntrain\nEOF\nbash a.sh")) < 100
+    with pytest.raises(ConfigError, match="runs more than 64 others"):
+        read_script("cat > a.sh <<'EOF'\nbash a.sh\nbash a.sh\nEOF\nbash a.sh")

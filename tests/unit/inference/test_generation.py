@@ -50,6 +50,29 @@ def test_a_row_asks_with_any_of_the_usual_columns(row: dict, system: str | None,
     assert [message.content for message in conversation.messages] == texts
 
 
+def test_messages_are_read_as_in_training() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "Rome"}'}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "U1"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm"},
+        {"role": "tool", "content": "21"},
+    ]
+    tools = [{"name": "f", "parameters": {}}]
+    rows = [{"messages": messages, "tools": tools}, {"prompt": json.dumps(messages), "tools": json.dumps(tools)}]
+    for conversation, _ in read_jsonl(map(json.dumps, rows), "f", None):
+        question, answer, result = conversation.messages
+        assert (question.content, answer.calls[0].arguments, answer.reasoning) == ("U1", {"a": "Rome"}, "hm")
+        assert (result.role, result.content) == ("observation", "21")
+        assert conversation.tools[0]["function"]["name"] == "f"
+    for row, error in (
+        ({"messages": [{"role": "user", "content": "U", "mood": 1}], "history": [["a", "b"]]}, "a column 'history'"),
+        ({"messages": [{"role": "system", "content": "S"}, *messages], "system": "T"}, "two system prompts: 'T'"),
+        ({"prompt": "[{'role': 'user', 'content': 'U'}]"}, "column 'prompt' is the text of a list of messages, but not JSON"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            read_jsonl([json.dumps(row)], "f", None)
+
+
 @pytest.mark.parametrize(
     ("line", "error"),
     [
@@ -61,7 +84,10 @@ def test_a_row_asks_with_any_of_the_usual_columns(row: dict, system: str | None,
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}',
             "f, line 2: the last message is from the assistant: there is nothing to answer",
         ),
-        ('{"messages": [{"role": "tool", "content": "a"}]}', "f, line 2: a message's role is .* not 'tool'"),
+        (
+            '{"messages": [{"role": "tool", "content": "a"}]}',
+            "f, line 2: the first message is a tool's result, without a question before it",
+        ),
     ],
 )
 def test_a_malformed_row_is_an_error_that_names_its_line(line: str, error: str) -> None:

@@ -385,6 +385,33 @@ def test_every_assumption_has_a_source_and_what_no_npu_confirmed_says_so(device:
         assert DEVICES[device].visible / GIB == pytest.approx({"A2": 60.97, "A3": 61.27}[device], abs=0.005)
 
 
+def test_models_start_one_after_the_other() -> None:
+    keys = {"actor_config__swap_optimizer": True, "rl_config__init_kl_coef": 0.01}
+    plan = planned("grpo_qwen3_8b_A3", **keys)
+    start, update = (next(phase for phase in plan.groups[0].phases if phase.name == name) for name in ("start", "update"))
+    # everything is offloaded, so the reference starts on an empty device, and the actor with its gradients is the fullest
+    assert "reference" not in start.owners and start.owners["gradients"] == update.owners["gradients"]
+    kept = planned("grpo_qwen3_8b_A3", **keys, generate_config__offload_train_param=False)
+    start = next(phase for phase in kept.groups[0].phases if phase.name == "start")
+    assert start.total <= update.total
+
+
+def test_the_window_of_a_swapped_optimizer_is_counted_in_its_step() -> None:
+    keys = {"actor_config__swap_optimizer": True, "actor_config__tensor_model_parallel_size": 1}
+    keys |= {"actor_config__pipeline_model_parallel_size": 1, "rl_config__actor_resource": {"num_npus": 1}}
+    recomputed = {"granularity": "full", "method": "uniform", "num_layers": 1}
+    keys |= {f"actor_config__recompute_{name}": value for name, value in recomputed.items()}
+    wide, narrow = (planned("grpo_qwen3_8b_A3", **keys, actor_config__swap_optimizer_times=parts) for parts in (4, 64))
+    windows = [
+        next(p for p in plan.groups[0].phases if p.name == "update").owners.get("optimizer window", 0)
+        for plan in (wide, narrow)
+    ]
+    # main weights and two moments of 8.19e9 parameters, 4 bytes each; two of four parts at a time
+    assert windows[0] == pytest.approx(8.19e9 * 12 / 2, rel=0.01)
+    assert windows[1] == 0  # backward is the fuller moment
+    assert wide.host is not None and wide.host.owners["optimizer"] == pytest.approx(8.19e9 * 12, rel=0.01)
+
+
 def test_the_engines_share_is_of_what_a_process_sees() -> None:
     plan = planned("grpo_qwen25_7b_A3")  # gpu_memory_utilization 0.4, of 64 GiB less the driver's 2.73
     generate = next(phase for phase in plan.groups[0].phases if phase.name == "generate").owners

@@ -192,6 +192,30 @@ def test_fit_says_what_does_not_fit_and_which_model_was_meant(capsys: pytest.Cap
     assert "--npus: 0 must be at least 1" in capsys.readouterr().err
 
 
+def test_the_smallest_machine_of_each_stage_and_what_fewer_devices_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt", "1k", "--response", "1k", "--prompts", "16", "--samples", "4"]
+    assert command.main(["smallest", "--model", "qwen25_7b", "--chip", "A2", *lengths, "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    for stage in stages.values():
+        seconds = [machine["seconds"]["middle"] for machine in stage["machines"]]
+        counts = [machine["devices"] for machine in stage["machines"]]
+        assert counts == [counts[0] * 2**index for index in range(len(counts))] and seconds == sorted(seconds, reverse=True)
+    # adapters have a small optimizer: none of it leaves for the host
+    assert stages["SFT with LoRA"]["machines"][0]["host_bytes"] == 0
+    # bf16 weights of 15.2 GB, twice 4 bytes of moments and 4 of main weights for each of 7.6e9 parameters, of which all train
+    assert stages["GRPO"]["machines"][0]["devices"] == 1
+    assert stages["GRPO"]["machines"][0]["host_bytes"] == pytest.approx(7.616e9 * (12 + 3 * 2), rel=0.01)
+
+
+def test_the_smallest_machine_is_explained_by_what_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ["--prompt", "1k", "--response", "1k", "--prompts", "16", "--samples", "4"]
+    assert command.main(["smallest", "--model", "qwen25_7b", "--chip", "A2", "--memory-gib", "40", *lengths]) == 0
+    text = capsys.readouterr().out
+    assert "Fewer devices are too few:" in text and "qwen25_7b with sequences of 2048 tokens does not fit on 1 devices" in text
+    assert command.main(["smallest", "--model", "qwen25_7b", "--prompts", "0"]) == 2
+    assert "--prompts: 0 must be at least 1" in capsys.readouterr().err
+
+
 def test_a_push_of_adapters_takes_as_long_as_they_are_large() -> None:
     lora = {"actor_config__lora_target_modules": ["linear_qkv"], "actor_config__lora_r": 8, "actor_config__lora_alpha": 16}
     plan = planned("grpo_tiny_cpu", **lora, generate_config__lora_push="adapter")

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import psutil
 import pytest
 import torch.distributed as dist
@@ -9,6 +14,7 @@ from patience import patient
 from ports import find_free_port
 
 from mindspeed_rl.platform.rendezvous import give_up, meet, open_store, reach
+from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 
 
 def addresses(port: int) -> set[str]:
@@ -56,3 +62,42 @@ def test_a_wait_for_members_ends_with_the_reason_of_who_gave_up_or_with_the_rank
     with pytest.raises(RuntimeError, match="rendezvous given up: server 1 has died"):
         meet(store, 0, 3, 60.0)
     give_up("127.0.0.1", find_free_port(), "first", "no store listens here")
+
+
+def test_processes_of_one_machine_meet_in_a_file_that_no_port_serves(tmp_path: Path) -> None:
+    address = str(tmp_path / "store"), 0
+    first, second = (open_store(*address, 2, serves=rank == 0, timeout_s=patient(10)) for rank in range(2))
+    first.set("said", "by the first")
+    assert second.get("said") == b"by the first" and second.add("count", 2) == 2
+    assert not [c for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN and c.laddr.port == 0]
+    reach(*address, 0.0)
+    give_up(*address, "group", "server 1 has died")
+    with pytest.raises(RuntimeError, match="rendezvous given up: server 1 has died"):
+        meet(dist.PrefixStore("group", first), 0, 2, 60.0)
+    alone = open_store(str(tmp_path / "other"), 0, 2, serves=True, timeout_s=0.2)
+    with pytest.raises(RuntimeError, match="rendezvous given up: ranks 1 of 2 did not come within 0.2 s"):
+        meet(alone, 0, 2, 0.2)
+    with pytest.raises(RuntimeError, match="(?i)timeout"):
+        alone.get("nothing")
+
+
+def read_as_nobody(path: Path) -> str:
+    """What a process of another user says that tries to read a file."""
+    code = f"import os; os.setgid(65534); os.setuid(65534); print(open({str(path)!r}, 'rb').read(1))"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stderr
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act for another user")
+def test_another_user_of_the_machine_cannot_open_the_store_of_the_ranks() -> None:
+    process = WorkerProcess(ProcessSettings("x:Y", (), None, "cpu", 2, 1, Path("unused")), 0)
+    path, port = process.address()
+    store = open_store(path, port, 1, serves=True, timeout_s=patient(10))
+    store.set("key", "value")
+    assert port == 0 and "PermissionError" in read_as_nobody(Path(path))
+    assert process.address()[0] != path  # each group has its own
+
+
+def test_ranks_of_several_machines_and_servers_of_other_commands_meet_at_a_port() -> None:
+    settings = ProcessSettings("x:Y", (), None, "cpu", 2, 1, Path("unused"))
+    host, port = WorkerProcess(settings, 0).address(is_private=False)
+    assert (host, port > 0) == ("127.0.0.1", True)

@@ -35,7 +35,7 @@ def run(*names: str, plugins: tuple[str, ...] = ()) -> RLConfig:
 
 def test_sound_names_have_no_mistakes(tmp_path: Path) -> None:
     rl = run("mine", "yours", "acc", "json:dumps", plugins=(plugin(tmp_path, GOOD),))
-    assert check_reward_functions(rl) == [] and dry_run_reward_functions(rl, {}) == []
+    assert check_reward_functions(rl) == [] and dry_run_reward_functions(rl, {}).violations == []
 
 
 @pytest.mark.parametrize(
@@ -86,5 +86,5 @@ def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: s
     ],
 )
 def test_what_only_running_shows_is_found_in_a_process_of_its_own(tmp_path: Path, text: str, said: str) -> None:
-    (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=patient(10))
+    (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=patient(10)).violations
     assert said in mistake and "rl_config." in mistake

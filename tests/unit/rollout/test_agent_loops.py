@@ -24,7 +24,7 @@ from mindspeed_rl.rollout.agents.scheduler import MultiTurnScheduler
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rollout.trajectory import Segment, TokenSequence, Trajectory
 from mindspeed_rl.tools.parsers import make_parser
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
 from mindspeed_rl.tools.toolbox import CallLimits, Toolbox
@@ -217,6 +217,68 @@ def test_a_plug_in_that_raises_is_a_failed_trajectory() -> None:
     result = sampled("scheduler", Speaker(["41"]), multi_turn_scheduler=f"{__name__}:Crashing")
     assert result.failure == "multi_turn_scheduler: KeyError: 'nothing here'"
     assert result.reward_columns()["trajectory_failure"] == result.failure
+
+
+class Foreign(MultiTurnScheduler):
+    """Gives back the turn with a token, or a number, that its column names."""
+
+    def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
+        row = infer_request.data_dict
+        infer_request.messages.append({"role": "user", "content": "go on"})
+        given = {"infer_request": infer_request, "rollout_infos": {"asked": row.get("number", 1)}}
+        return given | {"response_token_ids": [*response_choice.token_ids, row.get("token", 40)]}
+
+    def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
+        return current_turn == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "failure"),
+    [
+        ({"token": 127}, "new response_token_ids of step: token 0 is 127, but ids are whole numbers from 0 to 126"),
+        ({"token": -1}, "token 0 is -1"),
+        ({"number": 1e308}, "rollout_infos: asked is '1e+308', but must be a finite number"),
+        ({"number": float("nan")}, "rollout_infos: asked is 'nan', but must be a finite number"),
+        ({"number": 10**400}, "but must be a finite number"),
+        ({}, ""),
+    ],
+)
+def test_tokens_and_numbers_of_a_plug_in_that_would_end_the_run_fail_its_sample(columns: dict[str, Any], failure: str) -> None:
+    loop = load_agent_loop("scheduler")(settings(multi_turn_scheduler=f"{__name__}:Foreign"))
+    result = asyncio.run(AgentRunner(loop).sample(Speaker(["41", "42"]), task(**columns)))
+    assert failure in result.failure and bool(failure) == bool(result.failure)
+
+
+class Own(AgentLoop):
+    """A loop of the user's own, which returns what its column says."""
+
+    async def run(self, task: Task, engine: Any, tools: Any) -> Trajectory:
+        conversation = self.start_conversation(task, engine)
+        await conversation.reply()
+        return replace(conversation.end(), **task.columns["changes"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "failure"),
+    [
+        ({"final_reward": 1e308}, "final_reward is '1e+308'"),
+        ({"final_reward": True}, "final_reward is 'True'"),
+        ({"final_reward": "1"}, "final_reward is '1'"),
+        ({"turn_rewards": (float("inf"),)}, "a turn's reward is 'inf'"),
+        ({"metrics": {"a": float("nan")}}, "metric 'a' is 'nan'"),
+        ({"metrics": {"a": 1e308}}, "metric 'a' is '1e+308'"),
+        ({"metrics": {f"m{index}": 1.0 for index in range(201)}}, "it has 201 metrics"),
+        ({"sequences": (TokenSequence((40, 127), ()),)}, "context: token 1 is 127"),
+        ({"sequences": (TokenSequence((40,), (Segment.from_context([40, -1]),)),)}, "context: token 1 is -1"),
+        ({"final_reward": 3e38, "metrics": {"a": True}}, ""),
+    ],
+)
+def test_a_loop_of_the_users_own_cannot_end_the_run_by_its_values(changes: dict[str, Any], failure: str) -> None:
+    loop = load_agent_loop(f"{__name__}:Own")(settings(vocab_size=127))
+    result = asyncio.run(AgentRunner(loop).sample(Speaker(["41"]), task(changes=changes)))
+    assert failure in result.failure and bool(failure) == bool(result.failure)
+    if failure:
+        assert (result.token_ids, result.final_reward, result.turn_rewards, result.metrics) == ([], None, (), {})
 
 
 def test_a_row_whose_columns_are_no_options_of_the_tools_is_a_failed_trajectory() -> None:

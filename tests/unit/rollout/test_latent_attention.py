@@ -34,6 +34,8 @@ from mindspeed_rl import adaptors, platform
 
 platform.select("cpu")
 adaptors.apply("rollout")  # before vLLM is imported
+if "amx" in sys.argv:
+    torch.cpu._is_amx_tile_supported = lambda: True
 
 from mindspeed_rl.adaptors.engine_hooks import DERIVED
 from mindspeed_rl.config import GenerateConfig
@@ -96,6 +98,44 @@ print(json.dumps(worst))
 """
 
 
+@pytest.mark.parametrize("processor", ["this", "amx"])
 @pytest.mark.slow
-def test_latent_attention_samples_from_the_weights_of_the_last_push(tmp_path: Path) -> None:
-    assert max(run_program(PROGRAM, tmp_path)) < 1e-4
+def test_latent_attention_samples_from_the_weights_of_the_last_push(tmp_path: Path, processor: str) -> None:
+    assert max(run_program(PROGRAM, tmp_path, processor)) < 1e-4
+
+
+CHOICE = """
+import json, sys
+from types import SimpleNamespace
+import torch
+from vllm.config import VllmConfig
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+torch.cpu._is_amx_tile_supported = lambda: True
+
+
+def choose(requested, use_mla=True, model_type="deepseek_v3"):
+    config = VllmConfig()
+    config.attention_config.backend = requested and AttentionBackendEnum[requested]
+    hf_config = SimpleNamespace(model_type=model_type)
+    config.model_config = SimpleNamespace(use_mla=use_mla, hf_config=hf_config, max_model_len=64, is_hybrid=False)
+    try:
+        CpuPlatform.check_and_update_config(config)
+    except ValueError as error:
+        return str(error)
+    selected = SimpleNamespace(use_sparse=False, use_mla=use_mla)
+    path = CpuPlatform.get_attn_backend_cls(config.attention_config.backend, selected)
+    return [path.rpartition(".")[2], config.cache_config.block_size, config.cache_config.enable_prefix_caching]
+
+
+print(json.dumps([choose(None), choose("CPU_MLA"), choose("FLASHMLA"), choose("AMX_MLA"), choose(None, False)]))
+"""
+
+
+def test_on_a_processor_with_amx_engines_have_the_backend_of_latent_attention_that_reads_the_weights() -> None:
+    *latent, refused, other = run_program(CHOICE)
+    # blocks of 16 keys and no cached prefixes are what vLLM sets for this backend
+    assert latent == [["CPUMLABackend", 16, False]] * 3
+    assert "AMX_MLA multiplies by packed copies of the weights" in refused and "leave it out" in refused
+    assert other[0] == "CPUAttentionBackend" and other[1] != 16

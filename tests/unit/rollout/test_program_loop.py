@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import sys
 import threading
@@ -122,13 +123,16 @@ def test_rollouts_of_a_training_worker_are_played_one_after_the_other(with_libra
 
 #: does what its row says, after a turn of the model
 PLAYER = """
-import json, os, pathlib, subprocess, sys, time, urllib.request
+import json, os, pathlib, subprocess, sys, time, urllib.error, urllib.request
 
 def post(path, body):
     data = json.dumps(body).encode()
-    request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/{path}", data, {"content-type": "application/json"})
+    url = path if path.startswith("http") else f"{os.environ['OPENAI_BASE_URL']}/{path}"
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
     return json.load(urllib.request.urlopen(request))
 
+reward_file = pathlib.Path(os.environ["AGENT_REWARD_URL_FILE"])
+reward_url = reward_file.read_text()
 task = json.loads(pathlib.Path(os.environ["AGENT_TASK"]).read_text())
 do, question = task["do"], sys.argv[1]
 if do != "nothing":
@@ -140,7 +144,30 @@ if do == "file":
 elif do == "line":
     print(json.dumps({"reward": -1.5}))
 elif do == "http":
-    post("reward", {"reward": 0.25}), post("reward", {"reward": 0.5, "id": made["id"]})
+    post(reward_url, {"reward": 0.25}), post(reward_url, {"reward": 0.5, "id": made["id"]})
+elif do == "policy":  # what a command of the model can find
+    found = [reward_file.exists(), *(reward_url in place for place in (str(os.environ), json.dumps(task)))]
+    try:
+        post("reward", {"reward": 100})
+    except urllib.error.HTTPError as error:
+        found.append(error.code)
+    try:
+        post(reward_url.replace("/reward", "/chat/completions"), {"messages": []})
+    except urllib.error.HTTPError as error:
+        found.append(error.code)
+    print(json.dumps({"reward": None, "output": json.dumps(found)}))
+elif do == "bool":
+    print('{"reward": true}')
+elif do == "huge":
+    print('{"reward": 1e308}')
+elif do == "metric":
+    print('{"reward": 1, "metrics": {"a": 1e308}}')
+elif do == "metrics":
+    print(json.dumps({"reward": 1, "metrics": {f"m{i}": 1 for i in range(101)}}))
+elif do == "name":
+    print(json.dumps({"reward": 1, "metrics": {"x\\ty": 1}}))
+elif do == "two":
+    print('{"reward": 1, "metrics": {"a/b": 1, "a_b": 2}}')
 elif do == "raise":
     raise KeyError("no answer")
 elif do == "error":
@@ -196,6 +223,35 @@ def test_a_command_reports_its_reward_in_a_file_a_line_or_a_request(tmp_path: Pa
     for trajectory in result:
         assert TOKENIZER.decode(list(trajectory.sequences[0].prompt_ids)).count("6 times 7?") == 1
         assert TOKENIZER.decode(trajectory.token_ids) == "42<|im_end|>" and all(trajectory.sampled)
+
+
+def test_the_url_of_rewards_is_gone_before_the_model_says_anything_and_the_base_url_takes_none(tmp_path: Path) -> None:
+    (result,) = programmed(tmp_path, [{"do": "policy"}], "42")
+    # neither file nor variable nor task has it; the one URL takes no rewards, the other one serves no turns
+    assert json.loads(result.output or "") == [False, False, False, 403, 403]
+    assert result.final_reward is None and result.turn_rewards == (None,)
+
+
+def test_reports_with_numbers_or_names_that_no_metric_can_have_fail_their_samples(tmp_path: Path) -> None:
+    reasons = {
+        "bool": "the last line: reward is 'True', but must be a finite number",
+        "huge": "the last line: reward is '1e+308', but must be a finite number",
+        "metric": "the last line: metrics: a is '1e+308', but must be a finite number",
+        "metrics": "the last line: metrics has 101 names, but may have at most 100",
+        "name": "the last line: metrics: a name is 'x\\ty', but must be 1 to 100 printable characters",
+        "two": "the last line: metrics: two names are 'a_b'",
+    }
+    results = programmed(tmp_path, [{"do": do} for do in reasons], "42")
+    for reason, result in zip(reasons.values(), results, strict=True):
+        assert reason in result.failure and result.final_reward is None and set(result.metrics) == {"turns", "branches"}
+
+
+def test_with_a_grader_no_posted_reward_counts_and_its_crash_or_silence_is_a_zero(tmp_path: Path) -> None:
+    for number, grader in enumerate((["sh", "-c", "kill -9 $$"], ["false"], ["true"])):
+        (folder := tmp_path / str(number)).mkdir()
+        (result,) = programmed(folder, [{"do": "http"}], "42", grader=grader)
+        assert (result.final_reward, result.turn_rewards) == (float(grader == ["true"]), (None,)) and not result.failure
+        assert [event.reward for event in result.events] == [None]
 
 
 def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leaves_nothing(tmp_path: Path) -> None:
@@ -272,3 +328,18 @@ def test_a_wrong_program_is_found_before_workers_start() -> None:
     with pytest.raises(ValueError, match="rl_config.agent.url is 'localhost:80'"):
         check_program(AgentKeys(url="localhost:80"))
     check_program(AgentKeys(command=["{program}"], grader=["true"]))
+
+
+def test_programs_and_graders_get_no_variable_of_the_run_unless_it_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "http_proxy", "PGPASSWORD", "MY_SETTING"):
+        monkeypatch.setenv(name, "planted")
+    look = "import json, os, pathlib; pathlib.Path(os.environ['MARKS'], '{}').write_text(json.dumps(dict(os.environ)))"
+    command, grader = ([sys.executable, "-c", look.format(name)] for name in ("program", "grader"))
+    env = {"MARKS": "{marks}", "NAMED": "<${HF_TOKEN}>"}
+    programmed(tmp_path, [{}], "42", command=command, grader=grader, env=env)
+    for name in ("program", "grader"):
+        found = json.loads((tmp_path / "marks" / name).read_text())
+        assert found.pop("NAMED") == "<planted>" and "PATH" in found
+        assert "planted" not in str(found)

@@ -175,4 +175,3 @@ def test_a_program_gets_the_images_of_its_row_as_urls(tmp_path: Any) -> None:
     path = tmp_path / "a.bin"
     path.write_bytes(b"xx" + base64.b64decode(TALL))
     assert make_data_url(f"{path}#2+{len(base64.b64decode(TALL))}") == TALL_URL
-

@@ -23,7 +23,6 @@ from toolboxes import call, open_toolbox
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.tools.option_reader import OptionReader
-from mindspeed_rl.tools.process_worker import build_tool_pool
 from mindspeed_rl.tools.sandboxes import PROVIDERS, Provider, SandboxError, SandboxPool
 
 SERVICES: dict[str, dict[str, Any]] = {
@@ -47,19 +46,16 @@ def with_provider(name: str, use: Callable[[Provider, Services], Awaitable[Any]]
     """What `use` returns for a provider, next to the services."""
 
     async def run() -> Any:
-        services, processes = Services(), build_tool_pool(["mindspeed_rl.tools.agent_program"])
+        services = Services()
         async with serve(services) as url:
             if name in SERVICES:
                 options.update({"url": url} | {key: str(value).replace("URL", url) for key, value in SERVICES[name].items()})
             provider = PROVIDERS[name](OptionReader(options, "here"), "here")
-            if name == "local":
-                await processes.start()
-                provider.processes = processes  # type: ignore[attr-defined]  # pyrefly: ignore[missing-attribute]
+            await provider.open()
             try:
                 return await use(provider, services)
             finally:
                 await provider.close()
-                await processes.close()
 
     return asyncio.run(asyncio.wait_for(run(), 120))
 
@@ -225,20 +221,18 @@ def test_a_local_command_has_limits_of_memory_and_no_network_and_leaves_no_proce
 
 def test_a_provider_that_fails_is_named_and_the_next_one_is_used(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> list[Any]:
-        services, processes = Services(has_v2=False), build_tool_pool(["mindspeed_rl.tools.agent_program"])
-        await processes.start()
+        services = Services(has_v2=False)
         async with serve(services) as url:
             dead = {"provider": "daytona", "url": "http://127.0.0.1:9", "key_env": "TEST_SANDBOX_KEY"}
             e2b = {"provider": "e2b", "url": url, "sandbox_url": f"{url}/{{id}}", "key_env": "TEST_SANDBOX_KEY"}
             pool = SandboxPool.read([dead, e2b, "local"], 2, "here")
-            pool.start(processes)
+            await pool.start()
             try:
                 used = await asyncio.gather(*(pool.acquire() for _ in range(3)))
                 kinds = {type(sandbox).__name__ for sandbox in used}
                 await asyncio.gather(*(pool.release(sandbox) for sandbox in used))
             finally:
                 await pool.close()
-                await processes.close()
             alone = SandboxPool.read([dead], 0, "here")
             with pytest.raises(
                 SandboxError, match=r"no provider can start a sandbox: daytona: http://127.0.0.1:9/sandbox: Client"

@@ -10,7 +10,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.tools.schemas import validate_schema
 from mindspeed_rl.tools.tool import CallSettings
 from mindspeed_rl.tools.tool_file import build_tools, read_tools
-from mindspeed_rl.tools.toolbox import truncate
+from mindspeed_rl.tools.toolbox import truncate, truncate_characters
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -165,6 +165,18 @@ def test_a_cut_text_has_as_many_tokens_as_it_may_and_no_more():
             assert text.endswith(shown.removeprefix("(truncated)..."))
     assert truncate("abc", 0, "left", count) == "abc"
     assert truncate("x" * 10, 3, "middle", len) == "xxx"  # no room for the mark
+
+
+def test_a_reply_keeps_as_many_characters_as_verl_keeps() -> None:
+    text = "".join(str(index % 10) for index in range(300))
+    # verl's tool_agent_loop.py: half of the length of each side, and the mark comes on top of it; the names of ours are the
+    # sides that are kept
+    assert truncate_characters(text, 256, "middle") == text[:128] + "...(truncated)..." + text[-128:]
+    assert truncate_characters(text, 7, "middle") == "012...(truncated)...789"
+    assert truncate_characters(text, 5, "left") == "01234...(truncated)"
+    assert truncate_characters(text, 5, "right") == "(truncated)...56789"
+    assert truncate_characters(text, 300, "middle") == truncate_characters(text, 0, "left") == text
+    assert truncate_characters("回复很长很长", 4, "middle") == "回复...(truncated)...很长"
 
 
 def test_the_run_s_deadline_counts_where_the_file_says_none(tmp_path: Path) -> None:

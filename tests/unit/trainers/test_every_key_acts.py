@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, str] = {
     "run/record.py": "fault_tolerance",
     "run/length.py": "train_epochs",
     "run/ref_model.py": "ref_model integrated_mode_config",
-    "data/prompts.py": "prompt_type_path",
+    "data/prompts.py": "prompt_type_path chat_template_kwargs",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
@@ -167,7 +167,7 @@ ELSEWHERE: dict[str, str] = {
     "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
-    "max_tool_response_length tool_response_truncate_side",
+    "max_tool_response_length max_tool_response_characters tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
     "runtime/cluster.py": "runtime_env_path exact_log_probs",
     "workers/remote_group.py": "num_cpus_for_placement_group",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.protocol import Generated
 from mindspeed_rl.rollout.trajectory import Trajectory
@@ -27,7 +29,7 @@ from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
-from mindspeed_rl.trainers.schedule import Schedule, _resolve_admission
+from mindspeed_rl.trainers.schedule import DisagreementError, Schedule, _resolve_admission
 
 PROMPTS, GROUP = 4, 2
 KEYS = [
@@ -227,4 +229,34 @@ def test_a_run_that_had_another_mode_goes_on_with_the_next_prompts(tmp_path: Pat
 def test_the_run_file_says_how_far_the_rollout_may_be_ahead(tmp_path: Path, keys: list[str], admission: Admission) -> None:
     run = run_of(tmp_path, *keys)
     assert _resolve_admission(run) == admission
-    assert Schedule(run)._on_policy == (admission.bound == 0)
+    # log-probs are compared with a limit where the tokens are of the weights that train
+    assert (Schedule(run)._agreement is not None) == (admission.bound == 0)
+
+
+HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "mean", "largest", "stops"),
+    [
+        # auto: the mean, by format; a single token may differ by much in bfloat16
+        ([], 0.04, 3.0, ""),
+        ([], 0.06, 0.06, "differ by 0.06 in the mean, more than the 0.05 that log_probs_diff_limit auto allows in float32"),
+        (HALF, 0.4, 9.0, ""),
+        (HALF, 0.6, 9.0, "more than the 0.5 that log_probs_diff_limit auto allows in bfloat16"),
+        (["generate_config.quantization=int8"], 0.15, 1.0, ""),
+        (["generate_config.quantization=int8"], 0.25, 1.0, "more than the 0.2 that"),
+        (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.2, "differ by 0.2, more than log_probs_diff_limit 0.1"),
+        (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.09, ""),
+        (["rl_config.log_probs_diff_limit=null"], 5.0, 50.0, ""),
+    ],
+)
+def test_trainer_and_engine_that_disagree_stop_the_run(
+    tmp_path: Path, keys: list[str], mean: float, largest: float, stops: str
+) -> None:
+    limit = ["rl_config.log_probs_diff_limit=auto"]
+    schedule, metrics = Schedule(run_of(tmp_path, *limit, *keys)), Metrics()
+    metrics.add_last("rollout/log_probs_diff_mean", mean)
+    metrics.add_last("rollout/log_probs_diff_max", largest)
+    with pytest.raises(DisagreementError, match=stops) if stops else nullcontext():
+        schedule.after_update(0, metrics)

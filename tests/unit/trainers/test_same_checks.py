@@ -226,6 +226,26 @@ def test_an_adapter_is_trained_on_with_the_rank_that_it_needs_and_merged_for_the
     assert f"the base of the adapter in {tmp_path}, which trains on" in words and "which is merged into it" in words
 
 
+def test_a_processor_without_exact_products_is_refused_before_anything_starts(
+    task: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    multiply = torch.mm
+
+    def add_up_every_fourth_row_backwards(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        out = multiply(rows, matrix)
+        out[3::4] = multiply(rows.flip(1), matrix.flip(0))[3::4]
+        return out
+
+    changes = ["rl_config.exact_log_probs=true"]
+    assert _train_checks(task, changes) == []
+    monkeypatch.setattr(torch, "mm", add_up_every_fourth_row_backwards)
+    (refused,) = _train_checks(task, changes)
+    assert refused.startswith("rl_config.exact_log_probs: products of torch.float32 on this processor depend on")
+    capsys.readouterr()
+    assert explain(["--config-name", str(task / "run.yaml"), "--validate", *changes]) == 2
+    assert capsys.readouterr().out.strip() == f"error: {refused}"
+
+
 def test_without_the_files_of_a_run_its_keys_are_checked(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = [f"{key}=/nowhere/x" for key in ("actor_config.load", "megatron_training.tokenizer_name_or_path")]
     away.append("megatron_training.data_path=/nowhere/rows")

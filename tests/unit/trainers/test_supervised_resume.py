@@ -12,6 +12,7 @@ import pytest
 import torch
 from supervised_samples import answers, instruction_row, pair_row, write_columns
 
+from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 # with its model keys the model has dropout, so that random generators matter
@@ -89,6 +90,38 @@ def test_a_checkpoint_says_how_many_samples_were_consumed(start: Callable[..., A
     stage.save(2)
     record = json.loads((tmp_path / "save" / "iter_0000002" / "run_state.json").read_text())
     assert record["run_state"]["consumed_samples"] == 16
+
+
+def test_a_resumed_run_has_the_attention_of_its_checkpoint(start: Callable[..., Any], tmp_path: Path) -> None:
+    prefix = write_columns(tmp_path / "data", [instruction_row(*sample) for sample in answers(20, seed=1)])
+    first = start("sft", prefix, save=str(tmp_path / "save"))
+    steps(first, 2)
+    first.save(2)
+    path = tmp_path / "save" / "iter_0000002" / "run_state.json"
+    record = json.loads(path.read_text())
+    assert record["run_state"]["cpu_attention"] == first.run.attention.kernel
+    for kernel in ("blocks", "torch"):  # one of which this machine's trial did not choose
+        record["run_state"]["cpu_attention"] = kernel
+        path.write_text(json.dumps({**record, "checksums": False}))
+        (path.parent / "checksums.json").unlink(missing_ok=True)
+        resumed = start("sft", prefix, load=str(tmp_path / "save"), finetune=False, train_iters=6)
+        assert resumed.run.attention.kernel == kernel and "as before the run was resumed" in resumed.run.attention.reason
+
+
+def test_exports_and_checkpoints_have_the_chat_template_of_the_training(start: Callable[..., Any], tmp_path: Path) -> None:
+    template = {"name": "mine", "format_user": {"slots": ["Q {{content}} A "]}}
+    (tmp_path / "t.json").write_text(json.dumps([template]))
+    prefix = write_columns(tmp_path / "data", [instruction_row(*sample) for sample in answers(20, seed=1)])
+    keys = {"prompt_type": "mine", "prompt_type_path": str(tmp_path / "t.json"), "save_hf": True}
+    for name, more in (("plain", {}), ("adapter", {"lora_target_modules": ["linear_qkv"], "lora_ckpt_filter": True})):
+        stage = start("sft", prefix, save=str(tmp_path / name), **keys, **more)
+        steps(stage, 1)
+        stage.save(1)
+        for folder in (tmp_path / name / "hf" / "latest", tmp_path / name / "huggingface"):
+            tokenizer = load_tokenizer(folder)
+            messages = [{"role": "user", "content": "1 + 2"}, {"role": "assistant", "content": "3"}] * 2
+            expected = f"Q 1 + 2 A 3{tokenizer.eos_token}" * 2
+            assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
 
 
 def test_finetune_starts_from_the_weights_alone(start: Callable[..., Any], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,10 @@ def test_turns_go_on_over_pushes_and_begin_anew_from_a_checkpoint(
         return other.take(4, 2)[0]
 
     assert gone_on() == gone_on()
+
+
+def test_samples_with_metrics_of_many_names_have_500_of_them_and_the_number_of_the_others() -> None:
+    samples = [replace(SPLIT, metrics={f"m{index}_{name}": 1.0 for name in range(100)}) for index in range(7)]
+    results = compute_response_metrics(samples).results()
+    assert sum(name.endswith("/mean") and name.startswith("m") for name in results) == 500
+    assert results["rollout/metrics_left_out"] == 200

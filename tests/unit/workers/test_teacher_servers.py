@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from teachers import TERM, TeacherHandler
 from mindspeed_rl.catalogue import KL_ESTIMATORS
 from mindspeed_rl.catalogue.objective import Distillation
 from mindspeed_rl.config.keys.rl import DistillationKeys
+from mindspeed_rl.workers import teacher_servers
 from mindspeed_rl.workers.teacher_servers import TeacherServerError, TeacherServers
 
 VOCAB = 7
@@ -145,3 +147,51 @@ def test_a_server_with_another_tokenizer_is_refused_before_the_run(servers: list
 def test_a_server_that_is_not_there_is_named() -> None:
     with pytest.raises(TeacherServerError, match=r"the teacher at http://127.0.0.1:9/v1/models answers nothing"):
         TeacherServers(term_of(["http://127.0.0.1:9/v1"]), DistillationKeys(), None, 1.0).check(_Letters(), [1])  # type: ignore[arg-type]
+
+
+#: each is put for a part of a right reply
+ODD: list[Any] = [None, True, 0, -1, 5.0, "x", "", [], {}, [None], math.nan, math.inf, 10**400]
+
+
+def _odd_replies() -> Iterator[Any]:
+    entry = {"3": {"logprob": -0.5, "decoded_token": "d"}}
+    for value in ODD:
+        yield value
+        yield {"choices": value}
+        yield {"choices": [value]}
+        yield {"choices": [{"prompt_logprobs": value}]}
+        yield {"choices": [{"prompt_logprobs": [None, value]}]}
+        yield {"choices": [{"prompt_logprobs": [None, {"3": value}]}]}
+        if value is not None and not (type(value) in (int, float) and value <= 0):
+            yield {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": value}}]}]}
+    for name in ("", "x", "-3", " 3", "3_0", "99999999999", "1.0"):
+        yield {"choices": [{"prompt_logprobs": [None, entry | {name: {"logprob": -9.0}}]}]}
+
+
+def test_a_malformed_reply_of_a_teacher_is_one_sentence() -> None:
+    class Odd(_Handler):
+        replies: Iterator[Any] = iter(())
+
+        def do_POST(self) -> None:  # noqa: N802 - the name of http.server
+            content = json.dumps(next(type(self).replies)).encode()
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    replies = list(_odd_replies())
+    Odd.replies = iter(replies)
+    client = TeacherServers.of_server(f"http://127.0.0.1:{server.server_address[1]}/v1", 1)
+    try:
+        for reply in replies:
+            with pytest.raises(TeacherServerError):
+                pytest.fail(f"{client.request(client._term.teachers[0], [([1, 3], 1)])} of {reply}")
+    finally:
+        server.shutdown()
+    for models in ODD:
+        if models not in (None, 0, "", [], {}):
+            with pytest.raises(TeacherServerError, match="names no model"):
+                teacher_servers._read_model({"data": models}, "http://teacher")

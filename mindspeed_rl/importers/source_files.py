@@ -1,0 +1,98 @@
+"""Files that a command of another project names: where they may be, and the error that asks for one that is not here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import yaml
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell_text import Command, list_unknown
+
+#: folders above that of a script which its relative paths may start from, such as the root of its checkout
+_MAX_PARENTS = 6
+
+
+def list_folders(command: Command) -> Iterator[Path]:
+    """Yield the folders that a relative path of the command may start from, the likeliest first."""
+    bases = [Path()]
+    if command.folder is not None:
+        folder = command.folder.resolve()
+        bases += [folder, *list(folder.parents)[:_MAX_PARENTS]]
+    if command.directory:
+        yield from (base / command.directory for base in bases)
+    yield from bases
+
+
+def find_file(command: Command, name: str) -> Path | None:
+    """Return the file of a command's path; None where it is not on this machine."""
+    path = Path(name).expanduser()
+    found = (folder / path for folder in list_folders(command))
+    return next((candidate for candidate in found if candidate.is_file()), None)
+
+
+def require_file(command: Command, option: str, name: str) -> Path:
+    """Return the file that an option names.
+
+    Raises:
+        ConfigError: it is not on this machine.
+    """
+    path = find_file(command, name)
+    if path is None:
+        raise ConfigError(
+            [f"{option}: the file {name} is not here, and what it holds is part of the run; run the import in the folder that "
+             "its path starts from, or write the path of a copy"]
+        )  # fmt: skip
+    return path
+
+
+def add_runtime_environment(command: Command) -> Command:
+    """Return the command with the variables of Ray's --runtime-env-json, and of the file of --runtime-env where it is here."""
+    variables: dict[str, str] = {}
+    for place, word in enumerate(command.words):
+        name, equals, value = word.partition("=")
+        value = value if equals else next(iter(command.words[place + 1 : place + 2]), "")
+        if name == "--runtime-env-json" and not list_unknown(value):
+            try:
+                content = json.loads(value)
+            except ValueError as error:
+                raise ConfigError([f"--runtime-env-json of line {command.line} is no JSON: {error}"]) from None
+        elif name == "--runtime-env" and (path := find_file(command, value)) is not None:
+            content = load_yaml(path)
+        else:
+            continue
+        listed = content.get("env_vars") if isinstance(content, dict) else None
+        if isinstance(listed, dict):
+            variables |= {str(key): str(item) for key, item in listed.items()}
+    return replace(command, environment={**command.environment, **variables}) if variables else command
+
+
+def list_absent_scripts(commands: list[Command]) -> list[str]:
+    """Return a sentence for each script that a script calls and that is not here, so that its commands are not read."""
+    shells = ("bash", "sh", "source", ".")
+    called = [
+        (command.line, word)
+        for command in commands
+        if command.words[0] in shells or command.words[0].endswith(".sh")
+        for word in command.words[:2]
+        if word.endswith(".sh") and not list_unknown(word)
+    ]
+    return [f"line {line} calls {name}, which is not here: its commands are not read" for line, name in dict(called).items()]
+
+
+def load_yaml(path: Path) -> dict[str, object]:
+    """Return the mapping that a YAML file holds; an empty file holds none.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError([f"the file {path} cannot be read: {error}"]) from None
+    if content is not None and not isinstance(content, dict):
+        raise ConfigError([f"the file {path} must hold names and values, but holds {type(content).__name__}"])
+    return {str(name): value for name, value in (content or {}).items()}

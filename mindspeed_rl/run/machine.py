@@ -1,0 +1,92 @@
+"""Checks of a run against this machine: its devices, its memory, and the servers that it names.
+
+`train` and `explain` share them: a run that is valid starts its workers here.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from functools import partial
+from urllib.parse import urlsplit
+
+import psutil
+
+from mindspeed_rl.platform import platform_class, resolve_name
+from mindspeed_rl.run import Run
+
+_GIB = 1 << 30
+#: longest wait for a server to take a connection
+_CONNECT_S = 5.0
+#: variables that send requests elsewhere, where only the proxy knows what can be reached
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+
+
+def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
+    """Yield a check of the device kind, of the memory that the run asks for, and of each server that it names."""
+    yield partial(_check_platform, run)
+    yield partial(_check_cache, run)
+    if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
+        yield partial(check_server, run.rl.judge_url, "rl_config.judge_url")
+
+
+def _check_platform(run: Run) -> None:
+    """Raise ValueError where this machine cannot have the devices; those of a cluster may be on other machines."""
+    kind = platform_class(run.platform)
+    if kind.ray_resource is None or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
+        return
+    try:
+        if kind.is_available():
+            return
+        reason = f"no such device is usable on this machine (it needs {kind.requirement})"
+    except ImportError as error:
+        reason = str(error)
+    raise ValueError(
+        f"platform: '{run.platform}' was requested, but {reason}; platform: {resolve_name('auto')} is usable here, and"
+        " mindspeed-rl doctor shows what is missing"
+    )
+
+
+def _check_cache(run: Run) -> None:
+    """Raise ValueError where the KV caches of the engines of this machine are larger than its memory."""
+    generate, engines = run.config.generate_config, run.placement.engines
+    if run.platform != "cpu" or generate is None or engines is None or generate.kv_cache_memory_gib is None:
+        return
+    replicas = -(-engines.num_replicas // run.num_nodes)
+    needed, total = replicas * generate.kv_cache_memory_gib, psutil.virtual_memory().total / _GIB
+    if needed >= total:
+        raise ValueError(
+            f"generate_config.kv_cache_memory_gib: {generate.kv_cache_memory_gib:g} GiB x {replicas} (engines on this machine)"
+            f" = {needed:g} GiB, and it has {total:.1f} GiB for everything; leave it out for a size that follows"
+            " max_num_seqs and max_model_len"
+        )
+
+
+def check_server(url: str, key: str) -> None:
+    """Check that a server takes connections.
+
+    Args:
+        key: where the user wrote the address.
+
+    Raises:
+        ValueError: nothing listens there, or the host is not known.
+    """
+    address = urlsplit(url)
+    if not address.hostname or any(os.environ.get(name) for name in _PROXIES):
+        return  # the form is checked where it is read
+    try:
+        port = address.port or (443 if address.scheme == "https" else 80)
+        with socket.create_connection((address.hostname, port), timeout=_CONNECT_S):
+            return
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"{key}: {url} cannot be reached ({reason}); start the server before the run") from error
+
+
+def describe_machine(run: Run) -> list[str]:
+    """Return a warning where the run can start here, but not as it was probably meant."""
+    devices, cores = -(-run.placement.num_devices // run.num_nodes), os.cpu_count() or 1
+    if run.platform != "cpu" or devices <= max(cores, 2):
+        return []
+    return [f"{devices} devices are processes that share the {cores} cores of this machine; {cores} or fewer are faster"]
