@@ -25,10 +25,13 @@ KIND = "rollout"
 _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 Folders = Mapping[str, Mapping[str, str]]
 
-#: a few runs for the default suite
+#: ingredients of a few runs, of which the default suite makes those of one process
 _SOME = {
+    "a student with tied weights": ("distillation", "tied"),
+    "a reference that follows, filtered groups": ("filtered", "sync_ref"),
+    "prediction layers": ("prediction",),
     "Muon of experts under tensor parallelism with drafts": ("muon", "experts", "tensor", "drafts", "sync_ref"),
-    "distilled agents of one pipeline": ("distillation", "agents", "pipeline", "tied", "curriculum"),
+    "distilled agents in a pipeline": ("distillation", "agents", "pipeline", "tied", "curriculum"),
 }
 
 
@@ -91,7 +94,7 @@ def _first(reports: list[dict[str, Any]]) -> list[Any]:
     return next(record["columns"]["responses"] for record in reports[0]["records"] if "columns" in record)
 
 
-@pytest.mark.parametrize("name", _SOME)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if len(_SOME[name]) > 2 else ()) for name in _SOME])
 def test_a_run_of_several_ingredients_equals_its_reference(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path, name: str
 ) -> None:
