@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
@@ -48,6 +48,10 @@ HUBS = (HF, MS)
 
 # Default columns of raw rows with a text column `prompt` and no `instruction`.
 _PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels"}
+
+
+#: prompts over the limit: left out from the limit itself on, left out above it, or kept with their last tokens
+LongPrompts = Literal["drop", "drop_longer", "cut_left"]
 
 
 class PromptItem(TypedDict):
@@ -94,10 +98,10 @@ class PromptSettings:
 
 
 class PromptDataset:
-    """Prompts shorter than `max_prompt_length`, with their labels and additional columns.
+    """Prompts that `max_prompt_length` and `long_prompts` allow, with their labels and additional columns.
 
-    Build it with `open_prompts`. `num_read` counts all rows, `num_too_long` those filtered out for their length,
-    `dropped` those left out for another reason (malformed, empty ...).
+    Build it with `open_prompts`. `num_read` counts all rows, `num_too_long` those filtered out for their length, `num_cut`
+    those that keep their last tokens alone, `dropped` those left out for another reason (malformed, empty ...).
     """
 
     def __init__(
@@ -106,6 +110,7 @@ class PromptDataset:
         lengths: np.ndarray,
         *,
         max_prompt_length: int,
+        long_prompts: LongPrompts,
         dropped: Mapping[str, int],
         first: int = 0,
         note: str | None = None,
@@ -114,10 +119,16 @@ class PromptDataset:
         self._note = note
         self._added: dict[int, dict[str, object]] = {}  # columns, by index of the row
         self._rows = rows
+        self._first, self._limit = first, max_prompt_length
         # strictly below, as upstream filters
-        self._row_indices = np.flatnonzero(lengths < max_prompt_length)
-        self.lengths = lengths[self._row_indices]
-        self._first = first
+        fits = lengths < max_prompt_length if long_prompts == "drop" else lengths <= max_prompt_length
+        is_cut = np.zeros(len(lengths), dtype=bool)
+        if long_prompts == "cut_left":
+            images = rows.num_images  # the tokens of an image stay together
+            is_cut = ~fits if images is None else ~fits & (images[first : first + len(lengths)] == 0)
+        self._row_indices = np.flatnonzero(fits | is_cut)
+        self.lengths = np.minimum(lengths[self._row_indices], max_prompt_length)
+        self.num_cut = int(is_cut.sum())
         self.dropped = dict(dropped)
         self.num_too_long = len(lengths) - len(self._row_indices)
         self.num_read = len(lengths) + sum(dropped.values())
@@ -128,9 +139,10 @@ class PromptDataset:
             reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
             raise ValueError(f"no prompt is left: all {self.num_read} rows are left out ({reasons})")
         if len(self._row_indices) == 0:
+            extent = "tokens or more" if long_prompts == "drop" else "tokens and are longer"
             raise ValueError(
                 f"no prompt is left: {self.num_too_long} of {self.num_read} rows have max_prompt_length={max_prompt_length}"
-                f" tokens or more: they have {lengths.min()} to {self.longest}, half of them {np.median(lengths):g} or more;"
+                f" {extent}: they have {lengths.min()} to {self.longest}, half of them {np.median(lengths):g} or more;"
                 f" set rl_config.max_prompt_length to {self.longest + 1} for all, and generate_config.max_model_len to it"
                 " plus the tokens of a response"
             )
@@ -141,6 +153,9 @@ class PromptDataset:
     def __getitem__(self, index: int) -> PromptItem:
         row = int(self._row_indices[index])
         item = self._rows[row + self._first]
+        if len(item["prompt_ids"]) > self._limit:
+            item = item.copy()
+            item["prompt_ids"] = item["prompt_ids"][-self._limit :]
         if row in self._added:
             item = item.copy()
             item["columns"] = item["columns"] | self._added[row]
@@ -218,8 +233,9 @@ class PromptDataset:
     def describe(self) -> str:
         """Return a line for the log: the number of prompts and of rows left out, by reason."""
         reasons = "".join(f", {count} {reason}" for reason, count in sorted(self.dropped.items()))
+        cut = f", {self.num_cut} cut to their last {self._limit} tokens" if self.num_cut else ""
         note = f"; {self._note}" if self._note else ""
-        return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{reasons}){note}"
+        return f"{len(self)} prompts of {self.num_read} rows ({self.num_too_long} too long{cut}{reasons}){note}"
 
 
 class _IndexedPrompts:
@@ -325,6 +341,7 @@ def open_prompts(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_prompt_length: int,
+    long_prompts: LongPrompts = "drop",
     dataset_additional_keys: Sequence[str] | None = (LABELS,),
     settings: PromptSettings | None = None,
 ) -> PromptDataset:
@@ -335,6 +352,7 @@ def open_prompts(
             ms://owner/name, with /CONFIG and :SPLIT after it where they are not the default and train. With [start:stop] or
             #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
+        long_prompts: what becomes of them, as `rl_config.long_prompts` says.
         dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
@@ -348,10 +366,16 @@ def open_prompts(
     if list_packed_columns(data_path):
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
-        return PromptDataset(indexed, lengths, max_prompt_length=max_prompt_length, dropped={}, first=start)
+        return PromptDataset(
+            indexed, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped={}, first=start
+        )
     opened = open_hub(data_path) if data_path.startswith(HUBS) else open_source(data_path)
     source = replace(opened, max_rows=stop)
-    return _load_raw(source, start, tokenizer, max_prompt_length, dataset_additional_keys, settings)
+    rows, dropped = _load_raw(source, start, tokenizer, dataset_additional_keys, settings)
+    lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
+    return PromptDataset(
+        rows, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped=dropped, note=source.note
+    )
 
 
 def check_prompt_files(data_path: str | Path, key: str = "data_path") -> None:
@@ -395,10 +419,10 @@ def _load_raw(
     source: Source,
     start: int,
     tokenizer: PreTrainedTokenizerBase,
-    max_prompt_length: int,
     keys: Sequence[str] | None,
     settings: PromptSettings,
-) -> PromptDataset:
+) -> tuple[_RawPrompts, dict[str, int]]:
+    """Return the rows, and the number of those that are left out by reason."""
     template = settings.load_template(tokenizer)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
@@ -481,8 +505,7 @@ def _load_raw(
             raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
         if bad:
             dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
-    lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
-    return PromptDataset(rows, lengths, max_prompt_length=max_prompt_length, dropped=dropped, note=source.note)
+    return rows, dropped
 
 
 def _check_label_column(row: Row, map_keys: Mapping[str, object] | None) -> None:

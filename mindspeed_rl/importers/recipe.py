@@ -219,6 +219,7 @@ class Recipe(SourcePlan):
         return replace(
             self,
             rollout_prompts=None if completions is None or batch is None else completions // batch.group,
+            old_policy=self.old_policy or (None if completions is None else "actor"),
             kl_estimator=self.kl_estimator if self.kl_coef else None,
             kl_place=self.kl_place if self.kl_coef else None,
             importance_sampling=self.importance_sampling if correction is None else str(correction),

@@ -407,6 +407,8 @@ _Variable = str | list[str] | dict[str, str]
 #: text is split at blanks unless it is quoted, a list has a word an item, words are split already
 _Expansion = Literal["text", "list", "words"]
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+#: text that stands for a value which the user writes, such as "your model ckpt path"
+_PLACEHOLDER = re.compile(r"<?your(?:[ _-]\w+){1,6}>?")
 _QUOTED = re.compile(r"""['"\\]""")
 _ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
@@ -470,8 +472,15 @@ class _Interpreter:
             self.functions[node.words[0]] = node.parts[0]
             return True
         if node.kind == "group":
-            return self.run(node.parts[0])
+            return self._run_subshell(node.parts[0]) if node.words == ("(",) else self.run(node.parts[0])
         return self._run_simple(node)
+
+    def _run_subshell(self, nodes: list[_Node]) -> bool | None:
+        """Follow commands in brackets, whose folder, variables and functions end with them."""
+        outer = self.directory, dict(self.variables), set(self.exported), dict(self.functions)
+        status = self.run(nodes)
+        self.directory, self.variables, self.exported, self.functions = outer
+        return status
 
     def _run_if(self, node: _Node) -> bool | None:
         parts = list(node.parts)
@@ -794,6 +803,8 @@ class _Interpreter:
             value = items
         else:
             value = " ".join(self.expand(text, splits=False))
+            if _PLACEHOLDER.fullmatch(value):
+                value = self._mark(name)
             # the output of a program is requested by the name of the variable that takes it
             value = re.sub("\0line_\\d+@", f"\0{name}@", value)
             if plus and isinstance(old, list):

@@ -10,10 +10,12 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell_text import Command, list_unknown
+from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
+#: verl's own file of Ray's variables, none of which switches training
+_RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
 
 
 def list_folders(command: Command) -> Iterator[Path]:
@@ -50,7 +52,11 @@ def require_file(command: Command, option: str, name: str) -> Path:
 
 
 def add_runtime_environment(command: Command) -> Command:
-    """Return the command with the variables of Ray's --runtime-env-json, and of the file of --runtime-env where it is here."""
+    """Return the command with the variables of Ray's --runtime-env-json, and of the file of --runtime-env.
+
+    Raises:
+        ConfigError: the JSON cannot be read, or the file is not on this machine.
+    """
     variables: dict[str, str] = {}
     for place, word in enumerate(command.words):
         name, equals, value = word.partition("=")
@@ -60,8 +66,12 @@ def add_runtime_environment(command: Command) -> Command:
                 content = json.loads(value)
             except ValueError as error:
                 raise ConfigError([f"--runtime-env-json of line {command.line} is no JSON: {error}"]) from None
-        elif name == "--runtime-env" and (path := find_file(command, value)) is not None:
-            content = load_yaml(path)
+        elif name == "--runtime-env":
+            if value.endswith(_RELEASED_ENVIRONMENT) and find_file(command, value) is None:
+                continue
+            if unknown := list_unknown(value):
+                raise request_variables(unknown)
+            content = load_yaml(require_file(command, name, value))
         else:
             continue
         listed = content.get("env_vars") if isinstance(content, dict) else None

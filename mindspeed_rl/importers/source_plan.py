@@ -45,6 +45,8 @@ class SourcePlan:
         gamma, lam: discounts; None for an estimator without them.
         value_clip: range of the critic's clipping; None without a critic.
         critic_lr: learning rate of the critic; None without one.
+        old_policy: what the ratio's denominator is of, where samples are rolled out: "actor", the weights before the update,
+            "rollout engine", its own log-probs, or "synced actor", the weights that the engine has last got.
         importance_sampling: correction of the rollout's log-probs and its threshold, as "token_truncate 2"; None without.
         prompt_length, response_length: limits in tokens; supervised stages have `sequence_length`.
         tp, pp, cp, ep, dp: layout of the training; infer_tp of the rollout.
@@ -82,6 +84,7 @@ class SourcePlan:
     lam: float | None = None
     value_clip: float | None = None
     critic_lr: float | None = None
+    old_policy: str | None = None
     importance_sampling: str | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -250,6 +253,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         lam=objective.lam if "lam" in reads else None,
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
+        old_policy="actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

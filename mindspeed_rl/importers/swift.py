@@ -836,6 +836,8 @@ _PREFERENCES = {
 def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Recipe) -> Recipe:
     """Return the run of a supervised stage."""
     length = _read_length(command)
+    if (strategy := command.text("truncation_strategy", "delete")) != "delete":
+        run.refuse("--truncation_strategy", f"{strategy}: rows that are cut; delete leaves them out")
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
     limit = "the model's limit; set the longest row where config.json is elsewhere"
     notes = {"seq_length": "" if command.has("max_length") else limit}
@@ -913,7 +915,8 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
     prompt = _read_prompt_length(command)
     reason = "--vllm_max_model_len without the response"
     if command.has("max_length"):
-        reason = "prompts that are longer are left out, not cut"
+        reason = ""
+        _set_long_prompts(run, command)
     elif prompt is None:
         reason = "ms-swift has no limit here: set your longest prompt"
     length = (_PROMPT_LENGTH if prompt is None else prompt) + response
@@ -1232,6 +1235,15 @@ def _read_environment(run: Import, command: SourceCommand) -> None:
     elif is_on:
         run.put("gym_env use_gym_env", {f"{RL}.environment": name}, "the sum of its rewards is the reward")
     run.note_given("use_gym_env gym_env", "see --gym_env" if is_on else "off", changes_nothing=False)
+
+
+def _set_long_prompts(run: Import, command: SourceCommand) -> None:
+    """Set what becomes of prompts of more than max_length tokens."""
+    strategy = command.text("truncation_strategy", "left")
+    if strategy not in ("left", "delete"):
+        run.refuse("--truncation_strategy", f"{strategy}; rollouts have left and delete")
+    kind, note = ("cut_left", "the last tokens; rows with images are left out") if strategy == "left" else ("drop_longer", "")
+    run.put("truncation_strategy", {f"{RL}.long_prompts": kind}, note)
 
 
 def _read_prompt_length(command: SourceCommand) -> int | None:

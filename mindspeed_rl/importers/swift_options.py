@@ -329,7 +329,7 @@ _SAME: dict[str, Option] = {
     "use_vllm": same("the rollout engine is always vLLM"),
     "infer_backend": same("the rollout engine is always vLLM", "vllm"),
     "task_type": same("a language model is trained", None, "causal_lm"),
-    "truncation_strategy": same("prompts that are too long are left out, not cut", None, "delete", "left"),
+    "truncation_strategy": part("long_prompts", off="rows that are too long are left out"),
     "f_divergence_type": same("the divergence of DPO", "reverse_kl"),
     "average_tokens_across_devices": same("the mean is over the tokens of all devices", True),
     "calculate_per_token_loss": with_others("the mean over tokens of the batch"),

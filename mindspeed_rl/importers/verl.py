@@ -69,9 +69,10 @@ _PROGRAMS = {
     "sft_trainer_ray": "sft",
     # a recipe of earlier releases, whose groups and penalty main_ppo has now
     "main_dapo": "ppo",
+    "fully_async_main": "ppo",
 }
+_FULLY_ASYNC = "fully_async_main"
 _REFUSED_PROGRAMS = {
-    "fully_async_policy": "the fully asynchronous trainer; see rl_config.trainer_mode: async",
     "fsdp_sft_trainer": "fsdp_sft_trainer, of releases before 0.9; write the options of sft_trainer",
     "main_generation": "generation; see mindspeed-rl generate",
     "main_eval": "evaluation; see mindspeed-rl evaluate",
@@ -200,6 +201,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         part(OVERLONG, off=_NO_PENALTY),
     ),
     (r"ray_kwargs\.ray_init\.[\w.]+", no_effect("the command starts or finds the Ray cluster")),
+    (r"actor_rollout_ref\.rollout\.enable_sleep_mode", no_effect("the engine gives its memory back where it shares devices")),
     (r"trainer\.use_legacy_worker_impl", no_effect("verl's own loop")),
     (r"hydra\.[\w.]+", no_effect("the folder of the run is run_dir")),
     (r"model_engine", with_others("the engine")),
@@ -261,7 +263,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     launched = _count_processes(command.words) if program == "sft" else None
     composition = Composition(command)
     composition.read_words(words)
-    recipe = "main_dapo" if any("main_dapo" in word for word in command.words) else ""
+    recipe = next((name for name in ("main_dapo", _FULLY_ASYNC) if any(name in word for word in command.words)), "")
     return _complete(
         program, composition.options, launched or devices, command.environment, recipe,
         is_disaggregated=any("one_step_off" in word for word in command.words), loop=command.loop,
@@ -335,7 +337,10 @@ def _complete(
         return record is not None, None if record is None else record.default
 
     options = References(options, environment, look_up).resolve()
-    if is_disaggregated and program == "ppo":
+    if recipe == _FULLY_ASYNC:
+        # the configuration of that trainer has them
+        options = {"rollout.total_rollout_steps": 100, "async_training.trigger_parameter_sync_step": 4, **options}
+    if (is_disaggregated or recipe == _FULLY_ASYNC) and program == "ppo":
         options.setdefault("actor_rollout_ref.hybrid_engine", False)
         # the configuration of that trainer sets it
         options.setdefault(f"{_CORRECTION}bypass_mode", True)
@@ -418,6 +423,11 @@ class _Batch:
         if command.program == "sft":
             rows = command.count("data.train_batch_size", 256)
             return cls(rows, rows, 1, rows, 1, rows)
+        if _FULLY_ASYNC in command.trailing:
+            mini = command.count(f"{_ACTOR}ppo_mini_batch_size", 256)
+            taken = mini * command.count("async_training.require_batches", 1)
+            epochs = command.count(f"{_ACTOR}ppo_epochs", 1)
+            return cls(taken, taken, command.count(f"{_ROLLOUT}n", 1), mini, epochs, taken)
         trained = command.count("data.train_batch_size", 1024)
         filters = command.flag("algorithm.filter_groups.enable")
         rollout = command.count("data.gen_batch_size", trained) if filters else trained
@@ -438,6 +448,8 @@ class _Batch:
 
 def _count_rollouts(command: SourceCommand, batch: _Batch, rows: int) -> int:
     """Return the rollouts (supervised: steps) of the run: verl leaves out the incomplete last batch of an epoch."""
+    if _FULLY_ASYNC in command.trailing:
+        return command.count("rollout.total_rollout_steps", 100) // batch.rollout
     total = command.get("trainer.total_training_steps")
     if isinstance(total, int) and not isinstance(total, bool) and total > 0:
         return total
@@ -597,8 +609,8 @@ def _read_estimator(command: SourceCommand) -> str:
 def _read_correction(command: SourceCommand) -> Correction | None:
     """Return the rollout correction."""
     kind = command.get(f"{_CORRECTION}rollout_is")
-    if kind is None:
-        return None
+    if kind is None or command.flag(f"{_CORRECTION}bypass_mode"):
+        return None  # the ratio is to the rollout engine then, and has no other weight
     bounds = str(command.get(f"{_CORRECTION}rollout_is_threshold", 2.0))
     low, _, high = bounds.rpartition("_")
     if kind not in ("token", "sequence") or (low and kind != "token"):
@@ -790,6 +802,11 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
     """Return iterations or passes over the data, and a note."""
     limit, total, rows = "trainer.total_training_steps", command.get("trainer.total_training_steps"), run.settings.rows
     epochs = command.count("trainer.total_epochs", 30 if command.program == "ppo" else 4)
+    if _FULLY_ASYNC in command.trailing:
+        if (iterations := _count_rollouts(command, batch, rows)) < 1:
+            raise ConfigError([f"rollout.total_rollout_steps must be at least the {batch.rollout} prompts of a step"])
+        run.note_given(f"trainer.total_epochs {limit}", "rollout.total_rollout_steps is read; the data must last for it")
+        return iterations, None, f"rollout.total_rollout_steps / {batch.rollout} prompts of a step"
     if isinstance(total, int) and total > 0:
         run.note_given("trainer.total_epochs", f"{limit} is read instead")
         return total, None, "optimizer steps" if command.program == "sft" else "rollouts"
@@ -931,6 +948,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
+        old_policy=_read_old_policy(run, command),
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -986,7 +1004,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
         placement=Placement(
             actor=command.devices,
             rollout=devices if dedicated else None,
-            mode="one_step_off" if dedicated else None,
+            mode="async" if _FULLY_ASYNC in command.trailing else "one_step_off" if dedicated else None,
         ),
         batch=Batch(micro, batch.group),
         rewarding=rewards,
@@ -996,6 +1014,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **_read_filters(run, command, batch, rewards),
             **turns,
             **_read_teacher(run, command),
+            **_read_age(run, command),
             **_read_profiler(run, command),
             **tokens,
             **columns,
@@ -1054,9 +1073,10 @@ def _read_file(run: Import, command: SourceCommand) -> str:
     limit = _limit_rows(command)
     if limit is None:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
-    if not command.flag("data.filter_overlong_prompts") and command.text("data.truncation", "error") != "error":
-        reason = "prompts of max_prompt_length tokens and more are left out, where verl would cut them"
-        run.note("data.truncation", reason)
+    filters = command.flag("data.filter_overlong_prompts")
+    reason = "the rollout keeps the last tokens of a longer prompt, whatever data.truncation is; rows with images are left out"
+    kind, note = ("drop_longer", "those of max_prompt_length tokens stay") if filters else ("cut_left", reason)
+    run.put("data.filter_overlong_prompts data.truncation", {f"{RL}.long_prompts": kind}, note)
     return files[0] if limit is None else f"{files[0]}#{limit}"
 
 
@@ -1113,6 +1133,37 @@ def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, d
         for key, option in options.items()
         if command.has(option) or key == "max_packing_token_size"
     }
+
+
+def _read_age(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return how far rollouts of the fully asynchronous trainer run ahead."""
+    if _FULLY_ASYNC not in command.trailing:
+        return {}
+    if command.flag("algorithm.filter_groups.enable"):
+        run.refuse("algorithm.filter_groups.enable", "groups that are filtered while rollouts run ahead")
+    styles = {command.text(f"{_ACTOR}optim.{name}", "constant") for name in ("lr_decay_style", "lr_scheduler_type")}
+    if styles != {"constant"}:
+        run.refuse(f"{_ACTOR}optim.lr_scheduler_type", "a rate that moves over the versions of the fully asynchronous trainer")
+    prefix = "async_training."
+    steps = command.count(f"{prefix}trigger_parameter_sync_step", 4)
+    for option, key in (("trainer.test_freq", "eval_interval"), ("trainer.save_freq", "save_interval")):
+        if command.has(option) and command.number(option, -1) > 0:
+            run.translate(option, {f"{ACTOR}.{key}": command.count(option, 1) * steps}, f"versions of {steps} steps each")
+    return {
+        f"{RL}.max_off_policy_threshold": command.number(f"{prefix}staleness_threshold", 0.1),
+        f"{RL}.parameter_sync_step": steps,
+        f"{RL}.partial_rollout": command.flag(f"{prefix}partial_rollout", default=True),
+    }
+
+
+def _read_old_policy(run: Import, command: SourceCommand) -> str:
+    """Return what the ratio's denominator is of."""
+    if command.flag(f"{_CORRECTION}bypass_mode"):
+        if command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla") != "vanilla":
+            run.refuse(f"{_ACTOR}policy_loss.loss_mode", "verl computes the clipped loss instead in bypass_mode; leave it out")
+        return "rollout engine"
+    is_older = _FULLY_ASYNC in command.trailing and command.count("async_training.trigger_parameter_sync_step", 4) > 1
+    return "synced actor" if is_older else "actor"
 
 
 def _read_filters(run: Import, command: SourceCommand, batch: _Batch, rewards: Rewards) -> dict[str, object]:

@@ -27,6 +27,8 @@ _RELEASED = {
     "sft_trainer_engine": "",
     "one_step_off_ppo_trainer": "",
     "one_step_off_ppo_megatron_trainer": "megatron",
+    "fully_async_ppo_trainer": "",
+    "fully_async_ppo_megatron_trainer": "megatron",
     # a recipe of earlier releases, which sets what main_ppo has now
     "dapo_trainer": "",
     "dapo_megatron_trainer": "megatron",

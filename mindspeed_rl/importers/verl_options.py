@@ -68,6 +68,7 @@ _ULYSSES = part("context_parallel_size", off="read with FSDP alone")
 _ENGINE_NAME = with_others("the engine")
 _FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
 _REWARD_MODEL = part("reward_model", off="there is no reward model", by_nature=True)
+_ASYNC_ALONE = "read by fully_async_policy alone"
 _DEDICATED = part(
     "trainer_mode rollout_resource.num_npus use_integrated_worker",
     off="training and rollout share their devices",
@@ -462,8 +463,8 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("engine_kwargs.vllm", to(f"{GENERATE}.engine_kwargs")),
     ("enable_rollout_routing_replay", to(f"{RL}.router_replay.mode", values={True: "R3", False: "disabled"})),
     (
-        "enable_chunked_prefill free_cache_engine disable_log_stats load_format layered_summon skip_tokenizer_init "
-        "multi_stage_wake_up scheduling_policy full_determinism router_config_path agent.num_workers "
+        "enable_chunked_prefill free_cache_engine disable_log_stats load_format layered_summon "
+        "skip_tokenizer_init multi_stage_wake_up scheduling_policy full_determinism router_config_path agent.num_workers "
         "moe_load_balance_metrics_interval standalone_gpu_memory_utilization",
         no_effect("memory and scheduling of the engine, which the run decides"),
     ),
@@ -536,7 +537,7 @@ _ACTOR: tuple[tuple[str, Option], ...] = (
     ("grad_clip", part("clip_grad")),
     ("calculate_entropy rollout_n", no_effect("the entropy is always logged, and the group is rollout.n")),
     ("calculate_sum_pi_squared", no_effect("the estimator that needs it asks for it")),
-    ("use_rollout_log_probs", refused("old log-probs of the rollout engine")),
+    ("use_rollout_log_probs", no_effect("no trainer of verl reads it; rollout_correction.bypass_mode decides")),
     (
         "freeze_vision_tower",
         part("freeze_vit freeze_aligner", off="the model reads no images"),
@@ -595,7 +596,7 @@ _DATA: tuple[tuple[str, Option], ...] = (
     ("reward_fn_key", same("the column that chooses the reward", "data_source")),
     (
         "truncation filter_overlong_prompts",
-        with_others("long prompts", off="prompts of max_prompt_length tokens and more are left out", by_nature=True),
+        part("long_prompts"),
     ),
     ("shuffle", by(lambda run, option, value: run.translate(option, {f"{MEGATRON}.no_shuffle": not value}), "not no_shuffle")),
     (
@@ -787,8 +788,9 @@ def _build_global() -> dict[str, Option]:
             ("rollout_correction.rollout_is "
              "rollout_correction.rollout_is_threshold", part(CORRECTION, off="no correction")),
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
-            ("rollout_correction.rollout_rs_threshold rollout_correction.loss_type", _BY_SWITCH),
-            ("rollout_correction.bypass_mode", refused("old log-probs of the rollout engine (bypass_mode)")),
+            ("rollout_correction.rollout_rs_threshold", _BY_SWITCH),
+            ("rollout_correction.loss_type", refused("REINFORCE with weights of the rollout", unless=("ppo_clip",))),
+            ("rollout_correction.bypass_mode", with_others("old_policy", off="the old policy is the actor", by_nature=True)),
             ("rollout_correction.rollout_is_batch_normalize", refused("importance weights whose mean is 1")),
         ]),
         **_under("reward.", [
@@ -858,13 +860,15 @@ def _build_global() -> dict[str, Option]:
                                   no_effect("the command starts or finds the Ray cluster"))]),
         **_under("async_training.", [
             ("staleness_threshold trigger_parameter_sync_step require_batches partial_rollout",
-             no_effect("read by fully_async_policy, which is refused")),
-            ("concurrent_samples_per_replica dynamic_schedule_deactivate_ratio dynamic_schedule_enable_rebalance "
-             "dynamic_schedule_policy use_dynamic_resource_scheduling use_trainer_do_validate",
-             no_effect("read by fully_async_policy, which is refused"))]),
+             part("max_off_policy_threshold parameter_sync_step global_batch_size partial_rollout", off=_ASYNC_ALONE)),
+            ("use_dynamic_resource_scheduling", refused("devices that move between training and rollout")),
+            ("dynamic_schedule_deactivate_ratio dynamic_schedule_enable_rebalance dynamic_schedule_policy", _BY_SWITCH),
+            ("concurrent_samples_per_replica use_trainer_do_validate",
+             no_effect("servers take what they have room for; the engine evaluates"))]),
         **_under("rollout.", [
             ("nnodes n_gpus_per_node", _DEDICATED),
-            ("n total_rollout_steps", no_effect("read by fully_async_policy, which is refused"))]),
+            ("n", no_effect("actor_rollout_ref.rollout.n is read")),
+            ("total_rollout_steps", part("train_iters", off=_ASYNC_ALONE))]),
     }  # fmt: skip
 
 

@@ -211,6 +211,7 @@ def _open_run_prompts(
         path,
         tokenizer,
         max_prompt_length=run.rl.max_prompt_length,
+        long_prompts=run.rl.long_prompts,
         dataset_additional_keys=actor.dataset_additional_keys or None,
         settings=dataclasses.replace(
             _prompt_settings(actor),

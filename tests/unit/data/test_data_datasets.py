@@ -280,6 +280,24 @@ def test_prompts_as_long_as_the_limit_are_filtered_and_counted(tmp_path, tokeniz
         open_prompts(raw, tokenizer, max_prompt_length=2, settings=settings)
 
 
+def test_longer_prompts_are_left_out_or_cut_to_their_last_tokens(tmp_path, tokenizer, write_jsonl):
+    raw, limit = write_jsonl([*RL_ROWS, {"q": " ", "a": "x"}]), len("much too long")
+    options = {"settings": PromptSettings(map_keys=RL_KEYS)}
+    whole = open_prompts(raw, tokenizer, max_prompt_length=limit, long_prompts="drop_longer", **options)
+    assert (len(whole), whole.num_too_long, whole.num_cut) == (3, 0, 0)
+    shorter = open_prompts(raw, tokenizer, max_prompt_length=limit - 1, long_prompts="drop_longer", **options)
+    assert (len(shorter), shorter.num_too_long) == (2, 1)
+    cut = open_prompts(raw, tokenizer, max_prompt_length=4, long_prompts="cut_left", **options)
+    assert [prompt["prompt_ids"] for prompt in cut] == [prompt["prompt_ids"][-4:] for prompt in whole]
+    assert cut.lengths.tolist() == [len(prompt["prompt_ids"]) for prompt in cut] and max(cut.lengths) == 4
+    number = sum(len(prompt["prompt_ids"]) > 4 for prompt in whole)
+    assert number and cut.describe() == f"3 prompts of 4 rows (0 too long, {number} cut to their last 4 tokens, 1 empty prompt)"
+    (part,) = open_prompts(f"{raw}[1:2]", tokenizer, max_prompt_length=4, long_prompts="cut_left", **options)
+    assert part["prompt_ids"] == whole[1]["prompt_ids"][-4:]
+    with pytest.raises(ValueError, match="tokens and are longer"):
+        open_prompts(raw, tokenizer, max_prompt_length=1, long_prompts="drop_longer", **options)
+
+
 def test_a_slice_counts_empty_lines_at_both_ends_alike(tmp_path, tokenizer):
     raw = tmp_path / "gaps.jsonl"
     lines = [

@@ -288,6 +288,20 @@ def test_a_variable_that_switches_training_is_refused_wherever_the_script_sets_i
     assert import_command(PROJECTS["slime"], f"OPEN_TRAINING_INT4_FAKE_QAT_FLAG=0 {command}", settings).plans is not None
 
 
+@pytest.mark.parametrize(
+    ("front", "sentence"),
+    [
+        ("ray job submit --runtime-env other.yaml -- ", "--runtime-env: the file other.yaml is not here"),
+        ("ray job submit --runtime-env=$HERE/other.yaml -- ", "say it with --set HERE=VALUE"),
+    ],
+)
+def test_a_file_of_variables_that_is_not_here_is_asked_for(tmp_path: Path, front: str, sentence: str) -> None:
+    command = SLIME.partition(" -- ")[2] + "--num-rollout 10"
+    settings = ImportSettings(rewards=REWARDS, folder=tmp_path)
+    with pytest.raises(ConfigError, match=sentence):
+        import_command(PROJECTS["slime"], front + command, settings)
+
+
 def test_a_checkpoint_format_dense_layers_and_balancing_of_mindspeed_llm_are_read() -> None:
     experts = "--num-experts 8 --moe-router-topk 2 --sequence-parallel "
     words = "--ckpt-format torch --first-k-dense-replace -1 --moe-router-load-balancing-type none --hccl-op-mode 1"

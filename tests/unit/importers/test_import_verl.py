@@ -316,7 +316,42 @@ def test_rollout_corrections() -> None:
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
-    assert "bypass_mode" in refusal(f"{prefix}.bypass_mode=True")
+    assert "old_policy would be actor here, but is rollout engine in verl" in refusal(f"{prefix}.bypass_mode=True")
+    bypass = f"{prefix}.bypass_mode=True"
+    assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
+    assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
+
+
+def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
+    # verl: a step takes ppo_mini_batch_size x require_batches prompts; a version of the weights is trigger steps, and at most
+    # staleness_threshold of its prompts are ahead; tests and checkpoints are counted in versions
+    command = (
+        "python3 -m verl.experimental.fully_async_policy.fully_async_main --config-name fully_async_ppo_trainer.yaml "
+        "data.train_files=/d/gsm8k.parquet data.train_batch_size=0 data.gen_batch_size=1 algorithm.adv_estimator=grpo "
+        f"actor_rollout_ref.model.path=/m {A}.ppo_mini_batch_size=32 actor_rollout_ref.rollout.n=4 "
+        "trainer.nnodes=1 trainer.n_gpus_per_node=4 rollout.nnodes=1 rollout.n_gpus_per_node=4 trainer.test_freq=5 "
+        "rollout.total_rollout_steps=6400 async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
+        "async_training.require_batches=2 async_training.partial_rollout=True data.val_files=/d/test.parquet "
+    )
+    settings = ImportSettings(rewards=REWARDS, accepted=frozenset({"old_policy"}))
+    run = import_command(PROJECT, command, settings)
+    names = "trainer_mode max_off_policy_threshold parameter_sync_step partial_rollout mini_batch_size".split()
+    assert values(run, *(f"rl_config.{name}" for name in names)) == ["async", 0.5, 4, True, 32]
+    batch = ("global_batch_size", "train_iters", "eval_interval")
+    assert values(run, *(f"megatron_training.{name}" for name in batch)) == [64, 100, 20]
+    assert run.get("rl_config.rollout_resource.num_npus") == 4 and run.get("rl_config.actor_resource.num_npus") == 4
+    correction = "algorithm.rollout_correction.bypass_mode=False "
+    with pytest.raises(ConfigError, match="old_policy would be actor here, but is synced actor in verl"):
+        import_command(PROJECT, command + correction, ImportSettings(rewards=REWARDS))
+    equal = f"{command}{correction}async_training.trigger_parameter_sync_step=1"
+    assert import_command(PROJECT, equal, ImportSettings(rewards=REWARDS)).plans is not None
+    for word, sentence in (
+        ("algorithm.filter_groups.enable=True", "filtered while rollouts run ahead"),
+        ("async_training.use_dynamic_resource_scheduling=True", "devices that move"),
+        ("rollout.total_rollout_steps=10", "at least the 64 prompts"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            import_command(PROJECT, f"{command}{word}", settings)
 
 
 def test_ppo_has_a_critic_with_its_own_rate() -> None:

@@ -103,6 +103,14 @@ def test_a_value_that_only_the_machine_knows_is_requested_by_name_and_line() -> 
     assert command.words == ("train", "/d/x")
 
 
+def test_a_placeholder_is_requested_as_a_value_that_is_not_there() -> None:
+    script = 'A="your model ckpt path"\nB=your_data_path\nC="Your task: answer"\ntrain --a $A --b $B --c "$C"'
+    (command,) = read_script(script)
+    assert [name for name, _ in list_unknown(list(command.words))] == ["A", "B"]
+    (known,) = read_script(script, {"A": "/m", "B": "/d"})
+    assert known.words == ("train", "--a", "/m", "--b", "/d", "--c", "Your task: answer")
+
+
 def test_a_value_of_the_user_is_not_changed_by_the_script() -> None:
     (command,) = read_script("N=4\nexport N\ntrain $N", {"N": "8"})
     assert command.words == ("train", "8") and command.environment == {"N": "8"}
@@ -196,6 +204,14 @@ def test_a_script_that_a_script_calls_is_read_and_has_exported_variables_alone(t
 def test_a_machine_elsewhere_has_no_variables_of_the_script() -> None:
     (command,) = read_script("export N=8\nssh node 'train --n $N'")
     assert list_unknown(list(command.words)) == [("N", 1)]
+
+
+def test_folder_and_variables_of_brackets_end_with_them() -> None:
+    inner, outer = read_script("A=1\n(cd sub && A=2 && export B=3 && train --n $A)\ntrain --n $A")[-2:]
+    assert (inner.words[-1], inner.directory, inner.environment) == ("2", "sub", {"B": "3"})
+    assert (outer.words[-1], outer.directory, outer.environment) == ("1", "", {})
+    (kept,) = read_script("{ cd sub; A=2; }\ntrain --n $A")[-1:]
+    assert (kept.words[-1], kept.directory) == ("2", "sub")
 
 
 def test_the_first_run_of_a_loop_is_read_and_says_so() -> None:

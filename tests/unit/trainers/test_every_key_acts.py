@@ -142,6 +142,7 @@ ELSEWHERE: dict[str, str] = {
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
     "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens "
     "missing_eos_penalty",
+    "resharding/weight_copies.py": "check_weight_copies_interval",
     "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization cudagraph_capture_sizes compilation_config "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len engine_kwargs "
     "kv_cache_dtype",
@@ -149,7 +150,7 @@ ELSEWHERE: dict[str, str] = {
     "run/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
     "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
-    "image_folder limit_mm_image_per_prompt",
+    "long_prompts image_folder limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "

@@ -1,0 +1,270 @@
+"""Import every example of a checkout of another project, and print what becomes of them.
+
+    python -m tests.importing FOLDER --project verl [--devices 8] [--each]
+
+The folder is the root of the checkout. A variable that a script leaves open has
+a value by its name; a number that differs by its nature is accepted, and counted. For verl the numbers of each run file are
+compared with the configuration that its own files compose. Nothing of a script is executed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.importers.shell_text import read_script
+from mindspeed_rl.importers.source_plan import SourcePlan
+
+#: files of a checkout that may hold a command; a file of options is named, not read
+PATTERNS: dict[str, tuple[str, ...]] = {"llama-factory": ("examples/**/*.yaml",), "trl": ("**/*.sh", "**/*.yaml")}
+_SCRIPTS = ("**/*.sh",)
+#: part of a variable's name -> value that it has here, the first that fits
+_GUESSES = (
+    (r"ARGS$|OPTIONS$|FLAGS$", ""),
+    (r"^DATA_SOURCE$", "openai/gsm8k"),
+    (r"UTIL|FRACTION|RATIO", "0.8"),
+    (r"^(LOCAL_)?(NODE_)?RANK$|INDEX", "0"),
+    (r"PORT", "29500"),
+    (r"ADDR|HOST|IP$", "10.0.0.1"),
+    (r"NNODES|NUM_NODES|WORLD_SIZE", "1"),
+    (r"GPUS|NPUS|NPROC|DEVICES", "8"),
+    (r"BATCH|_BS$", "8"),
+    (r"LEN|TOKENS", "4096"),
+    (r"(^|_)(TP|PP|CP|SP|EP|ETP|VPP|DP)(_|$)|SIZE|NUM_|STEPS|EPOCH|WORKERS", "1"),
+    (r"TIME|DATE", "20260101"),
+    (r"DATA|TRAIN|TEST|FILE", "/data/{}.parquet"),
+    (r"", "/given/{}"),
+)
+#: rounds of questions and answers
+_MAX_ROUNDS = 12
+
+
+@dataclass
+class Outcome:
+    """What became of an example.
+
+    Attributes:
+        kind: "valid", "valid but for named numbers", "refused" or "no command".
+        reasons: of a refusal.
+        accepted: numbers that differ and are named.
+        different: numbers that differ from the composed configuration without a word.
+    """
+
+    path: Path
+    kind: str
+    reasons: list[str] = field(default_factory=list)
+    accepted: frozenset[str] = frozenset()
+    different: list[str] = field(default_factory=list)
+
+
+def guess(name: str) -> str:
+    """Return a value for a variable of a script."""
+    value = next(value for pattern, value in _GUESSES if re.search(pattern, name.upper()))
+    return value.format(name.lower())
+
+
+def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | None, dict[str, str]]:
+    """Import an example, answering what the importer asks for; return the variables too."""
+    variables = {"HOME": "/root", "PWD": os.getcwd()}
+    accepted: frozenset[str] = frozenset()
+    text = path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".sh" else str(path)
+    given: int | None = None
+    reasons: list[str] = []
+    for _ in range(_MAX_ROUNDS):
+        settings = ImportSettings(devices=given, variables=variables, accepted=accepted, folder=path.parent)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+                run = import_command(PROJECTS[project], text, settings)
+        except ConfigError as error:
+            reasons = list(error.errors)
+        else:
+            kind = "valid but for named numbers" if accepted else "valid"
+            return Outcome(path, kind, accepted=accepted), run, variables
+        asked = {name for reason in reasons for name in re.findall(r"--set (\w+)=", reason)} - variables.keys()
+        named = {name for reason in reasons for name in re.findall(r"--accept (\w+) takes", reason)} - accepted
+        variables |= {name: guess(name) for name in asked}
+        accepted |= named
+        if not asked and not named:
+            if given is not None:
+                break
+            given = devices
+    kind = "no command" if any(reason.startswith(("there is no c", "there is no call")) for reason in reasons) else "refused"
+    return Outcome(path, kind, reasons), None, variables
+
+
+def shorten(reason: str) -> str:
+    """Return the kind of a refusal: without paths and numbers."""
+    return re.sub(r"\d+", "N", re.sub(r"/[\w./-]+", "PATH", reason))[:120]
+
+
+# ------------------------------------------------------------------------------------------------- verl's own composition
+
+_OVERRIDE = re.compile(r"[+~]*[A-Za-z_][\w.@/-]*=")
+_A, _R = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
+
+
+def _lower(config: DictConfig, *names: str) -> object:
+    """Return the first of several options that has a value."""
+    return next((value for name in names if (value := OmegaConf.select(config, name)) is not None), None)
+
+
+def _by_mode(config: DictConfig, value: object) -> object:
+    """Return a bound of the ratio for the losses that read it."""
+    return value if _lower(config, f"{_A}policy_loss.loss_mode") in (None, "vanilla", "gspo") else None
+
+
+def _kl(config: DictConfig) -> object:
+    if _lower(config, "algorithm.use_kl_in_reward"):
+        return _lower(config, "algorithm.kl_ctrl.kl_coef")
+    return _lower(config, f"{_A}kl_loss_coef") if _lower(config, f"{_A}use_kl_loss") else 0.0
+
+
+def _rate(config: DictConfig) -> object:
+    style = _lower(config, f"{_A}optim.lr_decay_style", f"{_A}optim.lr_scheduler_type")
+    return _lower(config, f"{_A}optim.lr") if style == "constant" else None
+
+
+def _count_step(config: DictConfig) -> object:
+    names = (f"{_A}ppo_mini_batch_size", "data.train_batch_size", f"{_R}n")
+    mini, batch, group = (int(str(_lower(config, name))) for name in names)
+    return min(mini, batch) * group
+
+
+def _rank(config: DictConfig) -> object:
+    model = "actor_rollout_ref.model."
+    if _lower(config, f"{model}lora_adapter_path", f"{model}lora.adapter_path"):
+        return None  # the adapter has it
+    return _lower(config, f"{model}{'lora.rank' if 'megatron' in str(_lower(config, f'{_A}strategy')) else 'lora_rank'}")
+
+
+#: number of the plan -> its value in a composed configuration of main_ppo; None is not compared
+_OF_PPO: dict[str, Callable[[DictConfig], object]] = {
+    "lr_last": _rate,
+    "weight_decay": lambda c: _lower(c, f"{_A}optim.weight_decay"),
+    "clip_low": lambda c: _by_mode(c, _lower(c, f"{_A}clip_ratio_low", f"{_A}clip_ratio")),
+    "clip_high": lambda c: _by_mode(c, _lower(c, f"{_A}clip_ratio_high", f"{_A}clip_ratio")),
+    "entropy_coef": lambda c: _lower(c, f"{_A}entropy_coeff"),
+    "kl_coef": _kl,
+    "temperature": lambda c: _lower(c, f"{_R}temperature"),
+    "top_p": lambda c: _lower(c, f"{_R}top_p"),
+    "top_k": lambda c: _lower(c, f"{_R}top_k"),
+    "prompt_length": lambda c: _lower(c, "data.max_prompt_length"),
+    "response_length": lambda c: _lower(c, "data.max_response_length"),
+    "infer_tp": lambda c: _lower(c, f"{_R}tensor_model_parallel_size"),
+    "step_samples": _count_step,
+    "lora_rank": _rank,
+    "model": lambda c: _lower(c, "actor_rollout_ref.model.path"),
+}
+_OF_SFT: dict[str, Callable[[DictConfig], object]] = {
+    "weight_decay": lambda c: _lower(c, "optim.weight_decay"),
+    "clip_grad": lambda c: _lower(c, "optim.clip_grad"),
+    "step_samples": lambda c: _lower(c, "data.train_batch_size"),
+    "sequence_length": lambda c: _lower(c, "data.max_length"),
+    "model": lambda c: _lower(c, "model.path"),
+}
+
+
+def _quote(word: str) -> str:
+    """Return an override in Hydra's grammar, with quotes around text that the grammar would read otherwise."""
+    name, _, value = word.partition("=")
+    special = re.search(r"[\s,:;=(){}~]", value) and not value.startswith(("[", "'", '"', "{"))
+    return f"{name}='{value}'" if special else word
+
+
+def compose_verl(root: Path, path: Path, variables: Mapping[str, str]) -> tuple[bool, DictConfig] | None:
+    """Return whether a script is supervised, and its configuration as Hydra composes it; None where it cannot be composed."""
+    for command in read_script(path.read_text(encoding="utf-8"), variables, path.parent):
+        text = " ".join(command.words[:40])
+        if (found := re.search(r"main_ppo|sft_trainer|main_dapo|one_step_off", text)) is None:
+            continue
+        words = [_quote(word) for word in command.words if _OVERRIDE.match(word)]
+        name = next(iter(re.findall(r"--config-name[= ]'?([\w-]+)", text)), "ppo_trainer")
+        name = "sft_trainer_engine" if found.group() == "sft_trainer" else name
+        for prefix in ("", "++"):  # a key that today's release has not
+            forced = [word if not prefix or "." not in word.partition("=")[0] else prefix + word.lstrip("+") for word in words]
+            with contextlib.suppress(HydraException, OmegaConfBaseException):
+                with initialize_config_dir(str(root / "verl" / "trainer" / "config"), version_base=None):
+                    return found.group() == "sft_trainer", compose(name, overrides=forced)
+    return None
+
+
+def find_different(composed: tuple[bool, DictConfig], here: SourcePlan, accepted: frozenset[str]) -> Iterator[str]:
+    """Yield the numbers of a run file that are not those of the composed configuration."""
+    is_supervised, config = composed
+    for name, read in (_OF_SFT if is_supervised else _OF_PPO).items():
+        there, ours = read(config), getattr(here, name)
+        if there is not None and name not in accepted and there != ours:
+            yield f"{name} is {ours} here, {there} in the composed configuration"
+
+
+# ------------------------------------------------------------------------------------------------------------------- table
+
+
+def judge_all(project: str, root: Path, devices: int) -> list[Outcome]:
+    """Import every example below a folder, in its order of names."""
+    outcomes: list[Outcome] = []
+    composes = project == "verl" and (root / "verl" / "trainer" / "config").is_dir()
+    for path in sorted({path for pattern in PATTERNS.get(project, _SCRIPTS) for path in root.glob(pattern)}):
+        outcome, run, variables = judge(project, path, devices)
+        outcomes.append(outcome)
+        if not composes or run is None or run.plans is None:
+            continue
+        if (composed := compose_verl(root, path, variables)) is not None:
+            outcome.different = list(find_different(composed, run.plans[1], outcome.accepted))
+    return outcomes
+
+
+def describe(outcomes: list[Outcome], *, each: bool = False) -> str:
+    """Return the table, the reasons of refusals with their numbers, and what differs."""
+    counts = Counter(outcome.kind for outcome in outcomes)
+    with_command = sum(counts.values()) - counts["no command"]
+    valid = counts["valid"] + counts["valid but for named numbers"]
+    share = f" ({valid / with_command:.0%})" if with_command else ""
+    lines = [
+        f"{len(outcomes)} files, {with_command} with a command: {valid} valid{share}, of which "
+        f"{counts['valid but for named numbers']} but for named numbers, {counts['refused']} refused"
+    ]
+    reasons: Counter[str] = Counter()
+    alone: Counter[str] = Counter()
+    for outcome in outcomes:
+        kinds = {shorten(reason) for reason in outcome.reasons} if outcome.kind == "refused" else set()
+        reasons.update(kinds)
+        alone.update(kinds if len(kinds) == 1 else ())
+    lines += ["", "refused | alone | reason"] if reasons else []
+    lines += [f"{count:7} | {alone[reason]:5} | {reason}" for reason, count in reasons.most_common()]
+    different = [f"{outcome.path}: {text}" for outcome in outcomes for text in outcome.different]
+    lines += ["", f"{len(different)} numbers differ without a word", *different]
+    if each:
+        lines += ["", *(f"{outcome.kind}: {outcome.path}" for outcome in outcomes if outcome.kind != "no command")]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.importing", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="root of the checkout")
+    parser.add_argument("--project", required=True, choices=sorted(PROJECTS))
+    parser.add_argument("--devices", type=int, default=8, help="devices where a script does not say them")
+    parser.add_argument("--each", action="store_true", help="name every example")
+    arguments = parser.parse_args()
+    outcomes = judge_all(arguments.project, arguments.folder.resolve(), arguments.devices)
+    print(describe(outcomes, each=arguments.each))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""The script that imports a checkout: what it counts, and the numbers that it compares with verl's own composition."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import importing
+import pytest
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo data.train_files=/d/gsm8k.parquet data.train_batch_size=8 "
+    "algorithm.adv_estimator=grpo actor_rollout_ref.model.path=$MODEL actor_rollout_ref.actor.ppo_mini_batch_size=8 "
+    "actor_rollout_ref.rollout.n=4 trainer.n_gpus_per_node=8 trainer.total_training_steps=4"
+)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    (tmp_path / "valid.sh").write_text(f"{VERL}\n")
+    (tmp_path / "refused.sh").write_text(f"{VERL} algorithm.adv_estimator=own\n")
+    (tmp_path / "none.sh").write_text("pip install verl\n")
+    return tmp_path
+
+
+def test_a_checkout_is_counted_by_what_becomes_of_its_scripts(checkout: Path) -> None:
+    outcomes = importing.judge_all("verl", checkout, 8)
+    assert {outcome.path.name: outcome.kind for outcome in outcomes} == {
+        "valid.sh": "valid", "refused.sh": "refused", "none.sh": "no command",
+    }  # fmt: skip
+    first, *rest = importing.describe(outcomes, each=True).splitlines()
+    assert first == "3 files, 2 with a command: 1 valid (50%), of which 0 but for named numbers, 1 refused"
+    assert any(line.startswith("      1 |     1 | algorithm.adv_estimator=own") for line in rest)
+    assert "0 numbers differ without a word" in rest
+
+
+def test_a_number_of_another_composition_is_named(checkout: Path) -> None:
+    config = checkout / "verl" / "trainer" / "config"
+    config.mkdir(parents=True)
+    (config / "ppo_trainer.yaml").write_text(
+        """
+data: {train_files: null, train_batch_size: 1024, max_prompt_length: 512, max_response_length: 640}
+algorithm: {adv_estimator: gae, use_kl_in_reward: false}
+trainer: {n_gpus_per_node: 8, total_training_steps: null}
+actor_rollout_ref:
+  model: {path: null, lora_rank: 0}
+  actor: {strategy: fsdp, ppo_mini_batch_size: 256, clip_ratio_low: 0.2, clip_ratio_high: 0.2, use_kl_loss: false,
+    entropy_coeff: 0, policy_loss: {loss_mode: vanilla}, optim: {lr: 1.0e-6, weight_decay: 0.01, lr_scheduler_type: constant}}
+  rollout: {n: 1, temperature: 1.0, top_p: 1, top_k: -1, tensor_model_parallel_size: 2}
+"""
+    )
+    (found,) = [outcome for outcome in importing.judge_all("verl", checkout, 8) if outcome.kind == "valid"]
+    assert found.different == ["response_length is 512 here, 640 in the composed configuration"]
