@@ -189,24 +189,29 @@ def adapters_disabled(model: BuiltModel) -> Iterator[None]:
             module.adapter_enabled = True
 
 
-def _map_ops(model: BuiltModel) -> dict[str, WeightOp]:
+def map_ops(model: BuiltModel) -> dict[str, WeightOp]:
     """Return every weight by its Megatron name, one for each expert."""
     return {op.mcore: op for op in model.plan.architecture.weight_ops(model.plan.model_config, ExpertPacking("local", 1))}
 
 
-def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
-    """Yield the adapters that this rank owns, with the weights that they adapt; of equal replicas the first one owns them."""
-    ops = _map_ops(model)
+def list_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
+    """Yield the adapters of this rank, with the weights that they adapt."""
+    ops = map_ops(model)
     for stage, chunk in enumerate(model.models):
         for adapter in _list_adapters(chunk):
-            op = ops[_get_global_name(model.plan.layout, adapter.weight, stage)]
-            owner = (
-                parallel_state.get_expert_data_parallel_rank() == 0
-                if op.axis == "etp"
-                else parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
-            )
-            if owner:
-                yield op, adapter
+            yield ops[_get_global_name(model.plan.layout, adapter.weight, stage)], adapter
+
+
+def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]:
+    """Yield the adapters that this rank owns, with the weights that they adapt; of equal replicas the first one owns them."""
+    for op, adapter in list_adapters(model):
+        owner = (
+            parallel_state.get_expert_data_parallel_rank() == 0
+            if op.axis == "etp"
+            else parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        )
+        if owner:
+            yield op, adapter
 
 
 @torch.no_grad()
@@ -219,21 +224,19 @@ def load_peft(model: BuiltModel, settings: LoraSettings, adapter: PeftMerge) -> 
     Args:
         adapter: opened for this model; `settings` has the ranks that it needs (`PeftMerge.count_ranks`).
     """
-    ops, scale = _map_ops(model), adapter.scale / settings.scale
-    for stage, chunk in enumerate(model.models):
-        for local in _list_adapters(chunk):
-            op = ops[_get_global_name(model.plan.layout, local.weight, stage)]
-            fused = adapter.fuse(op)
-            if fused is None:
-                continue
-            a, outputs = fused
-            num_shards, shard, ranks = local.group.size(), local.group.rank(), len(a)
-            if local.splits_input:
-                local.a[:ranks] = op.read_shard(MemorySource({op.hf[0]: a}), num_shards, shard)
-                local.b[:, :ranks] = outputs[op.hf[0]] * scale
-            else:
-                local.a[:ranks] = a
-                local.b[:, :ranks] = op.read_shard(MemorySource(outputs), num_shards, shard) * scale
+    scale = adapter.scale / settings.scale
+    for op, local in list_adapters(model):
+        fused = adapter.fuse(op)
+        if fused is None:
+            continue
+        a, outputs = fused
+        num_shards, shard, ranks = local.group.size(), local.group.rank(), len(a)
+        if local.splits_input:
+            local.a[:ranks] = op.read_shard(MemorySource({op.hf[0]: a}), num_shards, shard)
+            local.b[:, :ranks] = outputs[op.hf[0]] * scale
+        else:
+            local.a[:ranks] = a
+            local.b[:, :ranks] = op.read_shard(MemorySource(outputs), num_shards, shard) * scale
 
 
 def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, base_model: str) -> None:
@@ -245,7 +248,7 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
         ValueError: the folder exists and is not empty.
     """
     plan = model.plan
-    ops = _map_ops(model)
+    ops = map_ops(model)
     mine: dict[int | None, list[_Matrices]] = {}
     for op, adapter in list_owned_adapters(model):
         mine.setdefault(op.layer, []).append((op.mcore, adapter.group.rank(), adapter.a.cpu(), adapter.b.cpu()))

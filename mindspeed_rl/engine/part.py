@@ -8,6 +8,7 @@ of them which it is:
     attach       in the head of each forward pass, on the last stage
     metrics      once, after the last backward pass
     revert       instead of the optimizer's step, where no rank had anything to learn from
+    end_step     once, after the optimizer's step, or what takes its place
     reset        after all passes, completed or failed; also of passes without training
 """
 
@@ -65,6 +66,13 @@ class EnginePart:
 
     def revert(self) -> None:
         """Take back what the passes of the step have changed in the model."""
+
+    def end_step(self, num_updates: int) -> None:
+        """Read the updated weights; collective over the training world.
+
+        Args:
+            num_updates: optimizer steps since the start of the run, with this one.
+        """
 
     def reset(self) -> None:
         """Forget the passes."""

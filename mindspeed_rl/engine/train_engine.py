@@ -297,6 +297,8 @@ class TrainEngine:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
             self.num_updates += 1
+            for part in self.parts:
+                part.end_step(self.num_updates)
         counted = [micro_batch for micro_batch in micro_batches if self.shape.shares_prefixes and not micro_batch.is_filler]
         return StepResult(
             losses if parallel.is_output_source() else [],

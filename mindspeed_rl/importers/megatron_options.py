@@ -40,8 +40,8 @@ SHAPES = (
 )
 
 _FASTER = (
-    "attention_backend batch_size check_for_large_grads check_for_spiky_loss check_weight_hash_across_dp_replicas_interval "
-    "config_logger_dir cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_scope "
+    "attention_backend batch_size check_for_large_grads check_for_spiky_loss config_logger_dir "
+    "cp_comm_type cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_scope "
     "cuda_graph_warmup_steps ddp_average_in_collective ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw "
     "defer_embedding_wgrad_compute delay_param_gather deterministic_mode disable_gloo_process_groups "
     "disable_straggler_on_startup disable_tp_comm_bulk_dgrad disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag "
@@ -174,6 +174,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "train_data_path": to(f"{ACTOR}.data_path"),
         "valid_data_path": to(f"{ACTOR}.eval_data_path"),
         "test_data_path": no_effect("a run tests nothing at its end"),
+        "check_weight_hash_across_dp_replicas_interval": to(f"{ACTOR}.check_weight_copies_interval"),
         "lr": to(f"{ACTOR}.lr"),
         "min_lr": to(f"{ACTOR}.min_lr"),
         "lr_decay_style": to(f"{ACTOR}.lr_decay_style", values=_STYLES, default="linear"),

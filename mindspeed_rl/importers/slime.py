@@ -53,7 +53,7 @@ from mindspeed_rl.importers.writer import note_prediction
 _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
 #: rm_type -> reward function here
-_REWARDS = {"deepscaler": "math_17k_acc", "math": "math_17k_acc", "boxed_math": "math_17k_acc", "dapo": "acc_for_dapo"}
+_REWARDS = {"deepscaler": "slime_deepscaler", "math": "slime_math", "dapo": "slime_dapo"}
 #: function that chooses groups -> it keeps those whose rewards vary
 _FILTERS = (
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",
@@ -633,7 +633,9 @@ def _read_rewards(run: Import, command: SourceCommand) -> Rewards:
     if not kind and not command.has("custom_rm_path"):
         raise ConfigError(["the command names no reward: --rm-type is missing"])
     if kind and kind not in _REWARDS:
-        run.refuse("--rm_type", f"the reward {kind}; {', '.join(_REWARDS)} are, and docs/rewards.md shows your own")
+        # slime takes the content out of its box and then looks for a box in it
+        reason = " scores 0 unless a box is in the box;" if kind == "boxed_math" else ";"
+        run.refuse("--rm_type", f"the reward {kind}{reason} {', '.join(_REWARDS)} are, and docs/rewards.md shows your own")
     return Rewards(functions=[_REWARDS.get(kind, kind)])
 
 

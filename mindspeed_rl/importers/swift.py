@@ -107,10 +107,10 @@ _VISION = re.compile(
 _IMAGES = re.compile(r"(?i)qwen-?(2\.5|3)-?vl|clevr_cogen|multimodal|latex_ocr|chartqa|geoqa|coco-en|mammoth-vl|rlaif-v")
 #: reward function there -> here
 _FUNCTIONS = {
-    "accuracy": "accuracy",
+    "accuracy": "swift_accuracy",
     "format": "think_answer_alone",
-    "cosine": "cosine",
-    "repetition": "repetition",
+    "cosine": "swift_cosine",
+    "repetition": "swift_repetition",
     "soft_overlong": "soft_overlong",
 }
 _LEVELS = {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}
@@ -948,7 +948,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
             "max_prompt_length": reason,
             "max_model_len": "" if known >= length else f"longest prompt and response; {known} would cut responses",
             **dict.fromkeys(("rollout_resource.num_npus", "vllm_server_host"), servers),
-            "reward_funcs": "accuracy compares answers by the rules of docs/rewards.md",
+            "reward_funcs": "the scores of ms-swift's functions; accuracy of docs/rewards.md reads more forms of an answer",
             **dict.fromkeys(
                 ("judge_url", "judge_model"),
                 "the judge of docs/rewards.md, whose question is ours; judge_prompt and judge_parser take yours",

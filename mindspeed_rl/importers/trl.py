@@ -86,8 +86,8 @@ _LAUNCHER_FLAGS = frozenset(
 )
 #: reward function of TRL -> ours, and keys that its numbers become
 _FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
-    "accuracy_reward": ("accuracy", {}),
-    "think_format_reward": ("think_format", {}),
+    "accuracy_reward": ("trl_accuracy", {}),
+    "think_format_reward": ("trl_think_format", {}),
     "get_soft_overlong_punishment": ("soft_overlong", {"soft_max_length": 1280, "soft_cache_length": 256}),
 }
 
@@ -349,6 +349,18 @@ _SHARED: dict[str, Option] = {
         no_effect("it changes memory or speed, or belongs to a feature that is off"),
     ),
     "per_gpu_train_batch_size": refused("the name of old releases; write per_device_train_batch_size"),
+}
+
+#: arguments of transformers' Trainer alone, which other projects have too
+TRAINING_ARGUMENTS: dict[str, Option] = {
+    name: record
+    for name, record in _SHARED.items()
+    if name
+    not in "datasets dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming test_split_size "
+    "use_peft lora_target_modules lora_r lora_alpha lora_dropout lora_task_type lora_target_parameters lora_modules_to_save "
+    "use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dtype "
+    "attn_implementation model_name_or_path trust_remote_code model_revision pad_to_multiple_of "
+    "model_init_kwargs ignore_bias_buffers".split()
 }
 
 #: options of both trainers with rollouts
@@ -869,7 +881,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             "adv_epsilon": "TRL adds it to the standard deviation",
             "rollout_importance_sampling_mode": "the default of TRL where vLLM generates",
             "vllm_server_host": "a server that mindspeed-rl rollout has started",
-            "reward_funcs": "accuracy compares by the rules of docs/rewards.md",
+            "reward_funcs": "the scores of TRL's functions; accuracy of docs/rewards.md reads more forms of an answer",
             **dict.fromkeys(("dataset_additional_keys", "map_keys.response"), "the column that TRL's reward functions read"),
         },
         defaults=(

@@ -110,10 +110,14 @@ _AGGREGATIONS = {
 }
 #: what verl's default reward computes for a source of data -> reward function here
 _REWARDS = {
-    "openai/gsm8k": "gsm8k",
-    "math_dapo": "acc_for_dapo",
-    "math": "acc_for_dapo",
-    "math_dapo_reasoning": "acc_for_dapo",
+    "openai/gsm8k": "verl_gsm8k",
+    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning"), "verl_math_dapo"),
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), "verl_math"),
+    "hiyouga/geometry3k": "verl_geo3k",
+    **dict.fromkeys(
+        (f"searchR1_{name}" for name in "nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle".split()),
+        "verl_search_em",
+    ),
 }
 #: word of a data file's path -> the source that verl's preprocessing writes for it
 _SOURCES = {"gsm8k": "openai/gsm8k", "dapo": "math_dapo", "aime": "aime"}
@@ -625,22 +629,10 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         raise ConfigError([f"{_CORRECTION}rollout_is_threshold is {bounds}, but must be a number, or two as 0.5_5"]) from None
 
 
-def _find_source(path: str, variables: Mapping[str, str]) -> str:
-    """Return the `data_source` of the rows, by which verl chooses its reward.
-
-    Raises:
-        ConfigError: neither the file's name nor the user says it.
-    """
+def _find_source(path: str, variables: Mapping[str, str]) -> str | None:
+    """Return the `data_source` of the rows, by which verl chooses its reward; None where only the rows say it."""
     words = set(re.split(r"[^a-z0-9]+", path.lower()))
-    source = variables.get("data_source") or next((source for word, source in _SOURCES.items() if word in words), None)
-    if source is None:
-        raise ConfigError(
-            [
-                f"the reward of {path} depends on its column data_source; say it with --set data_source=NAME, such as "
-                "openai/gsm8k or math_dapo"
-            ]
-        )
-    return source
+    return variables.get("data_source") or next((source for word, source in _SOURCES.items() if word in words), None)
 
 
 # --------------------------------------------------------------------------------------------------------------------- run
@@ -1293,7 +1285,12 @@ def _read_rewards(run: Import, command: SourceCommand, data: str) -> tuple[Rewar
     if model is not None:
         return Rewards(keys=_VERIFIERS, model=model, overlong=overlong), {}
     source = _find_source(data, command.environment)
-    reward = _REWARDS.get(source) or ("acc_for_dapo" if source.startswith("aime") else None)
+    if source is None:
+        note = "verl's reward by the column data_source of each row; --set data_source=NAME chooses one"
+        run.add_default(f"{RL}.verifier_function", ["verl_default"], note)
+        columns = {f"{ACTOR}.dataset_additional_keys": ["labels", "data_source"]}
+        return Rewards(functions=["verl_default"], keys=_VERIFIERS, overlong=overlong), columns
+    reward = _REWARDS.get(source) or ("verl_math_dapo" if source.startswith("aime") else None)
     if reward is None:
         feature = f"verl's reward for the data_source {source}; available are {', '.join(_REWARDS)}"
         run.refuse("data.train_files", feature)

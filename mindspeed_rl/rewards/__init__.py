@@ -34,6 +34,12 @@ REWARDS: dict[str, str | RewardFunction] = {
     "repetition": "mindspeed_rl.rewards.shaping:repetition",
     "soft_overlong": "mindspeed_rl.rewards.shaping:soft_overlong",
     "think_format": "mindspeed_rl.rewards.text_scores:think_alone",
+    # other projects' own, score by score
+    **{
+        name: f"mindspeed_rl.rewards.source_scores:{name}"
+        for name in "verl_default verl_gsm8k verl_math_dapo verl_math verl_geo3k verl_search_em slime_deepscaler slime_math "
+        "slime_dapo swift_accuracy swift_cosine swift_repetition trl_accuracy trl_think_format".split()
+    },
     # others
     "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",
     "multiple_choice": "mindspeed_rl.rewards.text_scores:multiple_choice",
@@ -57,6 +63,8 @@ ACCURACIES: set[str] = {
     "math_verify_reward",
     "retool_reward",
     "accuracy",
+    *"verl_gsm8k verl_math_dapo verl_math verl_search_em slime_deepscaler slime_math slime_dapo swift_accuracy".split(),
+    "trl_accuracy",
     "exact_match",
     "multiple_choice",
     "gsm8k",

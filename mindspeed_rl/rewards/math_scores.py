@@ -205,7 +205,7 @@ _MONEY = re.compile(r"[$￥¥€£\s]|\\\$")
 
 
 def gsm8k(response: str, label: object, prompt: str = "") -> float:
-    """Return 1.0 if the number after the last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168, as in verl."""
+    """Return 1.0 if the number after the last "####" is the label's, else 0.0. GSM8K, arXiv:2110.14168."""
     numbers = _GSM8K_NUMBER.findall(remove_thought(response, prompt))
     return float(bool(numbers) and _has_number(label, numbers[-1]))
 

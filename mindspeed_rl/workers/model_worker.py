@@ -177,7 +177,7 @@ class TeacherPhases(_ModelWorker):
     def _ask_teacher(
         self, role: Role, rows: Rows, chosen: Sequence[int], judgement: HeadOutputs | TopLogProbs
     ) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return the two outputs of a teacher for each of the chosen rows; collective."""
+        """Return the two outputs of a teacher for each of the chosen rows, on the last pipeline stage; collective."""
         # replicas that share experts, or agree on a number of micro-batches, make their passes together
         together = range(len(rows)) if role.model.transformer_config.num_moe_experts else chosen or [0]
         role.offloader.onload(params=True)
@@ -186,7 +186,9 @@ class TeacherPhases(_ModelWorker):
         outputs = role.engine.forward(rows.select(together), batching, judgement, temperature=temperature)
         if not role.trains:
             self._release(role)
-        return {row: (values[0], values[1]) for row, *values in zip(together, *(outputs or ())) if row in chosen}
+        if outputs is None:  # on other pipeline stages than the last
+            return {}
+        return {row: (values[0], values[1]) for row, *values in zip(together, *outputs) if row in chosen}
 
 
 def _with_teacher_prompts(rows: Rows, extra: Sequence[Mapping[str, Any]]) -> Rows:

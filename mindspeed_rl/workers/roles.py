@@ -51,6 +51,7 @@ from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.resharding.weight_copies import WeightCopies
 from mindspeed_rl.run import Run
 from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
@@ -160,6 +161,8 @@ class Role:
             ),
             temperature=passes.temperature,
         )
+        if (copies := WeightCopies.build(config, self.model)) is not None:
+            self.engine.add_part(copies)
         self._moves_slowly = moves_slowly
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader

@@ -27,6 +27,7 @@ import numpy as np
 import product_rewards
 import torch
 import torch.distributed as dist
+import vllm.distributed
 from random_run_jobs import _Composition
 from router_jobs import collect_gradients
 from safetensors.torch import load_file
@@ -332,8 +333,11 @@ def run(path: str, folder: str, *, stops_after: int | None = None) -> dict[str, 
         worker = ActorWorker(resolved, plane, os.environ["MASTER_PORT"], rank=rank)  # pyrefly: ignore[bad-argument-type]
         return _run(resolved, plane, worker, stops_after)
     finally:
-        if dist.is_initialized():
+        vllm.distributed.parallel_state.destroy_model_parallel()
+        if parallel_state.is_initialized():
             parallel_state.destroy_model_parallel()
+        vllm.distributed.parallel_state.destroy_distributed_environment()
+        if dist.is_initialized():
             dist.destroy_process_group()
         del worker
         gc.collect()

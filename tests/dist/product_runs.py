@@ -36,6 +36,8 @@ Keys = dict[str, Any]
 _CONTEXT, MAX_TOKENS, _NUM_PROMPTS = 64, 10, 40
 #: ingredients of a run, at most: more of them may hide each other
 _MOST = 15
+#: starts the reason of a pair that the tests themselves keep apart
+_APART = "- "
 #: ingredients with which a run is compared to within the rounding of bfloat16, or without its random updates
 _ROUGH = frozenset(("bf16", "gated_delta", "dropout"))
 
@@ -283,9 +285,10 @@ class ProductRun:
             keys["critic_config"]["load"] = mine["critic"]
         if "distillation" in keys["rl_config"]:
             keys["rl_config"]["distillation"]["teacher_models"] = [mine["teacher"]]
-        if self.names & {"resumed"}:
-            save = str(folder / "save")
-            keys["actor_config"] |= {"save": save, "load": save, "pretrained_checkpoint": mine["actor"], "finetune": False}
+        for role, kind in (("actor_config", "actor"), ("critic_config", "critic")) if "resumed" in self.names else ():
+            if role in keys:
+                save = str(folder / f"{kind}-save")
+                keys[role] |= {"save": save, "load": save, "pretrained_checkpoint": mine[kind], "finetune": False}
         self.written = copy.deepcopy(keys)
         self.keys = keys
         # what the reference reads
@@ -534,7 +537,7 @@ class Rules:
                 run.resolve()
                 self._known[names] = ""
             except ConflictError as error:
-                self._known[names] = f"- {error}"
+                self._known[names] = f"{_APART}{error}"
             except (ConfigError, ValueError) as error:
                 self._known[names] = " ".join(str(error).split())
         return self._known[names]
@@ -616,12 +619,20 @@ def print_matrix(root: Path) -> None:
     allowed, refused = list_pairs(rules)
     runs = cover(rules, allowed)
     total = len(BY_NAME) * (len(BY_NAME) - 1) // 2
-    counts = f"{len(allowed)} are allowed, and compared in {len(runs)} runs; {len(refused)} are not"
+    rules_say = {pair: why for pair, why in refused.items() if not why.startswith(_APART)}
+    counts = f"{len(allowed)} are allowed, and compared in {len(runs)} runs; the rules refuse {len(rules_say)}"
     print(f"{len(BY_NAME)} ingredients are {total} pairs: {counts}")
+    print(f"{len(refused) - len(rules_say)} pairs are apart: they need different models, or values of a key")
     for number, names in enumerate(runs):
         print(f"run {number}: {', '.join(sorted(names))}")
     for pair in sorted(allowed, key=sorted):
-        where = [str(number) for number, names in enumerate(runs) if pair <= names]
-        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(where)}")
+        # a pair of exact ingredients is not compared by a run that is rough
+        where = [
+            number
+            for number, names in enumerate(runs)
+            if pair <= names and bool(names & _ROUGH) == bool(allowed[pair] & _ROUGH)
+        ]
+        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(map(str, where))}")
     for pair, why in sorted(refused.items(), key=lambda item: sorted(item[0])):
-        print(f"refused  {' x '.join(sorted(pair))}: {why[:160]}")
+        kind = "refused" if pair in rules_say else "apart  "
+        print(f"{kind}  {' x '.join(sorted(pair))}: {why.removeprefix(_APART)[:160]}")

@@ -54,6 +54,8 @@ class SlowModel:
         kind = transformers.AutoModelForSequenceClassification if is_critic else transformers.AutoModelForCausalLM
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
         self.model = kind.from_pretrained(folder, dtype=torch.float32, **plain).double().eval()
+        # transformers gives the token of the padding no gradient, though a model may sample it
+        self.model.get_input_embeddings().padding_idx = None
         self._temperature, self.margins, self._is_critic = temperature, margins, is_critic
         self.logits: list[Tensor] = []
         self.chosen: list[Tensor] = []

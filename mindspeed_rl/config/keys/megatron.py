@@ -226,6 +226,10 @@ class _OptimizerKeys:
         on_resume="exact")
     no_check_for_nan_in_loss_and_grad: bool = key(False, "do not stop at NaN or infinity", "遇到 NaN 或无穷大时不停止",
         on_resume="exact")
+    check_weight_copies_interval: int = key(0,
+        "optimizer steps between two comparisons of each weight's copies on different ranks, bit by bit; a difference ends "
+        "the run; 0 turns them off", "每隔多少个优化器步逐位比较各 rank 上同一权重的副本；不一致则结束运行；0 为关闭",
+        range=Range.ITERATIONS_FROM_0, elsewhere="check_weight_hash_across_dp_replicas_interval", on_resume="exact")
     gemm_gradient_accumulation_fusion: bool = key(False, "accumulate gradients inside the matrix product",
         "在矩阵乘内部累加梯度", only_on="npu", on_resume="exact")
     ddp_bucket_size: int | None = key(None, "elements of one gradient bucket", "一个梯度桶的元素数", range=Bounds(1, 10**12),

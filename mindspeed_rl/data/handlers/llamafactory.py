@@ -19,6 +19,7 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
+from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 from mindspeed_rl.files import read_json
@@ -26,6 +27,8 @@ from mindspeed_rl.files import read_json
 _INFO_FILE = "dataset_info.json"
 # dataset_info.json writes OpenAI data as sharegpt with these tags.
 _OPENAI_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+#: columns without which a row is sound
+_OPTIONAL_COLUMNS = ("query", "system", "history", "tools")
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,8 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
         raise ValueError(f"dataset {name!r} needs file_name or hf_hub_url in {_INFO_FILE}")
     formatting = value.get("formatting", "alpaca")
     columns = {key: column for key, column in value.get("columns", {}).items() if column}
+    if (images := columns.pop("images", "images")) not in ("images", "image"):
+        raise ValueError(f"dataset {name!r}: the column of images is {images!r}, but must be images or image; rename it")
     tags = value.get("tags")
     has_openai_tags = tags is not None and all(tags.get(key) == tag for key, tag in _OPENAI_TAGS.items())
     kind: type[InstructionHandler]
@@ -90,6 +95,9 @@ def _entry(name: str, value: JsonObject, folder: Path, cache_dir: str | None) ->
         kind, map_keys = SharegptStyleInstructionHandler, {**columns, **({"tags": tags} if tags else {})}
     else:
         raise ValueError(f"dataset {name!r}: formatting={formatting!r} is unknown; allowed: alpaca, sharegpt, openai")
+    if columns:
+        # LLaMA-Factory does not read a column that `columns` leaves out, as that of an Alpaca row's input
+        map_keys = {**{key: "" for key in _OPTIONAL_COLUMNS if key in kind.default_map and key not in columns}, **map_keys}
     return _DatasetEntry(name, kind, map_keys, source)
 
 
@@ -173,10 +181,13 @@ class LlamaFactoryInstructionHandler(Handler):
 
     can_pack = True
     can_append_eod = True
+    can_read_images = True
     default_map: ClassVar = {}
 
     def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
+        if self.images is not None:
+            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         self._handlers: list[InstructionHandler] = []
 
     def open_source(self, config: PreprocessConfig) -> _MixedSource:
@@ -189,7 +200,7 @@ class LlamaFactoryInstructionHandler(Handler):
         self._handlers = []
         for entry in entries:
             try:
-                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys, images=None)))
+                self._handlers.append(entry.handler(replace(self.settings, map_keys=entry.map_keys)))
             except ValueError as error:
                 raise ValueError(f"dataset {entry.name!r}: {error}") from error
         sources = [entry.source for entry in entries]

@@ -12,6 +12,7 @@ from mindspeed_rl.cli.preprocess import main
 from mindspeed_rl.data import HANDLERS, handler_class
 from mindspeed_rl.data.conversation import Conversation, assistant, user
 from mindspeed_rl.data.encoding import join_turns
+from mindspeed_rl.data.handlers import llamafactory
 from mindspeed_rl.data.handlers.base import HandlerSettings
 from mindspeed_rl.data.messages import openai_messages
 from mindspeed_rl.data.prompts import open_prompts
@@ -759,3 +760,15 @@ def test_rows_without_a_label_are_dropped_and_counted(write_jsonl):
     rows += [{"instruction": "b", "output": None, "solution": "x"}, {"instruction": "c", "output": "1", "solution": None}]
     prompts = open_prompts(write_jsonl(rows), BYTES, max_prompt_length=100, dataset_additional_keys=["labels", "solution"])
     assert len(prompts) == 1 and prompts.dropped == {"empty answer": 2}
+
+
+def test_an_entry_with_columns_reads_no_other_ones(tmp_path):
+    # LLaMA-Factory's `firefly`: the prompt is the column `input`, which is not the second part of a prompt too
+    (tmp_path / "rows.jsonl").write_text('{"input": "x", "target": "y", "system": "S"}\n')
+    info = {"named": {"file_name": "rows.jsonl", "columns": {"prompt": "input", "response": "target"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    (entry,) = llamafactory._dataset_entries("named", str(tmp_path))
+    assert entry.map_keys == {"query": "", "system": "", "history": "", "tools": "", "prompt": "input", "response": "target"}
+    handler = entry.handler(HandlerSettings(build_tokenizer(), load_template("default"), map_keys=entry.map_keys))
+    conversation = handler.conversation({"input": "x", "target": "y", "system": "S"})
+    assert (conversation.messages, conversation.system) == ([user("x"), assistant("y")], None)

@@ -47,6 +47,7 @@ RENDERED = {
     "chatml_de": chatml("Du bist ein freundlicher und hilfsbereiter KI-Assistent."),
     "qwen": chatml("You are a helpful assistant."),
     "qwen_lf": chatml("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.", "", "<|im_end|>\n"),
+    "qwen3_nothink": chatml("", "", "<|im_end|>\n"),
     "plm": chatml("You are a helpful assistant.", "", "<|im_end|>\n"),
     "qwen_r1": [
         SYS.format("You are a helpful assistant.") + USER.format(R1 + "\nQ1"),

@@ -201,9 +201,7 @@ def test_bytes_of_rows_become_references_into_one_file_with_each_image_once(rule
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "only images are supported"),
     ],
 )  # fmt: skip
-def test_a_wrong_image_is_named_with_its_row_or_left_out(
-    rules: ImageRules, tmp_path: Path, row: dict, message: str
-) -> None:
+def test_a_wrong_image_is_named_with_its_row_or_left_out(rules: ImageRules, tmp_path: Path, row: dict, message: str) -> None:
     (tmp_path / "one.png").write_bytes(encode(40, 40))
     (tmp_path / "cut.png").write_bytes(encode(40, 40)[:-900])
     (tmp_path / "cut.jpg").write_bytes(encode(400, 400, "JPEG")[:9000])
@@ -360,6 +358,7 @@ def test_transparent_turned_and_grey_pictures_are_read_as_they_look(tmp_path: Pa
     with pytest.raises(ImageError, match="is not base64"):
         open_image("data:image/png;base64,!")
 
+
 def write_image(image: Image.Image, kind: str, **options: Any) -> str:
     """The reference of an image in a format."""
     buffer = io.BytesIO()
@@ -443,3 +442,26 @@ def test_an_image_of_pillow_in_a_row_keeps_its_orientation() -> None:
     with Image.open(io.BytesIO(data_images.read_image(write_image(Image.fromarray(GREY), "PNG", exif=exif)))) as image:
         assert open_image(data_images.make_reference(image)).size == (8, 256)
 
+
+def test_data_sets_of_llama_factory_have_images_and_rows_of_text(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
+    Image.new("RGB", (56, 84), "red").save(tmp_path / "red.png")
+    chat = [{"role": "user", "content": "<image>What is it?"}, {"role": "assistant", "content": "red"}]
+    write(tmp_path / "seen.jsonl", [{"messages": chat, "images": ["red.png"]}])
+    write(tmp_path / "text.jsonl", [{"instruction": "Hi", "output": "Ho"}])
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    columns = {"messages": "messages", "images": "images"}
+    info = {
+        "seen": {"file_name": "seen.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags},
+        "text": {"file_name": "text.jsonl"},
+    }
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    mixture = PreprocessConfig(
+        input="seen,text", output_prefix=str(tmp_path / "mixed"), handler_name="LlamaFactoryInstructionHandler",
+        prompt_type="hf", tokenizer_name_or_path=str(folder), dataset_dir=str(tmp_path), image_folder=str(tmp_path),
+    )  # fmt: skip
+    run(mixture)
+    preprocess(folder, tmp_path / "seen.jsonl", tmp_path / "alone", image_folder=str(tmp_path))
+    mixed, alone = (InstructionDataset(tmp_path / name, image_rules=rules) for name in ("mixed", "alone"))
+    assert [len(mixed[index]["images"]) for index in range(2)] == [1, 0]
+    for column in ("input_ids", "labels"):
+        assert np.array_equal(mixed[0][column], alone[0][column])

@@ -160,7 +160,7 @@ def test_every_option_of_the_guides_has_its_key_or_its_reason(tmp_path, monkeypa
         "rl_config.mini_batch_size": 8,
         "rl_config.epochs": 2,
         # the format of ms-swift has nothing but thought and answer
-        "rl_config.reward_funcs": ["accuracy", "think_answer_alone", "soft_overlong"],
+        "rl_config.reward_funcs": ["swift_accuracy", "think_answer_alone", "soft_overlong"],
         "rl_config.reward_weights": [1.0, 0.25, 0.5],
         "rl_config.soft_cache_length": 500,
         "rl_config.soft_max_length": 3000,
@@ -226,7 +226,7 @@ def test_a_script_of_verl_is_read_and_its_unknown_variable_is_requested(tmp_path
         "rl_config.n_samples_per_prompt": 8,
         "rl_config.init_kl_coef": 0.002,
         "rl_config.kl_penalty": "low_var_kl",
-        "rl_config.verifier_function": ["gsm8k"],
+        "rl_config.verifier_function": ["verl_gsm8k"],
         "rl_config.actor_resource.num_npus": 8,
         "generate_config.sampling_config.max_tokens": 1024,
         "generate_config.sampling_config.temperature": 1.0,

@@ -382,12 +382,15 @@ def test_ppo_has_a_critic_with_its_own_rate() -> None:
 
 
 def test_the_reward_follows_the_source_of_the_data() -> None:
-    assert imported().get("rl_config.verifier_function") == ["gsm8k"]
+    assert imported().get("rl_config.verifier_function") == ["verl_gsm8k"]
     file = "data.train_files=data/dapo-math-17k.parquet"
-    assert imported(file).get("rl_config.verifier_function") == ["acc_for_dapo"]
-    assert "say it with --set data_source=NAME" in refusal("data.train_files=mine.parquet")
+    assert imported(file).get("rl_config.verifier_function") == ["verl_math_dapo"]
+    run = imported("data.train_files=mine.parquet")
+    # only the rows say it
+    assert run.get("rl_config.verifier_function") == ["verl_default"]
+    assert run.get("megatron_training.dataset_additional_keys") == ["labels", "data_source"]
     run = imported("data.train_files=mine.parquet", variables={"data_source": "openai/gsm8k"})
-    assert run.get("rl_config.verifier_function") == ["gsm8k"]
+    assert run.get("rl_config.verifier_function") == ["verl_gsm8k"]
     error = refusal("data.train_files=mine.parquet", variables={"data_source": "codecontests"})
     assert "verl's reward for the data_source codecontests" in error
     run = imported("custom_reward_function.path=rewards/mine.py custom_reward_function.name=score")
@@ -530,7 +533,7 @@ def test_the_recipe_of_dapo_filters_groups() -> None:
     )
     run = imported(options, recipe)
     keys = ("enable", "metric", "max_batches", "train_batch_size")
-    assert values(run, *(f"rl_config.filter_groups_{key}" for key in keys)) == [True, "gsm8k", 10, 32]
+    assert values(run, *(f"rl_config.filter_groups_{key}" for key in keys)) == [True, "verl_gsm8k", 10, 32]
     assert values(run, "rl_config.overlong_buffer", "rl_config.rollout_max_tokens") == [64, 512]
     assert run.plans is not None
     for plan in run.plans:

@@ -22,7 +22,11 @@ MS_SWIFT = "accuracy format cosine repetition soft_overlong".split()
 @pytest.mark.parametrize("name", sorted({*REWARDS, *UPSTREAM, *MS_SWIFT}))
 def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str) -> None:
     sample = RewardSample(
-        prompt="1+1", response="2", response_ids=[5], label="2", columns={"pattern": ".*", "tests": ["assert True"]}
+        prompt="1+1",
+        response="2",
+        response_ids=[5],
+        label="2",
+        columns={"pattern": ".*", "tests": ["assert True"], "data_source": "math"},
     )
     scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if scorer.is_async:
@@ -33,7 +37,7 @@ def test_every_entry_can_be_imported_and_gives_one_number_for_a_sample(name: str
 
 @pytest.mark.parametrize("name", sorted(REWARDS))
 def test_no_entry_breaks_on_an_empty_response(name: str) -> None:
-    sample = RewardSample(label="2", columns={"pattern": ".*", "tests": ["assert True"]})
+    sample = RewardSample(label="2", columns={"pattern": ".*", "tests": ["assert True"], "data_source": "math"})
     scorer = Scorer.build(name, import_scorer(name), SETTINGS)
     if not scorer.is_async:
         scorer.to_values(scorer.call([sample], SETTINGS), 1)

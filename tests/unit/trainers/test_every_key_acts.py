@@ -142,6 +142,7 @@ ELSEWHERE: dict[str, str] = {
     "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length soft_cache_length",
     "rewards/dispatcher.py": "overlong_buffer_enable overlong_buffer overlong_buffer_penalty_factor rollout_max_tokens "
     "missing_eos_penalty",
+    "resharding/weight_copies.py": "check_weight_copies_interval",
     "rollout/arguments.py": "max_num_batched_tokens dtype gpu_memory_utilization cudagraph_capture_sizes compilation_config "
     "trust_remote_code enable_prefix_caching enforce_eager max_model_len engine_kwargs "
     "kv_cache_dtype",
