@@ -359,7 +359,8 @@ TRAINING_ARGUMENTS: dict[str, Option] = {
     not in "datasets dataset_name dataset_config dataset_train_split dataset_test_split dataset_streaming test_split_size "
     "use_peft lora_target_modules lora_r lora_alpha lora_dropout lora_task_type lora_target_parameters lora_modules_to_save "
     "use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage dtype "
-    "attn_implementation model_name_or_path trust_remote_code model_revision pad_to_multiple_of".split()
+    "attn_implementation model_name_or_path trust_remote_code model_revision pad_to_multiple_of "
+    "model_init_kwargs ignore_bias_buffers".split()
 }
 
 #: options of both trainers with rollouts
