@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
 from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
@@ -113,7 +114,7 @@ def _add_critic(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the run file of PPO: a critic of the same model, on the same devices."""
     tree["megatron_training"]["stage"] = "ray_ppo"
     tree["critic_config"] = dict(tree["actor_config"])
-    tree["rl_config"] |= {"adv_estimator": "gae"}
+    tree["rl_config"] |= {"adv_estimator": CRITIC_ESTIMATOR}
     return tree
 
 

@@ -1,4 +1,7 @@
-"""After every step all copies of a parameter have the same bits, whatever the optimizer and the layout."""
+"""After every step all copies of a parameter have the same bits, whatever the optimizer and the layout.
+
+A run with `check_weight_copies_interval` compares them itself, and names the copy that was changed.
+"""
 
 from __future__ import annotations
 
@@ -87,3 +90,61 @@ def test_copies_of_a_parameter_are_equal_after_every_step(
         assert max(map(len, copies.values())) > 1, "no parameter has a copy: the test shows nothing"
         apart = [weight for weight, digests in copies.items() if len(set(digests)) > 1]
         assert not apart, f"step {step + 1}: {apart}"
+
+
+_LORA = {"lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], "lora_r": 4}
+_NORM, _DOWN = "model.layers.0.input_layernorm.weight", "model.layers.1.mlp.down_proj.weight"
+_A, _B, _QUERY = "lora_A.default.weight", "lora_B.default.weight", "model.layers.0.self_attn.q_proj.weight"
+_TP = {"tensor_model_parallel_size": 2}
+#: model, keys, changed weight and matrix of its adapter -> what the error names
+CHANGES: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
+    "DP2": ("untied", {}, _DOWN, "", _DOWN),
+    "TP2": ("tied", _TP, _NORM, "", _NORM),
+    "PP2 tied": ("tied", PP, "model.embed_tokens.weight", "", "model.embed_tokens.weight"),
+    "VPP tied": ("tied", VPP, "model.embed_tokens.weight", "", "model.embed_tokens.weight"),
+    "PP2 predicting": ("predicting mimo", PP | _PREDICTING, "model.embed_tokens.weight", "", "model.embed_tokens.weight"),
+    "EP2": ("moe", EP, "model.layers.0.mlp.gate.weight", "", "model.layers.0.mlp.gate.weight"),
+    "experts, DP2": ("moe", {}, "model.layers.1.mlp.experts.3.down_proj.weight", "", "experts.3.down_proj.weight"),
+    "CP2": ("tied", RING, _DOWN, "", _DOWN),
+    "adapters, TP2": ("tied", SP | _LORA, _QUERY, "A", f"{_QUERY} and 2 more in one, {_A}"),
+    "adapters, DP2": ("tied", _LORA, _DOWN, "B", f"{_DOWN}, {_B}"),
+    "adapters, frozen": ("tied", _LORA, _NORM, "", _NORM),
+}
+
+
+_QUICK_CHANGES = {"DP2", "TP2", "PP2 tied", "EP2", "adapters, TP2"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _QUICK_CHANGES else pytest.mark.slow) for case in CHANGES]
+)
+def test_a_changed_copy_is_named_on_every_rank_at_the_next_comparison(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], Path], case: str
+) -> None:
+    name, keys, changed, adapter, named = CHANGES[case]
+    setting = Setting(str(folders(name)), keys)
+    errors = ranks(2).run(copy_jobs.change_copy, setting=setting, changed=changed, adapter=adapter, timeout_s=240)
+    assert errors[0] == errors[1]
+    first, second, third, fourth = errors[0]
+    assert first is third is None  # every second step
+    for step, error in ((2, second), (4, fourth)):
+        assert error is not None
+        assert error.startswith(f"after optimizer step {step} ranks have different copies of a weight")
+        assert f"{named}: rank 0 against rank 1" in error
+
+
+@pytest.mark.parametrize("case", ["TP2", "TP2 adapters"])
+def test_shards_of_one_weight_are_no_copies(ranks: Callable[[int], Ranks], folders: Callable[[str], Path], case: str) -> None:
+    keys, adapter = (_TP | _LORA, "A") if case == "TP2 adapters" else (_TP, "")
+    setting = Setting(str(folders("tied")), keys)
+    # of a layer that is split along its inputs
+    assert ranks(2).run(copy_jobs.change_copy, setting=setting, changed=_DOWN, adapter=adapter, steps=2) == [[None, None]] * 2
+
+
+def test_weights_that_another_step_gathers_are_compared_too(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], Path]
+) -> None:
+    late = {"use_distributed_optimizer": True, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    setting = Setting(str(folders("tied")), late)
+    # the gather gives every rank the owner's values
+    assert ranks(2).run(copy_jobs.change_copy, setting=setting, changed=_DOWN) == [[None] * 4] * 2

@@ -113,6 +113,8 @@ def test_the_engine_measures_the_bytes_of_its_owners(distributed: bool, make_eng
     engine = make_engine(bf16=True, use_distributed_optimizer=distributed)
     offloader = Offloader(engine.model, engine.optimizer)
     parameters = sum(value.numel() for value in engine.model.models[0].parameters())
+    assert engine.offloader.resident_bytes()["gradients"] == 0  # before the first step
+    engine.offloader.onload(grads=True)
     held = offloader.resident_bytes()
     # buffers pad each parameter to 64 elements, and there are few small ones
     assert 2 * parameters <= held["weights"] <= 2.2 * parameters + 2048 * 16

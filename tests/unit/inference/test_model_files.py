@@ -147,7 +147,7 @@ def test_what_contradicts_the_trained_adapters_is_an_error(
 def test_what_cannot_be_run_is_an_error_that_says_why(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds neither a Hugging Face model .* nor a checkpoint"):
         open_model(ModelSettings(tmp_path))
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="--load: '.*missing' does not exist"):
         open_model(ModelSettings(tmp_path / "missing"))
     with pytest.raises(ValueError, match="need an adapter: .* holds none"):
         open_model(ModelSettings(base, lora_alpha=2.0))
