@@ -228,6 +228,11 @@ class Trajectory:
         }
 
 
+def make_trial_columns() -> dict[str, object]:
+    """Return the columns that rewards of a run with several turns get of a made-up sample, in a trial before the run."""
+    return Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0}).reward_columns()
+
+
 def check_trajectory(trajectory: Trajectory, num_ids: int | None) -> None:
     """Check what a loop, a plug-in, a tool or a program has put into a trajectory.
 

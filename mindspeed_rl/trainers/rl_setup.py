@@ -40,6 +40,7 @@ from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
+from mindspeed_rl.rollout.trajectory import make_trial_columns
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.columns import list_worker_columns
 from mindspeed_rl.run.explain.effects import find_keys_without_effect
@@ -158,7 +159,8 @@ def check_rl(run: Run) -> RLInputs:
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
     check_agents(run, tokenizer, prompts[0]["prompt_ids"])
     warnings, errors = try_labels(run.rl.verifier_function if run.rl.rule_reward else [], prompts)
-    if errors := functions.find_missing(prompts[0]["label"], prompts[0]["columns"]) or errors:
+    columns = prompts[0]["columns"] | (make_trial_columns() if run.rl.multi_turn_enable else {})
+    if errors := functions.find_missing(prompts[0]["label"], columns) or errors:
         raise ConfigError(errors)
     for warning in [*describe_machine(run), *describe_prompts(prompts, run.plan.num_prompts), *warnings]:
         print(f"warning: {warning}", flush=True)

@@ -28,7 +28,7 @@ from mindspeed_rl.rewards import ACCURACIES
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample
 from mindspeed_rl.rewards.totals import add_trajectory_rewards
-from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.rollout.trajectory import Trajectory, make_trial_columns
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
@@ -123,8 +123,7 @@ class RewardWorker:
         """
         answer = self.samples.tokenizer.encode(label or "", add_special_tokens=False)
         if self.run.rl.multi_turn_enable:
-            trajectory = Trajectory((), "stop", metrics={"turns": 1.0, "tool_call_num": 0.0})
-            columns = {**columns, **trajectory.reward_columns()}
+            columns = {**columns, **make_trial_columns()}
         self.pool.check(self.samples.read(list(prompt_ids), answer, label, columns, False))
         return self.pool.accuracies
 

@@ -9,8 +9,9 @@ import pytest
 from patience import patient
 
 from mindspeed_rl.config.keys.rl import RLConfig
-from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.dry_run import DryRun, dry_run_reward_functions
 from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.rollout.trajectory import make_trial_columns
 
 GOOD = """
 from mindspeed_rl.rewards import REWARDS, register
@@ -88,3 +89,9 @@ def test_names_that_cannot_be_read_are_left_to_the_trial(tmp_path: Path, text: s
 def test_what_only_running_shows_is_found_in_a_process_of_its_own(tmp_path: Path, text: str, said: str) -> None:
     (mistake,) = dry_run_reward_functions(run("mine", plugins=(plugin(tmp_path, text),)), {}, timeout_s=patient(10)).violations
     assert said in mistake and "rl_config." in mistake
+
+
+def test_parameters_that_a_rollout_of_several_turns_fills_are_no_columns_of_the_data() -> None:
+    loaded = DryRun(required={"mine": ["response", "label", "tool_call_num", "final_reward"]})
+    assert loaded.find_missing("1", make_trial_columns()) == []
+    assert "has the parameter 'tool_call_num' without a default" in loaded.find_missing("1", {"level": 2})[0]
