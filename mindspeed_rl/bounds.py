@@ -66,7 +66,8 @@ def read_metrics(values: object, where: str) -> dict[str, float]:
     """Return metrics by name; a slash in a name becomes an underscore, since names with one belong to the run.
 
     Raises:
-        ValueError: it is no mapping, has too many names, or one is no short printable text or no finite number.
+        ValueError: it is not a mapping, has too many names, or a name is not a short printable text, or a value not a finite
+            number.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where} is {show(values)}, but must be an object of names and numbers")

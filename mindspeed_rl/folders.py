@@ -113,7 +113,7 @@ def _flatten(name: str, top: int, moved: int, deadline: float) -> int:
 
 
 def _unlink(name: str, folder: int) -> bool:
-    """Remove an entry that is no folder; return False for a folder, and for what resists."""
+    """Remove an entry that is not a folder; return False for a folder, and for what resists."""
     for attempt in range(2):
         try:
             os.unlink(name, dir_fd=folder)

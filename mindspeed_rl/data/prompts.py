@@ -71,7 +71,7 @@ class PromptSettings:
     R1AlpacaStyleInstructionHandler, or PPOAlpacaStyleInstructionHandler where `labels` is not requested.
     system_prompt is the system prompt of every row that has none. tools are function schemas for every prompt whose template
     can write them; a row's own take their place. image_rules belong to a model of images, image_folder has the images of
-    relative paths. vocab_size is that of the model, which has every token of a prompt.
+    relative paths. vocab_size is the size of the model's vocabulary, which has every token of a prompt.
     """
 
     prompt_type: str | None = None

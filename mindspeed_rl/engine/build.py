@@ -236,7 +236,7 @@ class _ChunkBuilder:
 def _move_trained_to_host(chunks: Sequence[nn.Module]) -> None:
     """Move the parameters that train to the host, from where Megatron copies each into its flat buffer.
 
-    It allocates the whole buffer, and that of the gradients, before the first parameter gives its memory back; so the device
+    It allocates the whole buffer, and the gradients' buffer, before the first parameter gives its memory back; so the device
     would have the weights twice beside the gradients.
     """
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):

@@ -24,6 +24,7 @@ from mindspeed_rl.importers.translators import (
     read_option_file,
     set_trackers,
 )
+from mindspeed_rl.importers.trl import SCHEDULES
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults, start_from_adapter
 
 _PROGRAMS = ("llamafactory-cli", "lmf", "llamafactory.cli", "llamafactory.launcher", "llamafactory")
@@ -45,14 +46,6 @@ _OWN_DEEPSPEED = frozenset(f"ds_{name}_config" for name in "z0 z1 z2 z3 z2_offlo
 #: stage here
 _STAGES = {"pt": "pretrain", "sft": "sft", "rm": "orm", "dpo": "dpo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 _LOSSES = {"rm": "ranking", "simpo": "simpo_sigmoid", "orpo": "orpo", "kto": "kto"}
-_STYLES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "inverse_sqrt": "inverse-square-root",
-    "cosine_with_min_lr": "cosine",
-}
 _SWITCHES = {
     "USE_MCA": "the Megatron-core adapter of LLaMA-Factory, whose options are its own",
     "USE_MEGATRON_BRIDGE": "the Megatron bridge of LLaMA-Factory, whose options are its own",
@@ -188,8 +181,8 @@ def _read_schedule(command: SourceCommand, total: int) -> Schedule:
         ConfigError: there is no such style.
     """
     name = command.text("lr_scheduler_type", "linear")
-    if name not in _STYLES:
-        raise ConfigError([f"lr_scheduler_type {name}: not available here: its form; available are {', '.join(_STYLES)}"])
+    if name not in SCHEDULES:
+        raise ConfigError([f"lr_scheduler_type {name}: not available here: its form; available are {', '.join(SCHEDULES)}"])
     settings = read_mapping("lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
     steps, ratio = command.number("warmup_steps", 0), command.number("warmup_ratio", 0.0)
     # transformers takes warmup_steps below 1 for a ratio
@@ -203,7 +196,7 @@ def _read_schedule(command: SourceCommand, total: int) -> Schedule:
     if settings:
         raise ConfigError([f"lr_scheduler_kwargs {', '.join(settings)}: not available here"])
     # a constant rate has no warm-up there
-    return Schedule(peak, _STYLES[name], total, 0 if name == "constant" else warmup, floor=floor)
+    return Schedule(peak, SCHEDULES[name], total, 0 if name == "constant" else warmup, floor=floor)
 
 
 def _count_steps(run: Import, command: SourceCommand, step: int) -> int:

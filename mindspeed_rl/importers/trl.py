@@ -611,7 +611,8 @@ class _Sizes:
 
 #: program -> learning rate without --learning_rate
 _LEARNING_RATES = {"grpo": 1e-6, "rloo": 1e-6, "dpo": 1e-6, "kto": 1e-6, "sft": 2e-5, "reward": 1e-4}
-_STYLES = {
+#: schedules of transformers that are available here
+SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
     "constant": "constant",
@@ -628,8 +629,8 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
         ConfigError: there is no such style.
     """
     name = str(command.get("lr_scheduler_type") or "linear")
-    if name not in _STYLES:
-        raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(_STYLES)}"])
+    if name not in SCHEDULES:
+        raise ConfigError([f"--lr_scheduler_type {name}: not available here: its form; available are {', '.join(SCHEDULES)}"])
     settings = read_mapping("--lr_scheduler_kwargs", command.get("lr_scheduler_kwargs"))
     if name == "inverse_sqrt" and not command.has("warmup_steps", "warmup_ratio"):
         raise ConfigError(["--lr_scheduler_type inverse_sqrt: not available here without a warm-up"])
@@ -639,7 +640,7 @@ def _read_schedule(command: SourceCommand, sizes: _Sizes, total: int) -> Schedul
         floor = float(str(rate)) if rate is not None else float(str(least or 0.0)) / peak
     if settings:
         raise ConfigError([f"--lr_scheduler_kwargs {', '.join(settings)}: not available here"])
-    return Schedule(peak, _STYLES[name], total, sizes.warmup(command, total), floor=peak * floor)
+    return Schedule(peak, SCHEDULES[name], total, sizes.warmup(command, total), floor=peak * floor)
 
 
 #: keys of a command without --output_dir

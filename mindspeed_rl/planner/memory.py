@@ -230,7 +230,8 @@ def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
     A model that trains has its gradients' buffer until its weights are in Megatron's, and its optimizer after that.
     """
     stages = run.actor.plan.layout.pp
-    built = sorted(run.others, key=("reference", "critic").count, reverse=True)  # teachers and the reward model are last
+    first = [name for name in ("reference", "critic") if name in run.others]
+    built = [*first, *(name for name in run.others if name not in first)]  # teachers and the reward model
     fullest, resident = Phase("start", {}), dict(fixed)
     for name, model in {"": run.actor, **{name: run.others[name] for name in built}}.items():
         count = asdict(_ModelBytes.count(model, model.stage(stage, stages), stepped=False))

@@ -212,6 +212,12 @@ _COLUMNS = {
 }
 
 
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines with columns of equal width."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
 @dataclass(frozen=True)
 class FitReport:
     """The output of `mindspeed-rl plan fit`."""
@@ -231,15 +237,12 @@ class FitReport:
             cells = [values.get(key) for key in columns.values()]
             texts = ["-" if value is None else "yes" if value is True else str(value) for value in cells]
             rows.append([result.memory.verdict, *texts, f"{peak.total / GIB:.0f}", peak.name, time.format_bounds(time.total)])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             f"{request.model} on {request.npus} x {self.device.name}, prompts to {request.prompt} and responses to "
             f"{request.response} tokens, {request.prompts} x {request.samples} an iteration",
             "",
         ]
-        return "\n".join(
-            [*lines, *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows)]
-        )
+        return "\n".join([*lines, *_align(rows)])
 
     def encode(self) -> _JsonObject:
         """Return the layouts as a JSON object."""
@@ -269,8 +272,7 @@ class SmallestReport:
     def format(self) -> str:
         """Return a table with the machines of each stage, the smallest first."""
         request = self.request
-        titles = ["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "x twice as many"]
-        rows = [titles]
+        rows = [["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "x twice as many"]]
         for stage in self.stages:
             costs = [f"{cost:.1f} x" for cost in list_costs(stage.layouts)]
             for index, (count, result) in enumerate(stage.layouts):
@@ -281,12 +283,11 @@ class SmallestReport:
                 rows.append(["" if index else stage.stage, str(count), memory.verdict, *numbers, cost])
             if not stage.layouts:
                 rows.append([stage.stage, "none", "", "", "", "", "", ""])
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             f"{request.model} on {self.device.name}, prompts to {request.prompt} and responses to {request.response} tokens, "
             f"{request.prompts} x {request.samples} an iteration; host GiB are of one machine",
             "",
-            *("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows),
+            *_align(rows),
         ]
         return "\n".join([*lines, *self._list_reasons()])
 

@@ -3,7 +3,7 @@
 Ranks have the same shard of a weight where data parallelism (and context parallelism) repeats the model, where a weight is not
 split over tensor ranks (norms, routers, one of an adapter's two matrices), and where two pipeline stages have the embedding:
 a tied head, layers that predict further tokens. Each rank moves its own copy, so a fault in a gradient's reduction, in an
-optimizer or in a gather moves them apart, without an error and at first without an effect that anyone sees.
+optimizer or in a gather makes them differ, without an error and at first without an effect that anyone sees.
 
 All ranks know the same table of shards. Each writes the fingerprints of what it has into it, and one all-reduce gives the
 largest and the smallest of every row: they differ where copies do. The message does not grow with the number of ranks; who has
@@ -103,9 +103,9 @@ class WeightCopies(EnginePart):
         dist.all_reduce(table, op=dist.ReduceOp.MAX)
         largest, inverted = table.cpu()
         # of a row that no rank has, this is the smallest number against the largest
-        apart = (largest > ~inverted).nonzero()[:, 0].tolist()
-        if apart:
-            self._raise(num_updates, apart, mine)
+        differing = (largest > ~inverted).nonzero()[:, 0].tolist()
+        if differing:
+            self._raise(num_updates, differing, mine)
 
     def _list_shards(self) -> Iterator[_Shard]:
         """Yield every shard of the full model, on all ranks in the same order."""
@@ -118,9 +118,10 @@ class WeightCopies(EnginePart):
 
         for op in list_model_ops(self._model):
             yield from list_of(op, "")
-        for op in map_ops(self._model).values() if self._config.lora_target_modules else ():
-            yield from list_of(op, LORA_A)
-            yield from list_of(op, LORA_B)
+        if self._config.lora_target_modules:
+            for op in map_ops(self._model).values():
+                yield from list_of(op, LORA_A)
+                yield from list_of(op, LORA_B)
 
     def _list_held(self) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's shards, [rows, columns] or [elements], with their rows of the table."""
@@ -135,9 +136,9 @@ class WeightCopies(EnginePart):
             yield self._rows[_Shard(op.hf, op.layer, LORA_A, *of_a)], adapter.a
             yield self._rows[_Shard(op.hf, op.layer, LORA_B, *of_b)], adapter.b
 
-    def _raise(self, num_updates: int, apart: Sequence[int], mine: Mapping[int, Sequence[int]]) -> None:
+    def _raise(self, num_updates: int, differing: Sequence[int], mine: Mapping[int, Sequence[int]]) -> None:
         """Raise the error, with the ranks on each side; collective over the training world."""
-        named = apart[:_NAMED_WEIGHTS]
+        named = differing[:_NAMED_WEIGHTS]
         everyone: list[dict[int, Sequence[int]]] = [{}] * dist.get_world_size()
         dist.all_gather_object(everyone, {row: mine[row] for row in named if row in mine})
         shards = list(self._rows)
@@ -150,7 +151,7 @@ class WeightCopies(EnginePart):
             by_size = sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
             more = f" against {len(by_size) - _NAMED_SIDES} more values" if len(by_size) > _NAMED_SIDES else ""
             texts.append(f"{shards[row]}: {' against '.join(map(_name_ranks, by_size[:_NAMED_SIDES]))}{more}")
-        more = f"; and {len(apart) - len(named)} more" if len(apart) > len(named) else ""
+        more = f"; and {len(differing) - len(named)} more" if len(differing) > len(named) else ""
         raise WeightCopyError(
             f"after optimizer step {num_updates} ranks have different copies of a weight "
             f"(check_weight_copies_interval): {'; '.join(texts)}{more}"

@@ -7,16 +7,14 @@ import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import ray
+from ray import ObjectRef
 
 from mindspeed_rl.loop_thread import LoopThread
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.futures import WaitMonitor
-
-if TYPE_CHECKING:
-    from ray import ObjectRef
 
 _Result = TypeVar("_Result")
 #: between two checks of a wait

@@ -206,7 +206,7 @@ class RecordingEndpoint:
         """
         return self._open(_Address(session, max_bytes))
 
-    def open_apart(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> ProgramAddress:
+    def open_for_command(self, session: ChatSession, max_bytes: int = _MAX_BYTES) -> ProgramAddress:
         """Return the addresses of a trajectory whose base URL takes no rewards: commands of the model may know that one."""
         turns = _Address(session, max_bytes, takes_rewards=False)
         rewards = _Address(session, serves_turns=False)

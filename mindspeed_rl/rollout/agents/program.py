@@ -42,7 +42,7 @@ class ProgramLoop(AgentLoop):
     async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
         tree = TurnTree(task, engine, self.settings)
         try:
-            async with _open(tree, self._endpoint, apart=self._is_command) as address:
+            async with _open(tree, self._endpoint, is_command=self._is_command) as address:
                 images = [make_data_url(image) for image in read_references(task.columns)]
                 row = task.row | ({IMAGES: images} if images else {})
                 result = await self._program.play(row, address, self._endpoint.model)
@@ -95,14 +95,14 @@ class VerifiersEpisodes:
 
 
 @contextlib.asynccontextmanager
-async def _open(tree: TurnTree, endpoint: RecordingEndpoint, *, apart: bool = False) -> AsyncIterator[ProgramAddress]:
+async def _open(tree: TurnTree, endpoint: RecordingEndpoint, *, is_command: bool = False) -> AsyncIterator[ProgramAddress]:
     """Give the trajectory an address during the block.
 
     Args:
-        apart: rewards have an address of their own.
+        is_command: the program is a command, whose rewards have an address of their own.
     """
     max_bytes = tree.max_bytes
-    address = endpoint.open_apart(tree, max_bytes) if apart else ProgramAddress(endpoint.open(tree, max_bytes))
+    address = endpoint.open_for_command(tree, max_bytes) if is_command else ProgramAddress(endpoint.open(tree, max_bytes))
     try:
         yield address
     finally:

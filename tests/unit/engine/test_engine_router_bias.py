@@ -56,16 +56,23 @@ def test_a_bfloat16_model_pushes_its_router_bias_in_float32(training_world: None
     assert sums == {name: bit_sum(tensor) for name, tensor in pushed.items()}
 
 
-def test_a_step_without_labels_leaves_the_bias_as_it_was(training_world: None, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
-    config = MegatronConfig(bf16=False, lr=1e-3, train_iters=10, lr_decay_style="constant")
+def start(folder: Path, **keys: float) -> TrainEngine:
+    """An engine that trains experts with random weights."""
+    (folder / "config.json").write_text(json.dumps(DEEPSEEK3))
+    config = MegatronConfig(bf16=False, lr=1e-3, train_iters=10, lr_decay_style="constant", **keys)
     parallel._seed_all(1)
-    model = build_model(config, plan_model(config, tmp_path), trainable=True)
+    model = build_model(config, plan_model(config, folder), trainable=True)
     load_weights(
         model, MemorySource({n: torch.randn(shape) for op in list_model_ops(model) for n, shape in zip(op.hf, op.shapes)})
     )
     engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
     engine.start_training(1)
+    return engine
+
+
+def test_a_step_without_labels_leaves_the_bias_as_it_was(training_world: None, tmp_path: Path) -> None:
+    engine = start(tmp_path)
+    model = engine.model
     bias = next(tensor for name, tensor in model.models[0].named_buffers() if name.endswith("expert_bias"))
 
     def step(labelled: bool) -> bool:
@@ -87,16 +94,8 @@ def test_a_step_without_labels_leaves_the_bias_as_it_was(training_world: None, t
 def test_a_step_moves_the_bias_by_the_rate_towards_experts_with_few_tokens(
     training_world: None, tmp_path: Path, rate: float | None
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK3))
-    keys = {} if rate is None else {"moe_router_bias_update_rate": rate}
-    config = MegatronConfig(bf16=False, lr=1e-3, train_iters=10, lr_decay_style="constant", **keys)
-    parallel._seed_all(1)
-    model = build_model(config, plan_model(config, tmp_path), trainable=True)
-    load_weights(
-        model, MemorySource({n: torch.randn(shape) for op in list_model_ops(model) for n, shape in zip(op.hf, op.shapes)})
-    )
-    engine = TrainEngine(config, model, batch_shape(config, packed=True, pad_id=0))
-    engine.start_training(1)
+    engine = start(tmp_path, **({} if rate is None else {"moe_router_bias_update_rate": rate}))
+    model = engine.model
     (router,) = (module for module in model.models[0].modules() if isinstance(module, TopKRouter))
     chosen: list[Tensor] = []
     router.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
