@@ -116,9 +116,11 @@ def _obstacles_of_recording(run: Run) -> Iterator[str]:
     if sizes is None or not sizes.can_divide or objective is None:
         return
     if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
+        recorded = objective.reads_rollout_policy
+        reason = "old_log_probs is rollout" if recorded else "each rollout is followed by one optimizer step"
         yield (
-            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
-            "followed by one optimizer step; R3 needs no such pass"
+            "it records in the pass of the old log-probabilities, and this run makes none, because "
+            f"{reason}; R3 needs no such pass"
         )
 
 
