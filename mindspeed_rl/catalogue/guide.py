@@ -273,7 +273,8 @@ NOT_AVAILABLE: dict[str, dict[str, str]] = {
         "icepop": "IcePop masks tokens by pi_old / pi_rollout, next to any loss; nearest: rollout_importance_sampling_mode "
         "token_mask with a threshold and a threshold_min",
         "a2po": "A*-PO (2505.20686) regresses on optimal values that are estimated before training; nearest: dro",
-        "ppo_clip": "that is dapo, with rollout log-probs as old ones in verl; nearest: dapo with rl_config.old_log_probs rollout",
+        "ppo_clip": "that is dapo, with rollout log-probs as old ones in verl; nearest: dapo with rl_config.old_log_probs "
+        "rollout",
         "reinforce": "the plain policy gradient; nearest: gpg",
     },
     "adv_estimator": {

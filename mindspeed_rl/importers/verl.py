@@ -943,6 +943,10 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
 def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
     """Return the run with loss, estimator, KL and correction."""
     estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
+    old_policy = _read_old_policy(run, command)
+    # verl compares nothing there and goes on whatever the difference is
+    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if old_policy == "rollout engine" else {}
+    numbers = {f"{RL}.{name}": value for name, value in (_read_loss_numbers(command, loss) | recorded).items()}
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
@@ -965,7 +969,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        old_policy=_read_old_policy(run, command),
+        old_policy=old_policy,
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -974,7 +978,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             epsilon=1e-6 if divides and has_scale else None,
             correction=_read_correction(command),
         ),
-        keys={**shared.keys, **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()}},
+        keys={**shared.keys, **numbers},
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
@@ -1067,7 +1071,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
         run.refuse(f"{_ACTOR}loss_agg_mode", "a value loss that is not the mean over tokens")
 
 
-def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
+def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float | str]:
     """Return the numbers that one loss has."""
     if loss.loss_type == "sapo":
         return {name: command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))}

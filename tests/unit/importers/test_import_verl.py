@@ -326,7 +326,9 @@ def test_rollout_corrections() -> None:
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
-    assert "old_policy would be actor here, but is rollout engine in verl" in refusal(f"{prefix}.bypass_mode=True")
+    recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
+    assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
+    assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
     bypass = f"{prefix}.bypass_mode=True"
     assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
     assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
@@ -343,8 +345,8 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         "rollout.total_rollout_steps=6400 async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
         "async_training.require_batches=2 async_training.partial_rollout=True data.val_files=/d/test.parquet "
     )
-    settings = ImportSettings(rewards=REWARDS, accepted=frozenset({"old_policy"}))
-    run = import_command(PROJECT, command, settings)
+    run = import_command(PROJECT, command, ImportSettings(rewards=REWARDS))
+    assert run.get("rl_config.old_log_probs") == "rollout"
     names = "trainer_mode max_off_policy_threshold parameter_sync_step partial_rollout mini_batch_size".split()
     assert values(run, *(f"rl_config.{name}" for name in names)) == ["async", 0.5, 4, True, 32]
     batch = ("global_batch_size", "train_iters", "eval_interval")
@@ -361,7 +363,7 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         ("rollout.total_rollout_steps=10", "at least the 64 prompts"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            import_command(PROJECT, f"{command}{word}", settings)
+            import_command(PROJECT, f"{command}{word}", ImportSettings(rewards=REWARDS))
 
 
 def test_ppo_has_a_critic_with_its_own_rate() -> None:
