@@ -18,6 +18,7 @@ from typing import Any, TypedDict, cast
 from mindspeed_rl.files import read_json, read_regular, write_file
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.redaction import hide_known
 
 #: completions of a page, newest first; more make a page that no browser opens
 _MAX_COMPLETIONS = 2000
@@ -271,7 +272,7 @@ class ServerFolder:
 
 
 class LineWriter:
-    """Append records to a JSONL file, each at once and complete: a full disk leaves no half line."""
+    """Append records to a JSONL file, each at once and complete: a full disk leaves no half line. Secrets are left out."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +287,7 @@ class LineWriter:
             OSError: the disk did not take it; the file is as before.
         """
         # broken text of a model may hold lone surrogates, which strict UTF-8 refuses
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        line = (hide_known(json.dumps(record, ensure_ascii=False)) + "\n").encode("utf-8", "surrogatepass")
         end = os.fstat(self._file.fileno()).st_size
         if self._file.write(line) != len(line):
             self._file.truncate(end)
