@@ -663,9 +663,9 @@ class AgentKeys:
         "程序的环境变量（地址之外）；{column} 同 command，${NAME} 取运行环境中的同名变量",
         needs=("command", "set"), on_resume="in_flight")
     grader: list[str] = key([],
-        "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1 and 1 is 0, or a last "
-        "line of JSON has `reward`",
-        "程序结束后在样本文件夹中打分的命令：退出码 0 得 1 分、1 得 0 分，或最后一行 JSON 中有 `reward`",
+        "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1, any other is 0, or a "
+        "last line of JSON has `reward`",
+        "程序结束后在样本文件夹中打分的命令：退出码 0 得 1 分、其他得 0 分，或最后一行 JSON 中有 `reward`",
         needs=("command", "set"), on_resume="in_flight")
     timeout_s: float = key(1800.0, "seconds of one sample", "一个样本的秒数", range=Range.WAIT_S, on_resume="in_flight")
     memory_gib: float = key(4.0, "memory of the processes of one sample", "一个样本的进程可用的内存",
