@@ -369,7 +369,7 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
         (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
-        *(() if _is_dense(run) or not actor.num_experts else _exact_experts(run)),
+        *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
