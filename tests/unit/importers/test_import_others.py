@@ -163,7 +163,7 @@ def test_mindspeed_llm_trains_prediction_layers_behind_the_last_norm() -> None:
     command = LLM.replace("--stage dpo", "--stage sft --calculate-per-token-loss") + "--mtp-num-layers 1 "
     training = take("mindspeed-llm", command + "--mtp-after-norm --mtp-loss-scaling-factor 0.3").tree["megatron_training"]
     assert (training["mtp_num_layers"], training["mtp_loss_scaling_factor"], training["mtp_detach_heads"]) == (1, 0.3, False)
-    fail("mindspeed-llm", command, "read states before the last norm; --mtp-after-norm is available")
+    fail("mindspeed-llm", command, "but is before the last norm in MindSpeed-LLM; --accept prediction_states takes")
     fail("mindspeed-llm", LLM + "--num-nextn-predict-layers 1", "of release 2.0")
     fail("mindspeed-llm", LLM + "--mtp-num-layers 1 --mtp-after-norm", "in stages pretrain, sft and RL")
 
