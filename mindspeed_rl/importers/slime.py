@@ -217,10 +217,9 @@ _TABLE: dict[str, Option] = {
     "disable_compute_advantages_and_returns": with_others("supervised fine-tuning has none"),
     "num_critic_only_steps": to(f"{RL}.critic_warmup"),
     **dict.fromkeys(
-        ("use_tis", "tis_clip"),
+        ("use_tis", "tis_clip", "tis_clip_low"),
         part(CORRECTION, off="no correction without --use-tis"),
     ),
-    "tis_clip_low": refused("a lower bound of the truncated weight"),
     **dict.fromkeys(
         ("use_opsm", "opsm_delta"),
         part("off_policy_sequence_mask_delta", off="no mask without --use-opsm"),
@@ -522,7 +521,7 @@ def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared
         sequence_length=length,
         aggregation=None if by_token else "sequence",
         data=(prefix,),
-        unread=("use_tis", "tis_clip", "use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
+        unread=("use_tis", "tis_clip", "tis_clip_low", "use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
         defaults=(
             *shared.defaults,
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows keep their length"),
@@ -568,7 +567,8 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     low = command.number("eps_clip", 0.2)
     high = command.number("eps_clip_high", low)
     coefficient, kind, place = _read_kl(command, estimator)
-    correction = Correction("token_truncate", command.number("tis_clip", 2.0)) if command.flag("use_tis") else None
+    bounds = (command.number(name, default) for name, default in (("tis_clip", 2.0), ("tis_clip_low", 0.0)))
+    correction = Correction("token_truncate", next(bounds), floor=next(bounds)) if command.flag("use_tis") else None
     rewards = _read_rewards(run, command)
     placement, keys = _read_placement(run, command)
     limit, notes, sizes = _read_lengths(command, shared)

@@ -55,6 +55,7 @@ class SourcePlan:
         routing: how tokens come to experts where a benchmark decides it instead of the router.
         sample_borders: where the samples of a row end if a benchmark decides it instead of the data.
         prediction_states: what the prediction layers read if it is something else than the states behind the last norm.
+        reward_scale: what rewards are divided by before all else.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
         model: the weights that are trained.
@@ -110,6 +111,7 @@ class SourcePlan:
     routing: str | None = None
     sample_borders: str | None = None
     prediction_states: str | None = None
+    reward_scale: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     model: str | None = None
@@ -127,6 +129,7 @@ _ALWAYS_HERE = {
     "routing": "by the router",
     "sample_borders": "those of the data",
     "prediction_states": "behind the last norm",
+    "reward_scale": "as they are scored",
 }
 
 #: names of PLAN fields, which `--accept` takes

@@ -48,7 +48,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format, take_template_words
+from mindspeed_rl.importers.translators import describe_preprocessing, find_module, set_rollout_format, take_template_words
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -629,10 +629,13 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         raise ConfigError([f"{_CORRECTION}rollout_is_threshold is {bounds}, but must be a number, or two as 0.5_5"]) from None
 
 
-def _find_source(path: str, variables: Mapping[str, str]) -> str | None:
+def _find_source(paths: str, variables: Mapping[str, str]) -> str | None:
     """Return the `data_source` of the rows, by which verl chooses its reward; None where only the rows say it."""
-    words = set(re.split(r"[^a-z0-9]+", path.lower()))
-    return variables.get("data_source") or next((source for word, source in _SOURCES.items() if word in words), None)
+    if "data_source" in variables:
+        return variables["data_source"]
+    words = (set(re.split(r"[^a-z0-9]+", path.lower())) for path in paths.split(","))
+    sources = {next((source for word, source in _SOURCES.items() if word in path), None) for path in words}
+    return sources.pop() if len(sources) == 1 else None
 
 
 # --------------------------------------------------------------------------------------------------------------------- run
@@ -1032,7 +1035,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **tokens,
             **_add_column(columns, teachers.get(f"{RL}.distillation.teacher_key")),
             f"{ACTOR}.data_path": data,
-            f"{ACTOR}.eval_data_path": next(iter(list_words(command.get("data.val_files") or "")), None),
+            f"{ACTOR}.eval_data_path": ",".join(list_words(command.get("data.val_files") or "")) or None,
         },
         notes={
             **shared.notes,
@@ -1076,13 +1079,10 @@ def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
 
 
 def _read_file(run: Import, command: SourceCommand) -> str:
-    """Return the file of prompts with the number of its first rows; note what becomes of long prompts."""
+    """Return the files of prompts with the number of their first rows; note what becomes of long prompts."""
     files = list_words(command.get("data.train_files") or "")
     if not files:
         raise ConfigError(["the command names no data: data.train_files is missing"])
-    if len(files) > 1:
-        feature = f"prompts of {len(files)} files, with a reward by the source of each row; put them into one folder"
-        run.refuse("data.train_files", feature)
     limit = _limit_rows(command)
     if limit is None:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
@@ -1090,7 +1090,7 @@ def _read_file(run: Import, command: SourceCommand) -> str:
     reason = "the rollout keeps the last tokens of a longer prompt, whatever data.truncation is; rows with images are left out"
     kind, note = ("drop_longer", "those of max_prompt_length tokens stay") if filters else ("cut_left", reason)
     run.put("data.filter_overlong_prompts data.truncation", {f"{RL}.long_prompts": kind}, note)
-    return files[0] if limit is None else f"{files[0]}#{limit}"
+    return ",".join(files) if limit is None else f"{','.join(files)}#{limit}"
 
 
 #: side of a long reply that verl cuts, since 0.8 -> side that is kept here
@@ -1279,7 +1279,7 @@ def _read_rewards(run: Import, command: SourceCommand, data: str) -> tuple[Rewar
     option = next((f"{group}custom_reward_function" for group in ("reward.", "") if _has_function(command, group)), None)
     if option is not None:
         name = command.text(f"{option}.name", "compute_score")
-        function = f"{_find_module(run, command, f'{option}.path')}:{name}"
+        function = f"{find_module(run, command, f'{option}.path')}:{name}"
         columns: dict[str, object] = {f"{ACTOR}.dataset_additional_keys": ["labels", "data_source", "extra_info"]}
         return Rewards(functions=[function], keys=_VERIFIERS, model=model, overlong=overlong), columns
     if model is not None:
@@ -1304,15 +1304,6 @@ _VERIFIERS = ("verifier_function", "verifier_weight")
 
 def _has_function(command: SourceCommand, group: str) -> bool:
     return bool(command.get(f"{group}custom_reward_function.path"))
-
-
-def _find_module(run: Import, command: SourceCommand, option: str) -> str:
-    """Return the module of a Python file, whose path is from the working directory where it is below it."""
-    path = str(command.get(option)).removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
-    if path.startswith(("/", "~", "..")) or not path.endswith(".py"):
-        feature = f"a function outside the working directory: {path}; write rl_config.verifier_function: [module:name]"
-        run.refuse(option, feature)
-    return path.removesuffix(".py").replace("/", ".")
 
 
 def _read_overlong(command: SourceCommand, manager: str) -> Overlong | None:

@@ -325,6 +325,41 @@ def test_corrections_of_openrlhf_have_their_names(kind: str, threshold: str, exp
     assert tuple(run.tree["rl_config"].get(f"rollout_importance_sampling_{key}") for key in keys) == expected
 
 
+def test_a_lower_bound_of_the_weights_is_a_number_that_is_accepted_by_name() -> None:
+    openrlhf = OPENRLHF + "--algo.advantage.estimator reinforce --algo.advantage.is_correction_enable "
+    slime = SLIME + "--num-rollout 5 --use-tis --tis-clip 5 --tis-clip-low 0.5 "
+    for project, command in (("openrlhf", openrlhf), ("slime", slime)):
+        fail(project, command, "importance_sampling would be token_truncate 5 here, but is token_truncate 5, at least 0.5 in")
+        assert take(project, command, "importance_sampling").tree["rl_config"]["rollout_importance_sampling_threshold"] == 5.0
+
+
+def test_the_critic_of_openrlhf_has_an_optimizer_of_its_own() -> None:
+    critic = take("openrlhf", OPENRLHF).tree["critic_config"]
+    # cosine_with_min_lr ends at min_lr_ratio of the critic's rate; the critic starts from the reward model
+    assert (critic["lr"], critic["min_lr"], critic["load"]) == (9e-6, pytest.approx(9e-7), "r")
+    words = "--critic.adam.weight_decay 0.1 --critic.max_norm 0.5 --critic.adam.betas 0.8 0.9 --critic.lr_scheduler constant"
+    critic = take("openrlhf", f"{OPENRLHF} {words}").tree["critic_config"]
+    assert (critic["weight_decay"], critic["clip_grad"], critic["adam_beta1"], critic["adam_beta2"]) == (0.1, 0.5, 0.8, 0.9)
+    assert critic["lr_decay_style"] == "constant"
+
+
+def test_a_reward_function_of_openrlhf_is_a_module_that_replaces_the_model() -> None:
+    command = OPENRLHF.replace("--reward.model_name_or_path r", "--reward.remote_url examples/mine.py")
+    run = take("openrlhf", command)
+    assert run.tree["rl_config"]["reward_funcs"] == ["examples.mine:reward_func"]
+    assert "reward_model" not in run.tree["rl_config"] and run.tree["critic_config"]["load"] == "m"
+    run = take("openrlhf", command.replace("examples/mine.py", "/x/mine.py"))
+    assert run.tree["rl_config"]["reward_funcs"] == ["mine:reward_func"]
+    assert "PYTHONPATH=/x" in run.translated["--reward.remote_url"]
+    fail("openrlhf", command.replace("examples/mine.py", "http://10.0.0.1:5000/get_reward"), "is no Python file")
+
+
+def test_scores_that_openrlhf_normalizes_and_a_factor_of_truncated_ones_are_named() -> None:
+    fail("openrlhf", OPENRLHF + "--reward.normalize_enable", "reward_scale would be as they are scored here, but is mean and")
+    # 0 is the factor of a truncated response's reward, not "off"
+    fail("openrlhf", OPENRLHF + "--reward.stop_properly_penalty_coef 0.0", "rewards of truncated responses")
+
+
 def test_the_form_of_openrlhfs_scripts_is_a_document_of_a_variable() -> None:
     script = f"set -x\nread -r -d '' training_commands <<EOF\n{OPENRLHF.partition('-m ')[2]}\nEOF\n"
     run = take("openrlhf", script + 'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi')

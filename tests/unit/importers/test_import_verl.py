@@ -395,7 +395,20 @@ def test_the_reward_follows_the_source_of_the_data() -> None:
     assert "verl's reward for the data_source codecontests" in error
     run = imported("custom_reward_function.path=rewards/mine.py custom_reward_function.name=score")
     assert run.get("rl_config.verifier_function") == ["rewards.mine:score"]
-    assert "outside the working directory" in refusal("custom_reward_function.path=/x/mine.py")
+    run = imported("custom_reward_function.path=/x/mine.py")
+    assert run.get("rl_config.verifier_function") == ["mine:compute_score"]
+    assert "PYTHONPATH=/x" in run.translated["custom_reward_function.path"]
+    assert "no Python file" in refusal("custom_reward_function.path=mine")
+
+
+def test_several_files_are_read_one_after_another_with_the_reward_of_each_row() -> None:
+    run = imported("data.train_files=[gsm8k/a.parquet,math/b.parquet] data.val_files=[gsm8k/c.parquet,math/d.parquet]")
+    assert run.get("megatron_training.data_path") == "gsm8k/a.parquet,math/b.parquet"
+    assert run.get("megatron_training.eval_data_path") == "gsm8k/c.parquet,math/d.parquet"
+    assert run.get("rl_config.verifier_function") == ["verl_default"]
+    # both are of one source
+    run = imported("data.train_files=[gsm8k/a.parquet,gsm8k/b.parquet]")
+    assert run.get("rl_config.verifier_function") == ["verl_gsm8k"]
 
 
 def test_models_of_images_are_those_that_there_are() -> None:
@@ -437,7 +450,6 @@ def test_the_length_is_verls() -> None:
         (f"{A}.megatron.override_transformer_config.mtp_num_layers=2", "another number of prediction layers"),
         ("algorithm.adv_estimator=gae critic.model.path=m critic.model.mtp.enable_train=True", "prediction layers of a critic"),
         (f"{A}.strategy=veomni", "the training engine veomni"),
-        ("data.train_files=[a.parquet,b.parquet]", "2 files"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous trainers"),
         ("reward_model.reward_manager=prime", "the reward manager prime"),
         (f"{M}.external_lib=mine", "modules that are imported"),
