@@ -90,7 +90,7 @@ def test_a_file_of_options_says_its_trainer_by_its_options(tmp_path: Path) -> No
         ("--use_adaptive_entropy", "an adaptive entropy bonus"),
         ("--reward_funcs my.rewards.polite", "a function in TRL's form"),
         ("--lr_scheduler_type cosine_with_restarts", "its form"),
-        ("--use_peft", "PEFT's default layers"),
+        ("--use_peft --model_name_or_path microsoft/phi-4", "PEFT's default layers"),
         ("--no_such_option 1", "no option of TRL 1.16.0"),
     ],
 )
