@@ -364,12 +364,16 @@ def _complete(
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
 
 
+#: engine of verl's options -> the one whose options and formulas it has
+_ENGINES = {**dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo", "dp"), "fsdp"), "veomni": "veomni", "megatron": "megatron"}
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """Split of a model by verl: FSDP has data parallelism and Ulysses alone.
+    """Split of a model by verl: FSDP has data parallelism and Ulysses alone, VeOmni experts too.
 
     Attributes:
-        engine: "fsdp" or "megatron".
+        engine: "fsdp", "veomni" or "megatron".
     """
 
     engine: str
@@ -382,9 +386,14 @@ class _Layout:
     def of_role(cls, command: SourceCommand, role: str, engine_group: str) -> _Layout:
         """Read the layout of a role; `engine_group` is the group of its FSDP keys."""
         name = str(command.get(f"{role}strategy") or command.get("model_engine") or "fsdp")
-        engine = {"fsdp": "fsdp", "fsdp2": "fsdp", "fsdp_turbo": "fsdp", "dp": "fsdp", "megatron": "megatron"}.get(name)
+        engine = _ENGINES.get(name)
         if engine is None:
-            raise ConfigError([f"not available here: the training engine {name}; fsdp and megatron are"])
+            known = ", ".join(dict.fromkeys(_ENGINES.values()))
+            raise ConfigError([f"not available here: the training engine {name}; {known} are"])
+        if engine == "veomni":
+            group = "engine." if role == "engine." else f"{role}veomni."
+            context, expert = (command.count(f"{group}{name}_parallel_size", 1) for name in ("ulysses", "expert"))
+            return cls(engine, context=context, expert=expert)
         if engine == "fsdp":
             ulysses = command.get(f"{engine_group}ulysses_sequence_parallel_size")
             context = command.count(f"{role}ulysses_sequence_parallel_size", 1)
@@ -468,19 +477,28 @@ def _count_rollouts(command: SourceCommand, batch: _Batch, rows: int) -> int:
 
 def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float, total: int) -> Schedule:
     """Return the learning rate in verl's steps, of which each is a rollout."""
-    steps = command.number(f"{prefix}lr_warmup_steps", -1)
+    steps = _count_warmup(command, prefix, engine)
     decay, start, floor = total, 0.0, 0.0
     if engine == "megatron":
         style = command.text(f"{prefix}lr_decay_style", "constant")
         decay = int(command.number(f"{prefix}lr_decay_steps", total))
         start, floor = command.number(f"{prefix}lr_warmup_init", 0.0), command.number(f"{prefix}min_lr", 0.0)
+    elif engine == "veomni":
+        style = command.text(f"{prefix}lr_scheduler_type", "cosine")
+        start, floor = command.number(f"{prefix}lr_start", 0.0), command.number(f"{prefix}lr_min", 0.0)
     else:
         style = command.text(f"{prefix}lr_scheduler_type", command.text(f"{prefix}warmup_style", "constant"))
         floor = peak * command.number(f"{prefix}min_lr_ratio", 0.0)
-    if style not in ("constant", "cosine", "linear", "inverse-square-root", "WSD") or (engine == "fsdp" and style[0] != "c"):
+    styles = ("constant", "cosine", "linear", "inverse-square-root", "WSD")
+    if style not in styles or (engine != "megatron" and style not in styles[:2]):
         raise ConfigError([f"{prefix}lr_scheduler_type {style}: not available here"])
     warmup = int(steps) if steps > 0 else int(command.number(f"{prefix}lr_warmup_steps_ratio", 0.0) * decay)
     return Schedule(peak, style, decay, warmup, start, 0.0 if style == "constant" else floor)
+
+
+def _count_warmup(command: SourceCommand, prefix: str, engine: str) -> float:
+    """Return the steps of the warm-up, of which VeOmni has the ratio alone; -1 without any."""
+    return -1.0 if engine == "veomni" else command.number(f"{prefix}lr_warmup_steps", -1)
 
 
 @dataclass(frozen=True)
@@ -649,6 +667,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     batch, layout, supervised = _Batch.from_command(command), _read_layout(command), command.program == "sft"
     run.note("model_engine", f"{layout.engine}: Megatron-core is the engine here", changes_nothing=False)
     model, prefix = ("model.", "optim.") if supervised else (_MODEL, f"{_ACTOR}optim.")
+    if layout.engine == "veomni":
+        _note_veomni(run, command, prefix)
     rollouts, steps = _count_rollouts(command, batch, run.settings.rows), batch.steps
     rate, schedule = _read_rate(command, prefix, layout, rollouts, 1e-3 if supervised else 1e-6)
     lora = _read_adapters(run, command, model, layout)
@@ -686,7 +706,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             **weights,
             **{f"{ACTOR}.adam_beta{place}": float(beta) for place, beta in enumerate(betas, 1)},
             f"{ACTOR}.sequence_parallel": True if splits else None,
-            f"{ACTOR}.context_parallel_size": layout.context if layout.engine == "fsdp" else None,
+            f"{ACTOR}.context_parallel_size": layout.context if layout.engine != "megatron" else None,
+            f"{ACTOR}.expert_model_parallel_size": layout.expert if layout.engine == "veomni" else None,
             f"{ENGINE}.speculative_config": drafts,
         },
         notes={
@@ -759,7 +780,7 @@ def _read_model(
     else:
         run.note_given(option, "false: nothing is computed again", changes_nothing=False)
     engine = f"{'engine.' if command.program == 'sft' else _ACTOR}strategy"
-    note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine == "fsdp" else ""
+    note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine != "megatron" else ""
     run.note_given(engine, f"Megatron-core is the engine{note}", changes_nothing=False)
     written = run.get(f"{ACTOR}.moe_aux_loss_coeff") is not None
     if written and run.get(f"{ACTOR}.moe_router_load_balancing_type") is None:
@@ -833,13 +854,24 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
     return None, epochs * batch.rollout / batch.counted, note
 
 
+def _note_veomni(run: Import, command: SourceCommand, prefix: str) -> None:
+    """Note the options of VeOmni's schedule, which other engines do not read."""
+    for name, key in (("lr_min", "min_lr"), ("lr_start", "lr_warmup_init")):
+        if command.has(f"{prefix}{name}"):
+            del run.without_effect[f"{prefix}{name}"]
+            run.note(f"{prefix}{name}", f"{key} of the schedule", changes_nothing=False)
+    if command.number(f"{prefix}lr_decay_ratio", 1.0) != 1.0:
+        run.refuse(f"{prefix}lr_decay_ratio", "a decay that ends before the run")
+
+
 def _read_rate(
     command: SourceCommand, prefix: str, layout: _Layout, rollouts: int, default: float, group: str = ACTOR
 ) -> tuple[Rate, Schedule]:
     """Return the learning rate of a role, which moves once a rollout there."""
     schedule = _read_schedule(command, prefix, layout.engine, command.number(f"{prefix}lr", default), rollouts)
-    steps, share = command.number(f"{prefix}lr_warmup_steps", -1), command.number(f"{prefix}lr_warmup_steps_ratio", 0.0)
-    clips = [f"{prefix}clip_grad", *([f"{prefix.removesuffix('optim.')}grad_clip"] if prefix != "optim." else [])]
+    steps, share = _count_warmup(command, prefix, layout.engine), command.number(f"{prefix}lr_warmup_steps_ratio", 0.0)
+    of_role = [] if prefix == "optim." or layout.engine == "veomni" else [f"{prefix.removesuffix('optim.')}grad_clip"]
+    clips = [f"{prefix}clip_grad", *of_role]
     moves = schedule.style != "constant"
     rate = Rate(
         group=group,
@@ -849,7 +881,7 @@ def _read_rate(
         decay=schedule.decay if moves and command.has(f"{prefix}lr_decay_steps") else None,
         warmup=int(steps) if steps > 0 else None,
         warmup_share=share if steps <= 0 and share > 0 else None,
-        start=schedule.start if command.has(f"{prefix}lr_warmup_init") else None,
+        start=schedule.start if command.has(f"{prefix}lr_warmup_init", f"{prefix}lr_start") else None,
         clip_grad=next((command.number(name, 1.0) for name in clips if command.has(name)), 1.0),
         weight_decay=command.number(f"{prefix}weight_decay", 0.01),
     )
