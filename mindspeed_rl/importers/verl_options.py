@@ -46,7 +46,7 @@ _MUON = {
     "tp_mode": "muon_tp_mode",
     "extra_scale_factor": "muon_extra_scale_factor",
 }
-_OTHER_ENGINE = no_effect("read by an engine of verl that is refused where it is chosen")
+_OTHER_ENGINE = no_effect("read by another engine of verl, or a choice of its kernels")
 _PROFILED = no_effect("read by another profiling tool, or by no run of ours: see profiler_config")
 _QUANTIZED = refused("quantization-aware training", unless=("w4a16", 16, "static_minmax"))
 _BY_SWITCH = no_effect("read only with a feature that is refused where it is switched on")
@@ -724,6 +724,11 @@ def _build_ppo() -> dict[str, Option]:
         table |= _under(f"{role}torchtitan.", [(_TORCHTITAN, _OTHER_ENGINE)]) | _under(
             f"{role}veomni.", [(_VEOMNI, _OTHER_ENGINE)]
         )
+    table[f"{actor}veomni.router_replay.mode"] = table[f"{actor}megatron.router_replay.mode"]
+    table |= {
+        f"{actor}veomni.param_offload": to(offload[0]),
+        f"{actor}veomni.optimizer_offload": to(offload[1]),
+    }
     optimizer = {name: option for name, option in _under("-", _OPTIMIZER).items() if name[1:] not in _SUPERVISED_OPTIM}
     for role, group in ((f"{actor}optim.", ""), ("critic.optim.", "critic_config.")):
         table |= {role + name[1:]: option for name, option in optimizer.items()} | _under(role, _step(group))
