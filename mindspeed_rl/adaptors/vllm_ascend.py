@@ -14,8 +14,9 @@
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
 loaders fill, and the kernels' (last two dimensions swapped). vllm-ascend guesses the present one from shapes, which is
-ambiguous for some sizes, and up to 0.23 leaves the checkpoint's layout in place after wake_up. The hooks remember which
-one it is: what sleeps is always in the kernels' layout, what wake_up leaves is always in the checkpoint's.
+ambiguous for some sizes, and up to 0.25 leaves the checkpoint's layout in place after wake_up, though not in the prediction
+layers of drafts. The hooks read it from the strides, tensor by tensor: memory is always in the kernels' layout, so the
+checkpoint's is a view of it.
 
 Not verified on NPU hardware.
 """  # noqa: E501
@@ -156,6 +157,11 @@ def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def _is_checkpoint_layout(parameter: Tensor) -> bool:
+    """Return True for a tensor of experts in the checkpoint's layout, which is a view of the kernels'."""
+    return not parameter.is_contiguous()
+
+
 def _int8_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         weight = module._parameters.get("weight")
@@ -175,7 +181,6 @@ class VllmAscendHooks(EngineHooks):
             release: release of vllm-ascend; None is the installed one.
         """
         self._release = release
-        self._in_checkpoint_layout = False
         self._asleep: set[str] = set()
 
     def before_build(self, run_id: str) -> None:
@@ -209,7 +214,7 @@ class VllmAscendHooks(EngineHooks):
         for _, module in _expert_modules(model):
             for weight in _EXPERT_WEIGHTS:
                 parameter = module._parameters[weight]
-                if not self._in_checkpoint_layout:
+                if not _is_checkpoint_layout(parameter):
                     parameter = nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
                     module.register_parameter(weight, parameter)
                 parameter.weight_loader = module.weight_loader
@@ -217,7 +222,6 @@ class VllmAscendHooks(EngineHooks):
             # views: the memory is the pool's that sleeps
             if module.weight_scale.dim() == 1:
                 module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
-        self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
         """Put experts into the kernels' layout and computes latent attention's matrices from the new weights.
@@ -240,41 +244,49 @@ class VllmAscendHooks(EngineHooks):
             module.weight_scale_fp32.copy_(module.weight_scale.data)
             # the quantization is symmetric; a new engine has dummy values here
             module.weight_offset.data.zero_()
-        self._in_checkpoint_layout = False
         refresh_latent_attention(model)
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-        if self._in_checkpoint_layout:
-            return {}
         unpacks: dict[str, Callable[[Tensor], Tensor]] = {
-            f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS
+            f"{name}.{weight}": Tensor.t
+            for name, module in _expert_modules(model)
+            for weight in _EXPERT_WEIGHTS
+            if not _is_checkpoint_layout(module._parameters[weight])
         }
-        for name, _ in _int8_modules(model):
+        for name, module in _int8_modules(model):
+            if module.weight_scale.dim() > 1:
+                continue
             unpacks |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
         return unpacks
 
     def release(self, llm: LLM) -> None:
-        if self._in_checkpoint_layout and self._has_experts(llm):
+        if self._awaits_experts(llm):
             raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
         llm.sleep(level=1)
         self._asleep = {"weights", "kv_cache"}
 
     def restore_weights(self, llm: LLM) -> None:
-        """Wake the weights up. Experts are then in the checkpoint's layout: a weight push must follow.
+        """Wake the weights up. Up to 0.25 experts are then in the checkpoint's layout: a weight push must follow.
 
         An engine that is awake (the first push comes to one) stays as it is: vLLM does not pass the call on then.
         """
         if "weights" in self._asleep:
             llm.wake_up(tags=["weights"])
             self._asleep.remove("weights")
-            self._in_checkpoint_layout = True
 
     def restore_cache(self, llm: LLM) -> None:
-        if self._in_checkpoint_layout and self._has_experts(llm):
+        if self._awaits_experts(llm):
             raise RuntimeError("the rollout engine has experts that were not loaded again after wake_up; push weights first.")
         if "kv_cache" in self._asleep:
             llm.wake_up(tags=["kv_cache"])
             self._asleep.remove("kv_cache")
 
-    def _has_experts(self, llm: LLM) -> bool:
-        return any(llm.apply_model(lambda model: next(_expert_modules(model), None) is not None))
+    def _awaits_experts(self, llm: LLM) -> bool:
+        """Return True where experts are in the layout in which a weight push fills them."""
+        return any(llm.apply_model(_has_loadable_experts))
+
+
+def _has_loadable_experts(model: nn.Module) -> bool:
+    return any(
+        _is_checkpoint_layout(module._parameters[weight]) for _, module in _expert_modules(model) for weight in _EXPERT_WEIGHTS
+    )

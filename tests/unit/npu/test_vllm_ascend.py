@@ -91,14 +91,20 @@ class Engine:
 def push(
     hooks: vllm_ascend.VllmAscendHooks, layer: AscendExperts, inner: int, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loads numbered checkpoint tensors between the steps of the hooks."""
+    hooks.before_load(layer)
+    loaded = fill(layer, inner, offset)
+    hooks.after_load(layer)
+    return loaded
+
+
+def fill(layer: AscendExperts, inner: int, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Loads numbered checkpoint tensors through each parameter's own loader, as vLLM models do."""
     w13 = torch.arange(EXPERTS * 2 * inner * HIDDEN, dtype=torch.float32).view(EXPERTS, 2 * inner, HIDDEN) + offset
     w2 = torch.arange(EXPERTS * HIDDEN * inner, dtype=torch.float32).view(EXPERTS, HIDDEN, inner) - offset
-    hooks.before_load(layer)
     for expert in range(EXPERTS):
         layer.w13_weight.weight_loader(layer.w13_weight, w13[expert], expert)
         layer.w2_weight.weight_loader(layer.w2_weight, w2[expert], expert)
-    hooks.after_load(layer)
     return w13, w2
 
 
@@ -128,6 +134,30 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
         hooks.restore_cache(engine)
     assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
     assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
+
+
+class WithDrafts(nn.Module):
+    """A model next to the prediction layers that make its drafts, which `wake_up` does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.draft = AscendExperts(INNER), AscendExperts(INNER)
+
+
+@pytest.mark.parametrize("transposes", [True, False], ids=["wake_up transposes", "wake_up leaves the layout"])
+def test_experts_of_a_draft_are_laid_out_for_themselves(transposes: bool) -> None:
+    both, hooks = WithDrafts(), vllm_ascend.VllmAscendHooks()
+    engine = Engine(both.target if transposes else nn.Linear(1, 1))
+    for offset in range(4):
+        hooks.before_load(both)
+        loaded = [fill(layer, INNER, sign * offset) for layer, sign in ((both.target, 1.0), (both.draft, -1.0))]
+        hooks.after_load(both)
+        for layer, tensors in zip((both.target, both.draft), loaded):
+            assert_kernels_see(layer, *tensors)
+        assert len(hooks.unpack(both)) == 4
+        hooks.restore_cache(engine)
+        hooks.release(engine)
+        hooks.restore_weights(engine)
 
 
 def test_latent_attention_multiplies_with_the_pushed_weights() -> None:
