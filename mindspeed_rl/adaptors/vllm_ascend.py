@@ -10,6 +10,7 @@
 | placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
 | noise | `before_build` | see `vllm_ascend_sampling` |
+| head of drafts | `before_build` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -63,6 +64,12 @@ _REFUSED_BECAUSE = (
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 _WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
+
+#: first release -> module and class whose `_maybe_share_lm_head` joins the drafts' model to the policy's
+_DRAFT_PROPOSERS: dict[tuple[int, int], tuple[str, str]] = {
+    (0, 18): ("vllm_ascend.spec_decode.eagle_proposer", "SpecDecodeBaseProposer"),
+    (0, 23): ("vllm_ascend.spec_decode.llm_base_proposer", "AscendSpecDecodeBaseProposer"),
+}
 
 #: looks for flash_attn by its spec when it is built
 _ROTARY_EMBEDDING = "vllm.model_executor.layers.rotary_embedding.common"
@@ -151,6 +158,22 @@ def _find_real_spec(name: str, package: str | None = None) -> importlib.machiner
     return None if placeholder else spec
 
 
+def _share_heads_of_drafts(proposer: Any) -> None:
+    """Give prediction layers the policy's head, which is theirs in training too. Idempotent."""
+    join = proposer._maybe_share_lm_head
+    if join.__module__ == __name__:
+        return
+
+    def share(self: Any, model: Any) -> None:
+        if self.method == "mtp":
+            for layer in self.model.model.layers.values():
+                if hasattr(layer, "shared_head"):
+                    layer.shared_head.head = model.lm_head
+        join(self, model)
+
+    proposer._maybe_share_lm_head = share
+
+
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
@@ -188,6 +211,8 @@ class VllmAscendHooks(EngineHooks):
         # only the name in this module: importlib's own stays as it is
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
+        proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
+        _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         own = _row_for(_ADDITIONAL_CONFIG, self._release or _installed_release())

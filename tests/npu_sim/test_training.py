@@ -136,6 +136,17 @@ def test_prediction_layers_train_in_a_command_that_resumes(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_drafts_of_prediction_layers_follow_every_weight_sync(tmp_path: Path) -> None:
+    from test_prediction_run import _DRAFTS, predicting_task
+
+    keys = ["+megatron_training.mtp_num_layers=1", "+megatron_training.mtp_loss_scaling_factor=1.0"]
+    keys += ["rl_config.use_prefix_grouper=false", *_DRAFTS, *layout(1)]
+    command = finished(predicting_task(tmp_path / "task"), tmp_path, *COMMON, *keys, timeout_s=LIMIT_S)
+    check(command)
+    assert all(record["rollout/draft_acceptance"] > 0 for record in command.metrics if "rollout/draft_acceptance" in record)
+
+
+@pytest.mark.slow
 def test_grpo_with_images_runs_as_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import test_vision_run as cpu
 

@@ -33,6 +33,18 @@ class AscendExperts(nn.Module):
         parameter.data[expert].copy_(loaded)
 
 
+class Proposer:
+    """What makes drafts by prediction layers, each with a head of its own; vllm-ascend compares its bits with the policy's."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.joined = method, 0
+        layer = types.SimpleNamespace(shared_head=types.SimpleNamespace(head=nn.Linear(HIDDEN, 3)))
+        self.model = types.SimpleNamespace(model=types.SimpleNamespace(layers={"2": layer}))
+
+    def _maybe_share_lm_head(self, model: object) -> None:
+        self.joined += 1
+
+
 class LatentKernel:
     """Latent attention's kernel object: copies of the two halves of kv_b_proj per head, made when weights were loaded."""
 
@@ -294,7 +306,7 @@ def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[
         vllm_ascend.check_environment(environment)
 
 
-def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = types.ModuleType("flash_attn")
     placeholder.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # what MindSpeed leaves
     monkeypatch.setitem(sys.modules, "flash_attn", placeholder)
@@ -307,6 +319,18 @@ def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: 
     for name in ("vllm_ascend", "vllm_ascend.sample"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
-    vllm_ascend.VllmAscendHooks().before_build("run")
+    drafts = types.ModuleType("vllm_ascend.spec_decode.llm_base_proposer")
+    drafts.AscendSpecDecodeBaseProposer = Proposer  # type: ignore[attr-defined]
+    for name in ("vllm_ascend.spec_decode", drafts.__name__):
+        monkeypatch.setitem(sys.modules, name, drafts)
+    hooks = vllm_ascend.VllmAscendHooks((0, 23))
+    hooks.before_build("run")
+    hooks.before_build("run")  # of another engine in the process
+    proposer, policy = Proposer("mtp"), types.SimpleNamespace(lm_head=nn.Linear(HIDDEN, 3))
+    proposer._maybe_share_lm_head(policy)
+    assert proposer.model.model.layers["2"].shared_head.head is policy.lm_head and proposer.joined == 1
+    proposer = Proposer("eagle")
+    proposer._maybe_share_lm_head(policy)
+    assert proposer.model.model.layers["2"].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
