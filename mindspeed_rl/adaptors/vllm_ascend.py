@@ -1,4 +1,4 @@
-"""vllm-ascend 0.18 to 0.25 as an in-process rollout engine whose weights are replaced after every update.
+"""vllm-ascend 0.18 to 0.30 as an in-process rollout engine whose weights are replaced after every update.
 
 | rule | where | why |
 |---|---|---|
@@ -47,20 +47,17 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
-#: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
-_ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
-    (0, 18): {"refresh": True},
-    (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
+#: first vllm-ascend release -> `additional_config` of a rollout engine from that release on, for whether a sleeping engine
+#: frees more than its pool. A key that a release does not know is ignored in silence by some and an error in others, so each
+#: gets only what it knows. `rl_config.enabled` implies `refresh` and weights without NZ.
+_ADDITIONAL_CONFIG: dict[tuple[int, int], Callable[[bool], dict[str, Any]]] = {
+    (0, 18): lambda cleans: {"refresh": True},
+    (0, 23): lambda cleans: {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": cleans},
+    (0, 27): lambda cleans: {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": cleans}},
 }
-#: the releases that were read name by name; the candidates of 0.24 and 0.25 have the interface of 0.23
-_KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25))
-#: first release whose sleep mode the hooks do not serve, and why
-_REFUSED_FROM = (0, 26)
-_REFUSED_BECAUSE = (
-    "from 0.26 on wake_up leaves expert weights in the kernels' layout, and from 0.30 on additional_config.rl_config replaces "
-    "weight_nz_mode, enable_sleep_mode_extra_cleanup and VLLM_ASCEND_ENABLE_NZ"
-)
+_CLEANS_FROM = (0, 23)
+#: the releases that were read name by name; 0.24 to 0.26 have the interface of 0.23, 0.28 to 0.30 that of 0.27
+_KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25), (0, 26), (0, 27), (0, 28), (0, 29), (0, 30))
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 _WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
@@ -110,16 +107,26 @@ def _installed_release() -> tuple[int, int]:
     """
     release = _parse_release(importlib.metadata.version("vllm_ascend"))
     known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
-    if release >= _REFUSED_FROM:
-        raise ValueError(
-            f"vllm-ascend {release[0]}.{release[1]} is not supported ({_REFUSED_BECAUSE}); install one of {known}: "
-            "envs/npu_a2/install.sh"
-        )
     if release not in _KNOWN_RELEASES:
         warnings.warn(
             f"vllm-ascend {release[0]}.{release[1]} was not looked at ({known} were); its keys are guessed.", stacklevel=2
         )
     return release
+
+
+def _build_additional_config(config: GenerateConfig, release: tuple[int, int]) -> dict[str, Any]:
+    """Return the settings of vllm-ascend that weight syncs and sleep need in a release.
+
+    Raises:
+        ValueError: the run file sets a key that the release does not have.
+    """
+    cleans = config.enforce_eager if config.sleep_mode_extra_cleanup is None else config.sleep_mode_extra_cleanup
+    if config.sleep_mode_extra_cleanup and release < _CLEANS_FROM:
+        raise ValueError(
+            f"generate_config.sleep_mode_extra_cleanup (true) is not available in vllm-ascend {release[0]}.{release[1]}; "
+            f"releases from {_CLEANS_FROM[0]}.{_CLEANS_FROM[1]} on have it."
+        )
+    return _row_for(_ADDITIONAL_CONFIG, release)(cleans)
 
 
 def check_environment(environment: dict[str, str]) -> None:
@@ -166,7 +173,7 @@ def _share_heads_of_drafts(proposer: Any) -> None:
 
     def share(self: Any, model: Any) -> None:
         if self.method == "mtp":
-            for layer in self.model.model.layers.values():
+            for layer in list(self.model.modules()):
                 if hasattr(layer, "shared_head"):
                     layer.shared_head.head = model.lm_head
         join(self, model)
@@ -215,7 +222,7 @@ class VllmAscendHooks(EngineHooks):
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        own = _row_for(_ADDITIONAL_CONFIG, self._release or _installed_release())
+        own = _build_additional_config(config, self._release or _installed_release())
         additional = dict(config.additional_config or {}) | own
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))

@@ -100,6 +100,31 @@ def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: 
     check(finished(task, tmp_path, *COMMON, *changes, timeout_s=LIMIT_S))
 
 
+#: run file of the tests on the CPU -> keys
+OTHERS: dict[str, tuple[str, ...]] = {
+    "ppo_tiny_cpu": (
+        *layout(1, micro_batch_size=16),
+        "critic_config.save=null",
+        "critic_config.tensor_model_parallel_size=1",
+        "critic_config.micro_batch_size=16",
+        "critic_config.bf16=true",
+        "generate_config.update_weight_mode=delta",
+        "rl_config.actor_forward_micro_batch_size=8",
+        "rl_config.ref_forward_micro_batch_size=8",
+        "rl_config.use_dynamic_bsz=false",
+    ),
+    "dapo_tiny_cpu": layout(1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_file_runs_as_a_command(name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Command, "config", name)
+    critic = [f"critic_config.load={task / 'model'}"] if "ppo" in name else []
+    check(finished(task, tmp_path, *COMMON, *OTHERS[name], *critic, timeout_s=LIMIT_S))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 1), ("deepseek-v3", 2)])
 def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sharing: int) -> None:

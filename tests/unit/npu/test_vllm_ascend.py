@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,8 +39,10 @@ class Proposer:
 
     def __init__(self, method: str) -> None:
         self.method, self.joined = method, 0
-        layer = types.SimpleNamespace(shared_head=types.SimpleNamespace(head=nn.Linear(HIDDEN, 3)))
-        self.model = types.SimpleNamespace(model=types.SimpleNamespace(layers={"2": layer}))
+        layer = nn.Module()
+        layer.shared_head = nn.ModuleDict({"norm": nn.Linear(HIDDEN, HIDDEN)})
+        layer.shared_head.head = nn.Linear(HIDDEN, 3)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), layer])})
 
     def _maybe_share_lm_head(self, model: object) -> None:
         self.joined += 1
@@ -212,12 +215,36 @@ def test_a_dense_model_may_wake_up_without_a_push() -> None:
 
 
 def test_additional_config_has_only_keys_of_the_release() -> None:
-    table = vllm_ascend._ADDITIONAL_CONFIG
-    assert "weight_nz_mode" not in vllm_ascend._row_for(table, (0, 18))
-    assert vllm_ascend._row_for(table, (0, 22)) == vllm_ascend._row_for(table, (0, 18))
-    assert vllm_ascend._row_for(table, (0, 23))["weight_nz_mode"] == 0
+    assert additional((0, 18)) == additional((0, 22)) == {"refresh": True}
+    assert additional((0, 23)) == additional((0, 26))
+    assert additional((0, 23)) == {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True}
+    # unknown keys are errors there, and `enabled` sets the other two
+    assert additional((0, 27)) == additional((0, 30)) == {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": True}}
     with pytest.raises(ValueError, match="0.11 is older than 0.18"):
-        vllm_ascend._row_for(table, (0, 11))
+        additional((0, 11))
+
+
+@pytest.mark.parametrize(("key", "eager", "cleans"), [
+    (None, True, True),
+    (None, False, False),  # else each wake-up captures all graphs again
+    (True, False, True),
+    (False, True, False),
+])  # fmt: skip
+def test_a_sleeping_engine_frees_more_unless_it_has_graphs(key: bool | None, eager: bool, cleans: bool) -> None:
+    keys = {"enforce_eager": eager, "sleep_mode_extra_cleanup": key}
+    assert additional((0, 23), **keys)["enable_sleep_mode_extra_cleanup"] is cleans
+    assert additional((0, 28), **keys)["rl_config"]["sleep_mode_extra_cleanup"] is cleans
+
+
+def test_extra_cleanup_that_a_release_does_not_have_is_refused() -> None:
+    assert additional((0, 18), sleep_mode_extra_cleanup=False) == {"refresh": True}
+    with pytest.raises(ValueError, match=r"sleep_mode_extra_cleanup \(true\) is not available in vllm-ascend 0\.18"):
+        additional((0, 18), sleep_mode_extra_cleanup=True)
+
+
+def additional(release: tuple[int, int], **keys: Any) -> dict[str, Any]:
+    """The settings of vllm-ascend for these keys in a release."""
+    return vllm_ascend.VllmAscendHooks(release).engine_arguments(GenerateConfig(**keys))["additional_config"]
 
 
 def expert_map(path: Path, *layers: list[list[int]]) -> Path:
@@ -246,13 +273,13 @@ def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
     assert "eplb_config" not in hooks.engine_arguments(GenerateConfig())["additional_config"]
     additional = hooks.engine_arguments(GenerateConfig(expert_map_path=path))["additional_config"]
     assert additional["eplb_config"] == {"expert_map_path": path}
-    assert "eplb_config" not in vllm_ascend._ADDITIONAL_CONFIG[0, 23]
 
 
 def test_settings_of_vllm_ascend_come_beside_those_that_weight_updates_need() -> None:
     config = GenerateConfig(additional_config={"enable_cpu_binding": True})
     additional = vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(config)["additional_config"]
-    assert additional == {"enable_cpu_binding": True, **vllm_ascend._ADDITIONAL_CONFIG[0, 23]}
+    own = vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(GenerateConfig())["additional_config"]
+    assert additional == {"enable_cpu_binding": True, **own}
 
 
 def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -273,14 +300,11 @@ def test_a_release_that_nobody_looked_at_is_warned_of(monkeypatch: pytest.Monkey
         assert vllm_ascend._installed_release() == (0, 20)
 
 
-@pytest.mark.parametrize("version", ["0.26.0rc1", "0.30.0rc2"])
-def test_releases_whose_sleep_mode_is_another_are_refused_with_the_reason(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("version", ["0.23.0.post1", "0.26.0rc1", "0.30.0rc2"])
+def test_releases_that_were_read_are_taken_without_a_word(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: version)
-    with pytest.raises(ValueError, match=r"is not supported \(from 0\.26 on wake_up leaves .*install one of 0\.18, 0\.23"):
-        vllm_ascend._installed_release()
-    assert stack.examine_stack({"vllm-ascend": version}).ok is False
+    assert vllm_ascend._installed_release() == vllm_ascend._parse_release(version)
+    assert stack.examine_stack({"vllm-ascend": version}).members[0].state != "refused"
 
 
 def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
@@ -328,9 +352,9 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     hooks.before_build("run")  # of another engine in the process
     proposer, policy = Proposer("mtp"), types.SimpleNamespace(lm_head=nn.Linear(HIDDEN, 3))
     proposer._maybe_share_lm_head(policy)
-    assert proposer.model.model.layers["2"].shared_head.head is policy.lm_head and proposer.joined == 1
+    assert proposer.model["layers"][1].shared_head.head is policy.lm_head and proposer.joined == 1
     proposer = Proposer("eagle")
     proposer._maybe_share_lm_head(policy)
-    assert proposer.model.model.layers["2"].shared_head.head is not policy.lm_head and proposer.joined == 1
+    assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
