@@ -91,7 +91,7 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     # of models of images, without config.json
     "models/model_keys.py": "model_type",
-    "adaptors/vllm_ascend.py": "expert_map_path additional_config",
+    "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
