@@ -353,7 +353,8 @@ def open_prompts(
             #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         long_prompts: what becomes of them, as `rl_config.long_prompts` says.
-        dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
+        dataset_additional_keys: columns to keep; `labels` is the reference answer, which raw data also keeps where map_keys names
+            its column. None keeps `labels` where the data has them
             (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
 
@@ -447,6 +448,8 @@ def _load_raw(
                 guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
                 has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
                 keys = (LABELS,) if has_answer else ()
+            if (settings.map_keys or {}).get("response") and LABELS not in keys and settings.map_keys is not _PLAIN_COLUMNS:
+                keys = (LABELS, *keys)  # named as the answer, it is the label of rewards, agents and environments
             kind = handler_class(settings.handler_name or _choose_handler(first, keys, settings.map_keys))
             reader = kind(
                 HandlerSettings(
