@@ -353,9 +353,8 @@ def open_prompts(
             #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         long_prompts: what becomes of them, as `rl_config.long_prompts` says.
-        dataset_additional_keys: columns to keep; `labels` is the reference answer, which raw data also keeps where map_keys names
-            its column. None keeps `labels` where the data has them
-            (raw data: where the first row has the column).
+        dataset_additional_keys: columns to keep; `labels` is the reference answer, which raw data also keeps where map_keys
+            names its column. None keeps `labels` where the data has them (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
 
     Raises:
