@@ -152,6 +152,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
     "long_prompts image_folder limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
+    "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "
     "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
