@@ -48,7 +48,13 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, find_module, set_rollout_format, take_template_words
+from mindspeed_rl.importers.translators import (
+    describe_preprocessing,
+    find_module,
+    offload_optimizer,
+    set_rollout_format,
+    take_template_words,
+)
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -129,6 +135,7 @@ _RENAMED = (
     (r"reward_model\.overlong_buffer\.", "reward_model.reward_kwargs.overlong_buffer_cfg."),
 )
 _NO_PENALTY = "no penalty of long responses: the reward manager dapo reads it, where enable is true"
+_OFFLOAD_NAMES = r"override_optimizer_config\.(optimizer_cpu_offload|optimizer_offload_fraction)"
 #: options that a release takes without listing them: pattern -> record, by the name that the pattern finds
 _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"actor_rollout_ref\.actor\.megatron\.override_transformer_config\.(\w+)", TRANSFORMER),
@@ -137,10 +144,14 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"(?:actor_rollout_ref\.ref|critic)\.megatron\.override_transformer_config\.(\w+)",
         no_effect("reference and critic have the actor's settings"),
     ),
+    (rf"actor_rollout_ref\.actor\.optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"critic\.optim\.{_OFFLOAD_NAMES}", offload_optimizer("critic_config", 0.0)),
+    (rf"(?:\w+\.)*optim\.{_OFFLOAD_NAMES}", no_effect("a model that does not train has no optimizer")),
     (
-        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:optimizer_offload_fraction|overlap_cpu_optimizer_d2h_h2d|"
-        r"use_precision_aware_optimizer|optimizer_cpu_offload)",
-        no_effect("memory of the optimizer; see swap_optimizer"),
+        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:overlap_cpu_optimizer_d2h_h2d|use_torch_optimizer_for_cpu_offload|"
+        r"use_precision_aware_optimizer)",
+        no_effect("copies overlap with the host's AdamW, which is torch's, and states are float32"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),

@@ -35,6 +35,10 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
+#: bytes of optimizer states that the processors of a device's host update in a second
+HOST_ADAMW = 8e9
+#: bytes that the disk of a machine reads or writes in a second
+DISK = 3e9
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,24 @@ class _Passes:
             state = max(model.state(elements) for elements in model.elements)
             # loaded before each step and offloaded after it
             parts["swapping"] = count * 2 * state / (run.device.host * self._efficiency.host)
+        if model.config.optimizer_offload_fraction:
+            parts["optimizer on the host"] = count * self._host_step_seconds()
         return parts
+
+
+    def _host_step_seconds(self) -> float:
+        """Return the seconds of a step of the share that the host updates: processors, link and disk work at the same time."""
+        run, model = self._run, self._model
+        share = model.config.optimizer_offload_fraction
+        state = max(model.offloaded(elements) for elements in model.elements)
+        # the gradients and weights of the numbers whose states are on this rank
+        ranks = model.dp if model.config.use_distributed_optimizer else 1
+        moved = max(model.gradients(elements) + model.weights(elements) for elements in model.elements) * share / ranks
+        seconds = [state / HOST_ADAMW, moved / (run.device.host * self._efficiency.host)]
+        if model.config.optimizer_offload_path is not None:
+            devices = -(-model.devices // max(1, run.run.num_nodes))
+            seconds.append(2 * state * devices / DISK)
+        return max(seconds)
 
 
 def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:

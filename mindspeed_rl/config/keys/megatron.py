@@ -317,6 +317,14 @@ class _MemoryKeys:
     swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
         "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
         on_resume="exact")
+    optimizer_offload_fraction: float = key(0.0,
+        "share of the parameters whose optimizer states are off the device and are updated by the host's processors; 0: none, "
+        "1: all",
+        "优化器状态不放在设备上、由主机 CPU 更新的参数所占的比例；0：没有，1：全部", range=Range.FRACTION, on_resume="exact")
+    optimizer_offload_path: str | None = key(None,
+        "folder on a local disk whose file has these states; unset: host memory",
+        "本地磁盘上的文件夹，这些状态放在其中的文件里；不设则放在主机内存", needs=("optimizer_offload_fraction", "set"),
+        on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",

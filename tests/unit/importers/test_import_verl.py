@@ -63,6 +63,22 @@ def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> 
         assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
 
 
+def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
+    option, key = f"{A}.optim.override_optimizer_config.", "optimizer_offload_fraction"
+    cases: dict[str, object] = {
+        f"+{option}optimizer_cpu_offload=True +{option}optimizer_offload_fraction=0.4": 0.4,
+        f"+{option}optimizer_cpu_offload=True": 0.0,  # the default of Megatron's class
+        f"+{option}optimizer_cpu_offload=False +{option}optimizer_offload_fraction=1": None,
+        f"+{option}optimizer_offload_fraction=1": None,
+    }
+    for words, expected in cases.items():
+        assert imported(words).get(f"megatron_training.{key}") == expected
+    critic = f"+critic.optim.override_optimizer_config.optimizer_cpu_offload=True {option}optimizer_cpu_offload=False"
+    critic += " +critic.optim.override_optimizer_config.optimizer_offload_fraction=1"
+    run = imported(f"algorithm.adv_estimator=gae critic.model.path=models/base {critic}")
+    assert values(run, f"critic_config.{key}", f"megatron_training.{key}") == [1, None]
+
+
 def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
     run = imported(
         f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "

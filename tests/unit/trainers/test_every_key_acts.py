@@ -123,6 +123,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
+    "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
     "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
