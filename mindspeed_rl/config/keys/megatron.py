@@ -329,6 +329,9 @@ class _MemoryKeys:
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
         range=Range.TOKENS, on_resume="exact")
+    loss_vocab_chunk_size: int | None = key(None,
+        "entries of a rank's part of the vocabulary whose logits exist at the same time; unset: all of them",
+        "同时存在 logits 的词表项数（每个 rank 自己那部分词表）；不设则为全部", range=Range.TOKENS, on_resume="exact")
     fp32_lm_head: bool | None = key(None,
         "logits of a bf16 model in float32, in the rollout engine too; unset: where that is measured and the head then takes "
         "less than a tenth of an update's products",
@@ -530,6 +533,14 @@ class MegatronConfig(
         if self.moe_tp_extend_ep:
             return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def adds_head_to_main_grad(self) -> bool:
+        """True where the head's gradient is added to the gradients' buffer chunk by chunk.
+
+        Megatron's reduction during the backward pass needs it as a tensor.
+        """
+        return not self.overlap_grad_reduce
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:

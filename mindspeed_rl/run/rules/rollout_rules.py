@@ -390,6 +390,10 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
+        (
+            actor.loss_vocab_chunk_size,
+            *("actor_config.loss_vocab_chunk_size", ": the engine adds up the whole vocabulary at once"),
+        ),
         (generate.quantization, "generate_config.quantization", ""),
         (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", ""),
         (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),

@@ -126,7 +126,7 @@ ELSEWHERE: dict[str, str] = {
     "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
+    "engine/train_engine.py": "loss_chunk_size loss_vocab_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "freeze_vit freeze_aligner "
