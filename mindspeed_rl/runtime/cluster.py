@@ -74,7 +74,9 @@ def build_worker_environment(
         return quiet | {
             name: value for name, value in variables.items() if num_nodes == 1 or name not in environment.INTERFACES
         }
-    rl, supervised = cfg.rl_config, cfg.is_supervised
+    rl, supervised, generate = cfg.rl_config, cfg.is_supervised, cfg.generate_config
+    if generate is not None and generate.infer_moe_token_dispatcher_type != "auto":
+        quiet[environment.EXPERTS_EXCHANGE_VARIABLE] = generate.infer_moe_token_dispatcher_type
     config = cfg.megatron_training if supervised else cfg.actor_config
     path = Path(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)
     if not path.is_file() and (project_file := find_project_configs().parent / path).is_file():
@@ -86,7 +88,7 @@ def build_worker_environment(
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
         exact=rl is not None and rl.exact_log_probs,
-        captures_graphs=not supervised and cfg.generate_config is not None and not cfg.generate_config.enforce_eager,
+        captures_graphs=not supervised and generate is not None and not generate.enforce_eager,
     )
 
 

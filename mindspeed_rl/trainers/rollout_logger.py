@@ -154,7 +154,7 @@ class RolloutLogger(RunLogger):
         """Return the completions with the ratios of the update's last step, and the tokens that it clipped."""
         objective, count = self._run.objective, len(completions)
         assert objective is not None  # there is a rollout
-        columns = ["update_log_probs", "old_log_probs"]
+        columns = ["update_log_probs", batch.old_column]
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         advantages, mask = batch.advantages[:count], batch.inputs.response_mask[:count]
         new, old = (ragged(rows[name]).pad(0.0, advantages.size(1)) for name in columns)
