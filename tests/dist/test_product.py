@@ -1,7 +1,7 @@
 """Ingredients of a run with one another: every pair that the rules allow is in a whole run that equals its reference.
 
-`.venv/bin/python tests/product_matrix.py` prints the matrix. `PRODUCT_RUN=N` makes one of the runs alone, and
-`PRODUCT_SEED=N` draws other losses and other sets of ingredients.
+`.venv/bin/python tests/product_matrix.py` prints the matrix. `PRODUCT_RUN=N` makes one of the runs alone, `PRODUCT_SEED=N`
+draws other losses and other sets of ingredients, and `PRODUCT_RECORD=1` writes the day of each comparison for the matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +15,17 @@ from typing import Any
 import numpy as np
 import product_jobs as jobs
 import pytest
-from product_runs import BY_NAME, ProductRun, Rules, cover, list_pairs, make_folders, plain_objective, random_objective
+from product_runs import (
+    BY_NAME,
+    ProductRun,
+    Rules,
+    cover,
+    list_pairs,
+    make_folders,
+    plain_objective,
+    random_objective,
+    record_comparison,
+)
 from ranks import Ranks
 from slow_product import Comparison, InconclusiveError
 
@@ -25,6 +35,8 @@ KIND = "rollout"
 _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 #: draws of a run, of which one is to show something
 _DRAWS = 4
+#: tests that share the runs
+_SHARES = 6
 Folders = Mapping[str, Mapping[str, str]]
 
 #: seed and ingredients of a few runs, of which the default suite makes those of one process
@@ -123,25 +135,29 @@ def test_a_run_of_several_ingredients_equals_its_reference(
     assert not compare(frozenset(names), seed + _SEED - 1, ranks, folders, tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not {"PRODUCT_ALL", "PRODUCT_RUN"} & set(os.environ),
-    reason="28 of the 44 runs do not equal their reference yet, some by a fault of the jobs, and are not explained; "
-    "PRODUCT_ALL=1 makes all, PRODUCT_RUN=N one of them",
-)
-def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
-    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
-) -> None:
-    rules = Rules(folders, tmp_path / "rules")
+@pytest.fixture(scope="module")
+def runs(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list[frozenset[str]]:
+    """Sets of ingredients in which all pairs are."""
+    rules = Rules(folders, tmp_path_factory.mktemp("rules"))
     allowed, _ = list_pairs(rules)
-    runs = cover(rules, allowed, seed=_SEED)
-    chosen = range(len(runs)) if "PRODUCT_RUN" not in os.environ else [int(os.environ["PRODUCT_RUN"])]
-    failed = []
+    return cover(rules, allowed, seed=_SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", range(_SHARES))
+def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
+    ranks: Callable[[int], Ranks], folders: Folders, runs: list[frozenset[str]], tmp_path: Path, share: int
+) -> None:
+    chosen, failed = list(range(len(runs)))[share::_SHARES], []
+    if (alone := os.environ.get("PRODUCT_RUN")) is not None:
+        chosen = [number for number in chosen if number == int(alone)]
     for number in chosen:
         folder = tmp_path / str(number)
         try:
             notes = compare(runs[number], _SEED + number, ranks, folders, folder)
             print(f"run {number}: {', '.join(sorted(runs[number]))}: {'; '.join(notes) or 'equal'}")
+            if "PRODUCT_RECORD" in os.environ:
+                record_comparison(runs[number])
         except Exception as error:  # noqa: BLE001  (all runs are made)
             failed.append(f"PRODUCT_RUN={number} ({', '.join(sorted(runs[number]))}): {_find_reason(str(error))}")
             print(failed[-1])
