@@ -39,7 +39,7 @@ _CONTEXT, MAX_TOKENS, _NUM_PROMPTS = 64, 10, 40
 _CUT = 5
 #: ingredients of a run, at most: more of them may hide each other
 _MOST = 15
-#: days on which runs were last compared, as [day, ingredients]
+#: the runs that have equalled their reference, as [last day, seed, ingredients]
 _COMPARED = Path(__file__).parent / "product_compared.json"
 #: starts the reason of a pair that the tests themselves keep apart
 _APART = "- "
@@ -626,24 +626,32 @@ def _is_small(names: frozenset[str]) -> bool:
     return sum(BY_NAME[name].doubles for name in names) <= 2
 
 
-def record_comparison(names: frozenset[str]) -> None:
+@dataclass(frozen=True)
+class Compared:
+    """A run that has equalled its reference, on this day the last time."""
+
+    day: str
+    seed: int
+    names: frozenset[str]
+
+
+def record_comparison(names: frozenset[str], seed: int) -> None:
     """Note that a run of these ingredients has equalled its reference today."""
-    days = _read_comparisons() | {names: datetime.date.today().isoformat()}
-    lines = ",\n".join(json.dumps([day, sorted(key)]) for key, day in sorted(days.items(), key=lambda item: sorted(item[0])))
+    runs = [run for run in read_comparisons() if run.names != names]
+    runs.append(Compared(datetime.date.today().isoformat(), seed, names))
+    rows = sorted(([run.day, run.seed, sorted(run.names)] for run in runs), key=lambda row: row[2])
+    lines = ",\n".join(map(json.dumps, rows))
     _COMPARED.write_text(f"[\n{lines}\n]\n")
 
 
-def _read_comparisons() -> dict[frozenset[str], str]:
-    """Ingredients of each run that has equalled its reference -> the last day."""
-    if not _COMPARED.exists():
-        return {}
-    return {frozenset(names): day for day, names in json.loads(_COMPARED.read_text())}
+def read_comparisons() -> list[Compared]:
+    """The runs that have equalled their reference."""
+    return [Compared(day, seed, frozenset(names)) for day, seed, names in json.loads(_COMPARED.read_text())]
 
 
-def _find_last_day(pair: frozenset[str], is_rough: bool, days: Mapping[frozenset[str], str]) -> str:
+def _find_last_day(pair: frozenset[str], is_rough: bool, runs: Iterable[Compared]) -> str:
     """The last day on which a pair was compared; a pair of exact ingredients is not compared by a run that is rough."""
-    found = [day for names, day in days.items() if pair <= names and bool(names & _ROUGH) == is_rough]
-    return max(found, default="never")
+    return max((run.day for run in runs if pair <= run.names and bool(run.names & _ROUGH) == is_rough), default="never")
 
 
 def print_matrix(root: Path) -> None:
@@ -658,11 +666,11 @@ def print_matrix(root: Path) -> None:
     print(f"{len(refused) - len(rules_say)} pairs are apart: they need different models, or values of a key")
     for number, names in enumerate(runs):
         print(f"run {number}: {', '.join(sorted(names))}")
-    days = _read_comparisons()
+    compared = read_comparisons()
     for pair in sorted(allowed, key=sorted):
         is_rough = bool(allowed[pair] & _ROUGH)
         where = [number for number, names in enumerate(runs) if pair <= names and bool(names & _ROUGH) == is_rough]
-        last = _find_last_day(pair, is_rough, days)
+        last = _find_last_day(pair, is_rough, compared)
         print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(map(str, where))}, last compared: {last}")
     for pair, why in sorted(refused.items(), key=lambda item: sorted(item[0])):
         kind = "refused" if pair in rules_say else "apart  "

@@ -1,7 +1,8 @@
 """Ingredients of a run with one another: every pair that the rules allow is in a whole run that equals its reference.
 
-`.venv/bin/python tests/product_matrix.py` prints the matrix. `PRODUCT_RUN=N` makes one of the runs alone, `PRODUCT_SEED=N`
-draws other losses and other sets of ingredients, and `PRODUCT_RECORD=1` writes the day of each comparison for the matrix.
+`.venv/bin/python tests/product_matrix.py` prints the matrix. `--all` makes the runs of `product_compared.json`, which have
+equalled their reference before. `PRODUCT_ALL=1` makes runs for all pairs, `PRODUCT_RUN=N` one of them, `PRODUCT_SEED=N` draws
+other losses and other sets of ingredients, and `PRODUCT_RECORD=1` adds what is equal to the file, with the day.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import product_jobs as jobs
 import pytest
 from product_runs import (
     BY_NAME,
+    Compared,
     ProductRun,
     Rules,
     cover,
@@ -24,6 +26,7 @@ from product_runs import (
     make_folders,
     plain_objective,
     random_objective,
+    read_comparisons,
     record_comparison,
 )
 from ranks import Ranks
@@ -35,8 +38,6 @@ KIND = "rollout"
 _SEED = int(os.environ.get("PRODUCT_SEED", "1"))
 #: draws of a run, of which one is to show something
 _DRAWS = 4
-#: tests that share the runs
-_SHARES = 6
 Folders = Mapping[str, Mapping[str, str]]
 
 #: seed and ingredients of a few runs, of which the default suite makes those of one process
@@ -135,29 +136,34 @@ def test_a_run_of_several_ingredients_equals_its_reference(
     assert not compare(frozenset(names), seed + _SEED - 1, ranks, folders, tmp_path)
 
 
-@pytest.fixture(scope="module")
-def runs(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> list[frozenset[str]]:
-    """Sets of ingredients in which all pairs are."""
-    rules = Rules(folders, tmp_path_factory.mktemp("rules"))
-    allowed, _ = list_pairs(rules)
-    return cover(rules, allowed, seed=_SEED)
+@pytest.mark.slow
+@pytest.mark.parametrize("compared", [pytest.param(run, id="-".join(sorted(run.names))) for run in read_comparisons()])
+def test_a_run_that_has_equalled_its_reference_does(
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path, compared: Compared
+) -> None:
+    compare(compared.names, compared.seed, ranks, folders, tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", range(_SHARES))
+@pytest.mark.skipif(
+    not {"PRODUCT_ALL", "PRODUCT_RUN"} & set(os.environ),
+    reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_RUN=N one of these; "
+    "PRODUCT_RECORD=1 adds those that are equal to the runs of --all",
+)
 def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
-    ranks: Callable[[int], Ranks], folders: Folders, runs: list[frozenset[str]], tmp_path: Path, share: int
+    ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
 ) -> None:
-    chosen, failed = list(range(len(runs)))[share::_SHARES], []
-    if (alone := os.environ.get("PRODUCT_RUN")) is not None:
-        chosen = [number for number in chosen if number == int(alone)]
+    rules = Rules(folders, tmp_path / "rules")
+    allowed, _ = list_pairs(rules)
+    runs = cover(rules, allowed, seed=_SEED)
+    chosen = range(len(runs)) if "PRODUCT_RUN" not in os.environ else [int(os.environ["PRODUCT_RUN"])]
+    failed = []
     for number in chosen:
-        folder = tmp_path / str(number)
         try:
-            notes = compare(runs[number], _SEED + number, ranks, folders, folder)
+            notes = compare(runs[number], _SEED + number, ranks, folders, tmp_path / str(number))
             print(f"run {number}: {', '.join(sorted(runs[number]))}: {'; '.join(notes) or 'equal'}")
             if "PRODUCT_RECORD" in os.environ:
-                record_comparison(runs[number])
+                record_comparison(runs[number], _SEED + number)
         except Exception as error:  # noqa: BLE001  (all runs are made)
             failed.append(f"PRODUCT_RUN={number} ({', '.join(sorted(runs[number]))}): {_find_reason(str(error))}")
             print(failed[-1])
