@@ -178,6 +178,7 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
         "micro_batch_size": micro,
         "loss_chunk_size": r.choice([3, 16, 1024]),
         "dataset_additional_keys": ["labels"],
+        "check_weight_copies_interval": seed % 2,
         **layout,
     }
     balancing: Keys = {"moe_aux_loss_coeff": r.choice([0.0, 0.0, 0.3])}
