@@ -9,7 +9,7 @@ from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect,
 from mindspeed_rl.importers.recipe import ACTOR, BALANCING, PREDICTION, RL, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import set_tensorboard
+from mindspeed_rl.importers.translators import offload_optimizer, set_tensorboard
 from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
@@ -55,7 +55,7 @@ _FASTER = (
     "no_bias_gelu_fusion no_bias_swiglu_fusion no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader "
     "no_delay_grad_reduce no_gradient_reduce_div_fusion no_initialization no_manual_gc_eval no_overlap_p2p_communication "
     "no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params no_rope_fusion no_scatter_gather_tensors_in_pipeline "
-    "num_distributed_optimizer_instances onnx_safe optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+    "num_distributed_optimizer_instances onnx_safe overlap_cpu_optimizer_d2h_h2d "
     "overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step pipeline_model_parallel_comm_backend "
     "rerun_mode standalone_embedding_stage suggested_communication_unit_size te_rng_tracker tp_comm_bootstrap_backend "
     "tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_rs_dgrad train_sync_interval use_cpu_initialization use_custom_fsdp "
@@ -207,7 +207,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         ),
         "moe_router_load_balancing_type": to(f"{ACTOR}.moe_router_load_balancing_type", values=BALANCING),
         "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam"}),
-        "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
+        **offload_optimizer(ACTOR, 1.0),
         **dict.fromkeys(
             "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split(),
             same("optimizer state is fp32", "fp32", "float32"),

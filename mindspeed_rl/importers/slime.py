@@ -224,7 +224,7 @@ _TABLE: dict[str, Option] = {
         ("use_opsm", "opsm_delta"),
         part("off_policy_sequence_mask_delta", off="no mask without --use-opsm"),
     ),
-    "use_rollout_logprobs": refused("log-probs of the rollout engine as those of the old policy"),
+    "use_rollout_logprobs": to(f"{RL}.old_log_probs", values={True: "rollout", False: "trainer"}),
     "use_routing_replay": to(f"{RL}.use_routing_replay"),
     "use_rollout_routing_replay": to(f"{RL}.use_rollout_routing_replay"),
     "use_opd": refused("a teacher in a command of slime; rl_config.distillation has one (docs/distillation.md)"),

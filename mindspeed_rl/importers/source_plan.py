@@ -272,7 +272,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         lam=objective.lam if "lam" in reads else None,
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
-        old_policy="actor",
+        old_policy="rollout engine" if objective.reads_rollout_policy else "actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -22,6 +22,41 @@ from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 
 
+# --- optimizer states -------------------------------------------------------------------------------------------------
+
+
+def offload_optimizer(group: str, default: float) -> dict[str, Option]:
+    """Return the records of Megatron's options for optimizer states that the host updates.
+
+    Args:
+        group: group of the key.
+        default: share of the states without the second option.
+    """
+    switch, share = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+    def is_on(run: Import, option: str, name: str) -> bool:
+        value = run.options.get(option.removeprefix(run.prefix).replace(name, switch), False)
+        return value not in ("false", "False") and bool(value)
+
+    def translate_switch(run: Import, option: str, value: object) -> None:
+        if is_on(run, option, switch):
+            fraction = run.options.get(option.removeprefix(run.prefix).replace(switch, share), default)
+            run.translate(option, {f"{group}.{share}": fraction})
+        else:
+            run.note(option, "the states of the optimizer stay on the device", changes_nothing=False)
+
+    def translate_share(run: Import, option: str, value: object) -> None:
+        if is_on(run, option, share):
+            run.note(option, f"see {switch}", changes_nothing=False)
+        else:
+            run.note(option, f"it is read with {switch}")
+
+    return {
+        switch: by(translate_switch, f"{share}, where it is on"),
+        share: by(translate_share, f"see {switch}"),
+    }
+
+
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,13 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, find_module, set_rollout_format, take_template_words
+from mindspeed_rl.importers.translators import (
+    describe_preprocessing,
+    find_module,
+    offload_optimizer,
+    set_rollout_format,
+    take_template_words,
+)
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -129,6 +135,7 @@ _RENAMED = (
     (r"reward_model\.overlong_buffer\.", "reward_model.reward_kwargs.overlong_buffer_cfg."),
 )
 _NO_PENALTY = "no penalty of long responses: the reward manager dapo reads it, where enable is true"
+_OFFLOAD_NAMES = r"override_optimizer_config\.(optimizer_cpu_offload|optimizer_offload_fraction)"
 #: options that a release takes without listing them: pattern -> record, by the name that the pattern finds
 _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"actor_rollout_ref\.actor\.megatron\.override_transformer_config\.(\w+)", TRANSFORMER),
@@ -137,10 +144,14 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"(?:actor_rollout_ref\.ref|critic)\.megatron\.override_transformer_config\.(\w+)",
         no_effect("reference and critic have the actor's settings"),
     ),
+    (rf"actor_rollout_ref\.actor\.optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"critic\.optim\.{_OFFLOAD_NAMES}", offload_optimizer("critic_config", 0.0)),
+    (rf"(?:\w+\.)*optim\.{_OFFLOAD_NAMES}", no_effect("a model that does not train has no optimizer")),
     (
-        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:optimizer_offload_fraction|overlap_cpu_optimizer_d2h_h2d|"
-        r"use_precision_aware_optimizer|optimizer_cpu_offload)",
-        no_effect("memory of the optimizer; see swap_optimizer"),
+        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:overlap_cpu_optimizer_d2h_h2d|use_torch_optimizer_for_cpu_offload|"
+        r"use_precision_aware_optimizer)",
+        no_effect("copies overlap with the host's AdamW, which is torch's, and states are float32"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
@@ -978,6 +989,10 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
 def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
     """Return the run with loss, estimator, KL and correction."""
     estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
+    old_policy = _read_old_policy(run, command)
+    # verl compares nothing there and goes on whatever the difference is
+    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if old_policy == "rollout engine" else {}
+    numbers = {f"{RL}.{name}": value for name, value in (_read_loss_numbers(command, loss) | recorded).items()}
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
@@ -1000,7 +1015,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        old_policy=_read_old_policy(run, command),
+        old_policy=old_policy,
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -1009,7 +1024,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             epsilon=1e-6 if divides and has_scale else None,
             correction=_read_correction(command),
         ),
-        keys={**shared.keys, **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()}},
+        keys={**shared.keys, **numbers},
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
@@ -1102,7 +1117,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
         run.refuse(f"{_ACTOR}loss_agg_mode", "a value loss that is not the mean over tokens")
 
 
-def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
+def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float | str]:
     """Return the numbers that one loss has."""
     if loss.loss_type == "sapo":
         return {name: command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))}

@@ -795,7 +795,7 @@ def _build_global() -> dict[str, Option]:
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
             ("rollout_correction.rollout_rs_threshold", _BY_SWITCH),
             ("rollout_correction.loss_type", refused("REINFORCE with weights of the rollout", unless=("ppo_clip",))),
-            ("rollout_correction.bypass_mode", with_others("old_policy", off="the old policy is the actor", by_nature=True)),
+            ("rollout_correction.bypass_mode", part("old_log_probs", off="the old policy is the actor", by_nature=True)),
             ("rollout_correction.rollout_is_batch_normalize", refused("importance weights whose mean is 1")),
         ]),
         **_under("reward.", [

@@ -23,6 +23,7 @@ from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components,
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
+from mindspeed_rl.trainers.old_policy import RECORDED_DIFFERENCE
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions
 
@@ -48,6 +49,7 @@ class TrainBatch:
         loss_mask: [B, R] bool; tokens that train.
         kl_coef: KL coefficient of this iteration.
         has_old_log_probs, has_ref_log_probs: rows have these columns.
+        old_column: column with the log-probs of the old policy.
         has_ratios: the update leaves the log-probs of its last step in the rows.
         marked: [B, R] bool; tokens that the loss has chosen (`PolicyLoss.marks`); None for a loss that chooses none.
     """
@@ -60,6 +62,7 @@ class TrainBatch:
     kl_coef: float
     has_old_log_probs: bool
     has_ref_log_probs: bool
+    old_column: str
     has_ratios: bool
     marked: Tensor | None = None
 
@@ -170,7 +173,7 @@ class Advantages:
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
         written = {"advantages": advantages, "returns": returns, "scored_mask": response_mask, "loss_mask": loss_mask}
         if self._marks is not None:
-            old_log_probs = ragged(batch["old_log_probs"]).pad(0.0, width)
+            old_log_probs = ragged(batch[self._schedule.old_policy.column]).pad(0.0, width)
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + iteration)  # the same after a resume
             written["marked_tokens"] = self._marks(advantages, old_log_probs, loss_mask, objective, generator)
         self._plane.put(
@@ -183,8 +186,9 @@ class Advantages:
             young,
             loss_mask,
             kl_coef,
-            has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
+            has_old_log_probs=self._schedule.computes_old_log_probs(iteration) or self._schedule.old_policy.was_computed,
             has_ref_log_probs=self._schedule.needs_ref,
+            old_column=self._schedule.old_policy.column,
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
@@ -192,12 +196,34 @@ class Advantages:
             observer(prepared)
         return metrics
 
+    def compare_log_probs(self, iteration: int, count: int) -> Metrics:
+        """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.
+
+        Tokens of older weights are left out: they differ by what was learnt since. Without any other, nothing is returned.
+        """
+        admission, metrics = self._schedule.admission, Metrics()
+        if iteration % admission.sync_step:  # the engine has the weights of an earlier iteration
+            return metrics
+        columns = ["old_log_probs", "rollout_log_probs", "response_mask", "weight_versions"]
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=range(count), timeout_s=self._timeout_s)
+        version, differences = admission.version(iteration), list[Tensor]()
+        for row in range(count):
+            computed, recorded, mask, versions = (torch.as_tensor(batch[name][row]) for name in columns)
+            present = mask.bool() & (versions == version)
+            differences.append((computed.float() - recorded.float()).abs()[present])
+        distance = torch.cat(differences)
+        if len(distance):
+            metrics.add_mean(f"{RECORDED_DIFFERENCE}_mean", float(distance.double().sum()), len(distance))
+            metrics.add_max(f"{RECORDED_DIFFERENCE}_max", float(distance.max()))
+        return metrics
+
     def _list_columns(self) -> list[str]:
         """Return the columns that the estimator and the masks read."""
         objective = self._schedule.objective
+        reads_old = objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs
         some = {
             "ref_log_probs": objective.kl_place == "reward",
-            "old_log_probs": objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs,
+            self._schedule.old_policy.column: reads_old,
             "values": "values" in objective.needs,
             "squared_probs": "squared_probs" in objective.needs,
             "entropies": objective.masks_by_entropy,
@@ -211,7 +237,7 @@ class Advantages:
         objective, width = self._schedule.objective, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
         if objective.kl_place == "reward":
-            old, ref = (ragged(batch[name]).pad(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
+            old, ref = (ragged(batch[name]).pad(0.0, width) for name in (self._schedule.old_policy.column, "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())

@@ -63,6 +63,22 @@ def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> 
         assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
 
 
+def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
+    option, key = f"{A}.optim.override_optimizer_config.", "optimizer_offload_fraction"
+    cases: dict[str, object] = {
+        f"+{option}optimizer_cpu_offload=True +{option}optimizer_offload_fraction=0.4": 0.4,
+        f"+{option}optimizer_cpu_offload=True": 0.0,  # the default of Megatron's class
+        f"+{option}optimizer_cpu_offload=False +{option}optimizer_offload_fraction=1": None,
+        f"+{option}optimizer_offload_fraction=1": None,
+    }
+    for words, expected in cases.items():
+        assert imported(words).get(f"megatron_training.{key}") == expected
+    critic = f"+critic.optim.override_optimizer_config.optimizer_cpu_offload=True {option}optimizer_cpu_offload=False"
+    critic += " +critic.optim.override_optimizer_config.optimizer_offload_fraction=1"
+    run = imported(f"algorithm.adv_estimator=gae critic.model.path=models/base {critic}")
+    assert values(run, f"critic_config.{key}", f"megatron_training.{key}") == [1, None]
+
+
 def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
     run = imported(
         f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "
@@ -326,7 +342,9 @@ def test_rollout_corrections() -> None:
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
-    assert "old_policy would be actor here, but is rollout engine in verl" in refusal(f"{prefix}.bypass_mode=True")
+    recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
+    assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
+    assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
     bypass = f"{prefix}.bypass_mode=True"
     assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
     assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
@@ -343,8 +361,8 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         "rollout.total_rollout_steps=6400 async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
         "async_training.require_batches=2 async_training.partial_rollout=True data.val_files=/d/test.parquet "
     )
-    settings = ImportSettings(rewards=REWARDS, accepted=frozenset({"old_policy"}))
-    run = import_command(PROJECT, command, settings)
+    run = import_command(PROJECT, command, ImportSettings(rewards=REWARDS))
+    assert run.get("rl_config.old_log_probs") == "rollout"
     names = "trainer_mode max_off_policy_threshold parameter_sync_step partial_rollout mini_batch_size".split()
     assert values(run, *(f"rl_config.{name}" for name in names)) == ["async", 0.5, 4, True, 32]
     batch = ("global_batch_size", "train_iters", "eval_interval")
@@ -361,7 +379,7 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         ("rollout.total_rollout_steps=10", "at least the 64 prompts"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            import_command(PROJECT, f"{command}{word}", settings)
+            import_command(PROJECT, f"{command}{word}", ImportSettings(rewards=REWARDS))
 
 
 def test_ppo_has_a_critic_with_its_own_rate() -> None:
