@@ -36,7 +36,7 @@ class Names:
         modules: name -> module of an import.
         parsed: names of results of a parser, which have the options of the command line.
         changed: attributes and functions that code sets: the line and its text.
-        functions: name -> function of the program.
+        functions, classes: of the program, by name.
         given: options of the command line.
         variables: values that the user gives, of options and of the environment.
     """
@@ -60,6 +60,16 @@ class Names:
             self._bind_all(body, always=True)
         for values in self.bound.values():
             values.sort(key=lambda item: item[0])
+        # another function may set it at any time
+        shared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
+        self.bound |= {name: [(0, None)] for name in shared}
+        self.classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def is_of(self, name: str, package: str) -> bool:
+        """Return True for a name that the program takes from a package, and does not define itself."""
+        own = name in self.functions or name in self.classes
+        module = self.modules.get(name, package)
+        return not own and module.partition(".")[0] == package and ".experimental" not in module
 
     def _bind_all(self, body: list[ast.stmt], *, always: bool) -> None:
         """Bind what statements set, which a branch or a loop may not do, or do again."""
@@ -108,7 +118,9 @@ class Names:
         elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
             for item, part in zip(target.elts, value.elts, strict=True):
                 self._bind_target(item, part, line)
-        elif not (isinstance(target, ast.Subscript) and ast.unparse(target.value) == "os.environ"):
+        elif isinstance(target, ast.Subscript) and ast.unparse(target.value) == "os.environ":
+            self.bound.setdefault(ast.unparse(target), []).append((line, value))
+        else:
             for name in names:
                 self._bind_unknown(name, line)
 
@@ -199,6 +211,8 @@ class Names:
             variable = str(self.evaluate(node.args[0], line))
             if variable in self.variables:
                 return self.variables[variable]
+            if (found := self.find(f"os.environ[{variable!r}]", line)) is not None:
+                return self.evaluate(*found)
             return self.evaluate(node.args[1], line) if len(node.args) > 1 else None
         if name in ("int", "float", "str") and len(node.args) == 1:
             value = self.evaluate(node.args[0], line)

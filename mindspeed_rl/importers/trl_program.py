@@ -80,6 +80,18 @@ class _Reader:
         self.tree, self.path, self.given, self.variables = tree, path, given, variables
         self.call = self._find_trainer()
         self.names = Names(tree, self.call, given, variables)
+        self._ask_package(self.call, "trl")
+
+    def _ask_package(self, call: ast.expr, package: str) -> None:
+        """Refuse a class or function of the same name that is another one.
+
+        Raises:
+            ConfigError: the program defines it, or imports it from elsewhere.
+        """
+        name = name_call(call)
+        if not self.names.is_of(name, package):
+            place = f"{self.path.name}, line {call.lineno}"
+            raise ConfigError([f"{place}: {name} is not that of {package}, and what it changes is in its code"])
 
     def _find_trainer(self) -> ast.Call:
         calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and name_call(node) in TRAINERS]
@@ -179,10 +191,12 @@ class _Reader:
         name = node.id if isinstance(node, ast.Name) else ""
         if name not in self.names.parsed:
             node, at = self.names.follow(node, line)
-            if not isinstance(node, ast.Call) or not name_call(node).endswith(("Config", "Arguments")):
+            expected = f"{name_call(self.call).removesuffix('Trainer')}Config"
+            if not isinstance(node, ast.Call) or name_call(node) != expected:
                 text = ast.unparse(node)[:80]
-                program.unread.append(f"{self._at(node)}: the trainer's args are {text}; write them as GRPOConfig(...)")
+                program.unread.append(f"{self._at(node)}: the trainer's args are {text}; write them as {expected}(...)")
                 return
+            self._ask_package(node, "trl")
             for keyword in node.keywords:
                 if keyword.arg is not None:
                     self._take(program, keyword.arg, keyword.value, at + 1)
@@ -229,6 +243,7 @@ class _Reader:
             way = "write them to a file (dataset.to_json) and give --set dataset_name=FILE"
             program.unread.append(f"{self._at(node)}: the rows are {made}: {way}")
             return
+        self._ask_package(node, "datasets")
         if other := [keyword.arg or "**" for keyword in node.keywords if keyword.arg not in _DATA_PLAIN]:
             program.unread.append(f"{self._at(node)}: {', '.join(other)} of load_dataset is not available here")
         keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
@@ -251,6 +266,7 @@ class _Reader:
         if not isinstance(node, ast.Call) or name_call(node) != "LoraConfig":
             program.unread.append(f"{self._at(node)}: adapters are {ast.unparse(node)}; LoraConfig(...) is read")
             return
+        self._ask_package(node, "peft")
         program.options["use_peft"] = True
         # PEFT's own defaults
         program.options |= {"lora_r": 8, "lora_alpha": 8, "lora_dropout": 0.0}
@@ -275,7 +291,7 @@ class _Reader:
                 continue
             name = item.id if isinstance(item, ast.Name) else ""
             module = self.names.modules.get(name, "")
-            if module.startswith("trl"):
+            if module.partition(".")[0] == "trl":
                 names.append(name)
             elif name in self.names.functions:
                 if not self._has_guard():
