@@ -62,7 +62,8 @@ class Names:
             values.sort(key=lambda item: item[0])
         # another function may set it at any time
         shared = {name for node in ast.walk(tree) if isinstance(node, (ast.Global, ast.Nonlocal)) for name in node.names}
-        self.bound |= {name: [(0, None)] for name in shared}
+        for name in shared:
+            self.bound[name] = [(0, None)]
         self.classes = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
 
     def is_of(self, name: str, package: str) -> bool:
