@@ -196,26 +196,29 @@ class Advantages:
             observer(prepared)
         return metrics
 
-    def compare_log_probs(self, iteration: int, count: int) -> Metrics:
+    def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
         """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.
 
-        Tokens of older weights are left out: they differ by what was learnt since. Without any other, nothing is returned.
+        Returns:
+            RECORDED_DIFFERENCE and `_max` of the tokens of the weights that train, else of older ones, which differ by what was
+            learnt since too; True where they are of the weights that train.
         """
-        admission, metrics = self._schedule.admission, Metrics()
-        if iteration % admission.sync_step:  # the engine has the weights of an earlier iteration
-            return metrics
         columns = ["old_log_probs", "rollout_log_probs", "response_mask", "weight_versions"]
         batch, _ = self._plane.get("compute_advantage", columns, indexes=range(count), timeout_s=self._timeout_s)
-        version, differences = admission.version(iteration), list[Tensor]()
+        newest, older, admission = list[Tensor](), list[Tensor](), self._schedule.admission
+        # between two weight syncs the engine has the weights of an earlier iteration
+        version, is_synced = admission.version(iteration), iteration % admission.sync_step == 0
         for row in range(count):
             computed, recorded, mask, versions = (torch.as_tensor(batch[name][row]) for name in columns)
-            present = mask.bool() & (versions == version)
-            differences.append((computed.float() - recorded.float()).abs()[present])
-        distance = torch.cat(differences)
+            distance, is_newest = (computed.float() - recorded.float()).abs(), (versions == version) & is_synced
+            newest.append(distance[mask.bool() & is_newest])
+            older.append(distance[mask.bool() & ~is_newest])
+        metrics, is_current = Metrics(), any(map(len, newest))
+        distance = torch.cat(newest if is_current else older)
         if len(distance):
             metrics.add_mean(f"{RECORDED_DIFFERENCE}_mean", float(distance.double().sum()), len(distance))
             metrics.add_max(f"{RECORDED_DIFFERENCE}_max", float(distance.max()))
-        return metrics
+        return metrics, is_current
 
     def _list_columns(self) -> list[str]:
         """Return the columns that the estimator and the masks read."""

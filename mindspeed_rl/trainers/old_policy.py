@@ -126,13 +126,13 @@ class OldPolicy:
         self.column = "rollout_log_probs" if self._recorded else "old_log_probs"
         self.was_computed, self.metrics = False, Metrics()
 
-    def passes(self, iteration: int, *, needs_all: bool, compare: Callable[[int], Metrics]) -> Iterator[int]:
+    def passes(self, iteration: int, *, needs_all: bool, compare: Callable[[int], tuple[Metrics, bool]]) -> Iterator[int]:
         """Yield the number of rows, the first ones, of each pass of the trainer that this iteration needs.
 
         Args:
             needs_all: the pass over all rows is made in any case.
-            compare: returns, once the pass over so many rows was made, RECORDED_DIFFERENCE and `_max`; nothing where no token
-                is of the weights that train.
+            compare: returns, once the pass over so many rows was made, RECORDED_DIFFERENCE and `_max`, and whether the tokens
+                are of the weights that train; older ones also differ by what was learnt since, which stops no run.
 
         Raises:
             DisagreementError: the recorded log-probs differ by more than `log_probs_diff_limit`, and the run is to stop.
@@ -143,11 +143,12 @@ class OldPolicy:
             yield count
         if not self._checked_rows:
             return
-        self.metrics = compare(count)
+        self.metrics, is_current = compare(count)
         excess = None if self._agreement is None else self._agreement.find_excess(self.metrics.results(), RECORDED_DIFFERENCE)
         if excess is not None:
-            text = f"iteration {iteration + 1}: {excess}: other weights, or another precision"
-            if self._fallback == "stop":
+            cause = "other weights, or another precision" if is_current else "tokens of older weights"
+            text = f"iteration {iteration + 1}: {excess}: {cause}"
+            if self._fallback == "stop" and is_current:
                 raise DisagreementError(f"{text} (rl_config.old_log_probs_fallback stop).")
             if self._fallback == "trainer":
                 if count < self._num_rows:

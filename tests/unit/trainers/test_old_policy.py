@@ -34,13 +34,13 @@ def run_of(folder: Path, *keys: str) -> Run:
     return resolve(load_run_config("grpo_tiny_cpu", None, [*KEYS, f"run_dir={folder}", *keys]), platform="cpu")
 
 
-def differing(mean: float, calls: list[int]) -> Callable[[int], Metrics]:
-    def compare(count: int) -> Metrics:
+def differing(mean: float, calls: list[int], *, is_current: bool = True) -> Callable[[int], tuple[Metrics, bool]]:
+    def compare(count: int) -> tuple[Metrics, bool]:
         calls.append(count)
         metrics = Metrics()
         metrics.add_mean("rollout/old_log_probs_diff_mean", mean * count, count)
         metrics.add_max("rollout/old_log_probs_diff_max", 2 * mean)
-        return metrics
+        return metrics, is_current
 
     return compare
 
@@ -98,6 +98,13 @@ def test_a_difference_above_the_bound_stops_warns_or_computes(tmp_path: Path, ca
     assert schedule.old_policy.column == "rollout_log_probs"
     assert "old_log_probs" not in schedule.update_plan(1, None).columns
     assert schedule.old_policy.metrics.results()["rollout/old_log_probs_computed"] == 0.0
+
+
+def test_tokens_of_older_weights_stop_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    schedule = Schedule(run_of(tmp_path, RECORDED))
+    with caplog.at_level(logging.WARNING):
+        made = list(schedule.old_policy.passes(0, needs_all=False, compare=differing(0.2, [], is_current=False)))
+    assert made == [2] and "more than the 0.05 that log_probs_diff_limit auto allows in float32: tokens of older" in caplog.text
 
 
 def test_a_limit_of_single_tokens_is_compared_with_the_largest(tmp_path: Path) -> None:
