@@ -432,6 +432,14 @@ def test_veomni_has_ulysses_experts_and_a_cosine_of_its_own() -> None:
     assert imported(words + f"{A}.optim.lr_scheduler_type=constant").tree["megatron_training"]["lr_decay_style"] == "constant"
 
 
+def test_a_group_of_one_response_has_the_reward_for_its_advantage() -> None:
+    # core_algos.compute_grpo_outcome_advantage: mean 0 and deviation 1 where a prompt has one response
+    run = imported(f"{R}.n=1 algorithm.gamma=0.9")
+    rl = run.tree["rl_config"]
+    assert (rl["adv_estimator"], rl["advantage_whiten"], rl.get("gamma", 1.0)) == ("reinforce_plus_plus", False, 1.0)
+    assert "must be at least 2" in refusal(f"{R}.n=1 algorithm.use_kl_in_reward=True")
+
+
 def test_several_files_are_read_one_after_another_with_the_reward_of_each_row() -> None:
     run = imported("data.train_files=[gsm8k/a.parquet,math/b.parquet] data.val_files=[gsm8k/c.parquet,math/d.parquet]")
     assert run.get("megatron_training.data_path") == "gsm8k/a.parquet,math/b.parquet"
