@@ -572,7 +572,10 @@ class TrainEngine:
             index, micro_batch = next(iterator)
             for part in parts:
                 part.arm(indices[id(chunk)], micro_batch)
-            request = HeadRequest(micro_batch, temperature, self.config.loss_chunk_size, outputs, parts)
+            config = self.config
+            request = HeadRequest(
+                micro_batch, temperature, config.loss_chunk_size, config.loss_vocab_chunk_size, outputs, parts
+            )
             computed = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )

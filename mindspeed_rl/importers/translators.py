@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, by, read_count, read_scalar
+from mindspeed_rl.importers.options import Option, SourceCommand, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
@@ -125,6 +125,18 @@ def choose_training(found: list[tuple[Command, int]], absent: str) -> tuple[Comm
         lines = ", ".join(str(command.line) for command, _ in found)
         raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
     return found[0]
+
+
+def find_module(run: Import, command: SourceCommand, name: str) -> str:
+    """Return the module of a Python file: by its path from the working directory, or by its name, with a note, elsewhere."""
+    path = str(command.get(name)).removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
+    if not path.endswith(".py"):
+        run.refuse(f"{run.prefix}{name}", f"{path}, which is no Python file; docs/rewards.md has functions that ask a server")
+    if path.startswith(("/", "~", "..")):
+        folder = str(Path(path).parent)
+        run.translate(f"{run.prefix}{name}", {}, f"a module of {folder}: start the run with PYTHONPATH={folder}")
+        path = Path(path).name
+    return path.removesuffix(".py").replace("/", ".")
 
 
 def name_prompts(name: str) -> str:

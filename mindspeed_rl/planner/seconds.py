@@ -202,8 +202,9 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         judged = _Passes(run, model, efficiency, samples).seconds(sizes.rollout_samples, 1.0)
         before = parts.get(Phases.TEACHER_LOG_PROBS.timer, {})
         parts[Phases.TEACHER_LOG_PROBS.timer] = {part: value + before.get(part, 0.0) for part, value in judged.items()}
-    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0) | actor.tower_seconds(sizes.train_samples)
+    if share := objective.old_log_probs_share(on_policy=sizes.on_policy):
+        computed = share * sizes.train_samples
+        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(computed, 1.0) | actor.tower_seconds(computed)
     if critic is not None:
         parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0) | critic.tower_seconds(sizes.train_samples)
         parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)

@@ -30,6 +30,8 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
         yield partial(check_server, run.rl.judge_url, "rl_config.judge_url")
+    for host, port in run.placement.servers:
+        yield partial(check_server, f"http://{host}:{port}", "generate_config.vllm_server_host")
 
 
 def _check_platform(run: Run) -> None:
@@ -87,7 +89,8 @@ def check_server(url: str, key: str) -> None:
         ValueError: nothing listens there, or the host is not known.
     """
     address = urlsplit(url)
-    if not address.hostname or any(os.environ.get(name) for name in _PROXIES):
+    is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
+    if not address.hostname or not is_local and any(os.environ.get(name) for name in _PROXIES):
         return  # the form is checked where it is read
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

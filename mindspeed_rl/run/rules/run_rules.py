@@ -463,7 +463,8 @@ _PUSH = "generate_config.lora_push"
 @needs("generate_config")
 def _pushed_adapters(run: Run) -> Iterator[Broken]:
     """Check that the rollout engine can hold the adapters."""
-    actor, metadata, merged = run.config.actor_config, run.config.model_metadata.get("actor_config"), {_PUSH: "merged"}
+    actor, metadata = run.config.with_shape("actor_config"), run.config.model_metadata.get("actor_config")
+    merged = {_PUSH: "merged"}
     if run.generate.lora_push == "merged":
         return
     if not actor.lora_target_modules:

@@ -347,6 +347,21 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         ["additional_config.weight_nz_mode", "remove it"],
     ),
     (
+        {G: {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_sleep_mode_extra_cleanup", "use generate_config.sleep_mode_extra_cleanup"],
+    ),
+    (
+        {G: {"additional_config": {"enable_fused_mc2": 1}}},
+        "own_engine_setting",
+        ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
+    ),
+    (
+        {"platform": "npu", G: {"kv_cache_dtype": "fp8"}},
+        "npu_kv_cache_dtype",
+        ["kv_cache_dtype fp8", "npu"],
+    ),
+    (
         {G: {"engine_kwargs": {"max_num_seqs": 4, "block_size": 32}}},
         "own_engine_setting",
         ["engine_kwargs.max_num_seqs", "use the key generate_config.max_num_seqs"],
