@@ -544,9 +544,9 @@ class MegatronConfig(
     def adds_head_to_main_grad(self) -> bool:
         """True where the head's gradient is added to the gradients' buffer chunk by chunk.
 
-        Megatron's reduction during the backward pass needs it as a tensor.
+        Megatron's reduction during the backward pass needs it as a tensor, and so do sums in bf16, which are rounded once.
         """
-        return not self.overlap_grad_reduce
+        return not self.overlap_grad_reduce and self.grad_reduce_in_fp32
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:
