@@ -412,6 +412,12 @@ def test_the_window_of_a_swapped_optimizer_is_counted_in_its_step() -> None:
     assert wide.host is not None and wide.host.owners["optimizer"] == pytest.approx(8.19e9 * 12, rel=0.01)
 
 
+def test_gradients_in_bf16_are_half() -> None:
+    plans = [planned("grpo_qwen3_8b_A3", actor_config__grad_reduce_in_fp32=is_float32) for is_float32 in (True, False)]
+    wide, narrow = (next(phase for phase in plan.groups[0].phases if phase.name == "update").owners for plan in plans)
+    assert wide["gradients"] == 2 * narrow["gradients"]
+
+
 @pytest.mark.parametrize(("fraction", "folder"), [(0.25, None), (1.0, None), (1.0, "/nvme")])
 def test_states_that_the_host_updates_are_counted_there(fraction: float, folder: str | None) -> None:
     keys = {"actor_config__tensor_model_parallel_size": 1, "actor_config__pipeline_model_parallel_size": 1}
