@@ -25,6 +25,7 @@ from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
 from mindspeed_rl.scratch import scratch_folder
 
@@ -219,9 +220,17 @@ def _make_ray_folder(logs: Path | None) -> Iterator[str]:
             if logs is not None:
                 with contextlib.suppress(OSError, shutil.Error):
                     for session in folder.glob("session_2*"):
-                        shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                        shutil.copytree(
+                            session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_copy_log
+                        )
                     print(f"Ray's logs are in {logs}", file=sys.stderr)
             raise
+
+
+def _copy_log(source: str, target: str) -> None:
+    """Copy a log without secrets: Ray writes the environment of a run into its own."""
+    text = Path(source).read_text(encoding="utf-8", errors="backslashreplace")
+    Path(target).write_text(hide_in_text(text), encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -123,9 +123,11 @@ def _obstacles_of_recording(run: Run) -> Iterator[str]:
     if sizes is None or not sizes.can_divide or objective is None:
         return
     if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
+        recorded = objective.reads_rollout_policy
+        reason = "old_log_probs is rollout" if recorded else "each rollout is followed by one optimizer step"
         yield (
-            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
-            "followed by one optimizer step; R3 needs no such pass"
+            "it records in the pass of the old log-probabilities, and this run makes none, because "
+            f"{reason}; R3 needs no such pass"
         )
 
 
@@ -380,7 +382,7 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
         (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
-        *(() if _is_dense(run) or not actor.num_experts else _exact_experts(run)),
+        *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
@@ -388,6 +390,10 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
+        (
+            actor.loss_vocab_chunk_size,
+            *("actor_config.loss_vocab_chunk_size", ": the engine adds up the whole vocabulary at once"),
+        ),
         (generate.quantization, "generate_config.quantization", ""),
         (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", ""),
         (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),
