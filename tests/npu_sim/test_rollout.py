@@ -164,7 +164,7 @@ def test_keys_that_change_no_token(name: str, alone: dict[str, Any]) -> None:
 
 
 #: (name of a device, its number, its kind)
-DEVICES = [("Ascend910B3", 224, "A2"), ("Ascend910_9391", 250, "A3"), ("Ascend950DT_9582", 260, "A5")]
+DEVICES = [("Ascend910B3", 223, "A2"), ("Ascend910_9391", 250, "A3"), ("Ascend950DT_9582", 260, "A5")]
 #: (devices that share experts, tokens of the step) -> exchange on A2, A3, 950, by the rules written in vllm-ascend's docstring
 EXCHANGES: dict[tuple[int, int], tuple[str, str, str]] = {
     (1, 8): ("ALLGATHER", "ALLGATHER", "ALLGATHER"),
