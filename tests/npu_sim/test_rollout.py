@@ -188,9 +188,9 @@ def test_each_device_is_taken_for_what_it_is_and_chooses_its_exchange(
     monkeypatch.setenv("NPU_SIM_SOC", device)
     steps, column = list(EXCHANGES), [name for _, _, name in DEVICES].index(kind)
     settings = {"steps": steps, "capacity": 16, "top_k": 8}
-    (report,) = run_ranks("selectors", 1, settings)
+    (report,) = run_ranks("expert_exchange", 1, settings)
     assert report == [number, kind, [EXCHANGES[step][column] for step in steps], None]
-    (report,) = run_ranks("selectors", 1, settings | {"infer_moe_token_dispatcher_type": "allgather"})
+    (report,) = run_ranks("expert_exchange", 1, settings | {"infer_moe_token_dispatcher_type": "allgather"})
     assert report[2:] == [["ALLGATHER"] * len(steps), None]
 
 
