@@ -241,12 +241,10 @@ def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
         elements = model.stage(stage, stages)
         count = asdict(_ModelBytes.count(model, elements, stepped=False))
         # a swapped optimizer leaves for the host once it is built
-        count["optimizer"] = model.state(elements, stepped=False)
-        for absent in ("optimizer", "gradients"):
-            moment = _make_phase("start", resident, _name_owners(name, {**count, absent: 0}))
-            fullest = max(fullest, moment, key=lambda phase: phase.total)
-        if model.config.swap_optimizer:
-            count["optimizer"] = 0
+        built_optimizer = model.state(elements, stepped=False) if model.config.swap_optimizer else count["optimizer"]
+        for moment in ({**count, "optimizer": 0}, {**count, "optimizer": built_optimizer, "gradients": 0}):
+            phase = _make_phase("start", resident, _name_owners(name, moment))
+            fullest = max(fullest, phase, key=lambda phase: phase.total)
         resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
     return fullest
 

@@ -328,8 +328,9 @@ class VllmEngine:
 
     def release_memory(self) -> None:
         """Release weights (where the platform can) and KV cache until `restore_memory`."""
-        lists = self.hooks.sleeps and self.list_replaced is not None
-        replaced = self.list_replaced(self.get_model()) if lists else []
+        replaced: Sequence[Tensor] = ()
+        if self.hooks.sleeps and self.list_replaced is not None:
+            replaced = self.list_replaced(self.get_model())
         self.hooks.release(self._llm, replaced)
         # the storages of a sleeping engine keep their sizes without memory
         self._has_weights, self._has_cache = not self.hooks.sleeps, False
