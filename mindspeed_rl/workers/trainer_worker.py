@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl import platform
 from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
@@ -88,7 +87,8 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         self.source = model.source
         init_distributed(model.config, model.plan.layout.vpp)
         self.tokenizer = load_tokenizer_of(model.config, self.source)
-        self.roles = _build_roles(run, self.tokenizer, self._release)
+        with self.memory.starting():
+            self.roles = _build_roles(run, self.tokenizer, self._release)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
         if term is not None and term.estimator is None:
@@ -128,11 +128,12 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
     def _release(self, role: Role, *, weights: bool = True) -> None:
         """Offload a model until its next phase, with the parts that the run file names."""
         config, trains = self.run.generate, role.trains
-        role.offloader.offload(
-            optimizer=trains and config.offload_train_optimizer,
-            grads=trains and config.offload_train_grad,
-            params=weights and config.offload_train_param,
-        )
+        with self.memory.exchange():
+            role.offloader.offload(
+                optimizer=trains and config.offload_train_optimizer,
+                grads=trains and config.offload_train_grad,
+                params=weights and config.offload_train_param,
+            )
 
     # ------------------------------------------------------------------ passes and updates
 
@@ -182,7 +183,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
             self.replica.put(dict.fromkeys(Phases.UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
-        metrics.add_max("memory/update_gib", platform.current().memory_stats().allocated_gib)
+        metrics.add_max("memory/update_gib", self.memory.allocated_gib)
         metrics.add_max("memory/peak_gib", self.memory.peak_gib)
         return self._report(metrics)
 
