@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,25 @@ _SHOWN, _SHOWN_RUN = 600, 160
 _INDENT = " " * 13
 
 
-def format_card(title: str, rows: Mapping[str, str]) -> str:
-    """Format a card: a title, and a line for each of its rows that is not empty."""
-    return "\n".join([title, *(f"  {name:<9}  {text}" for name, text in rows.items() if text)])
+@dataclass(frozen=True)
+class DataCard:
+    """The card of one data set.
+
+    Attributes:
+        title: key of the run file, and its value.
+        rows: what is known of it, by name; empty texts are not shown.
+    """
+
+    title: str
+    rows: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the card as lines."""
+        return "\n".join([self.title, *(f"  {name:<9}  {text}" for name, text in self.rows.items() if text)])
+
+    def without_examples(self) -> DataCard:
+        """Return the card of held-out data."""
+        return DataCard(self.title, {name: text for name, text in self.rows.items() if not name.startswith("example")})
 
 
 def describe_lengths(lengths: np.ndarray, limit: int | None = None) -> str:
