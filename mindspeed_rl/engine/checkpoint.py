@@ -53,6 +53,7 @@ from mindspeed_rl.engine.disks import (
     share_small_files,
 )
 from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.files import read_json
@@ -508,7 +509,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         engine.load_optimizer(state, record)
     elif engine.optimizer is not None:
         # its fp32 main weights are still copies of those from before the load
-        engine.optimizer.reload_model_params()
+        reload_main_weights(engine.optimizer)
     random_restored = restores_random and (path / random).is_file()
     if random_restored:
         restore_rng_state(load_file(path / random))

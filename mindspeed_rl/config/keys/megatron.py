@@ -317,10 +317,21 @@ class _MemoryKeys:
     swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
         "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
         on_resume="exact")
+    optimizer_offload_fraction: float = key(0.0,
+        "share of the parameters whose optimizer states are off the device and are updated by the host's processors; 0: none, "
+        "1: all",
+        "优化器状态不放在设备上、由主机 CPU 更新的参数所占的比例；0：没有，1：全部", range=Range.FRACTION, on_resume="exact")
+    optimizer_offload_path: str | None = key(None,
+        "folder on a local disk whose file has these states; unset: host memory",
+        "本地磁盘上的文件夹，这些状态放在其中的文件里；不设则放在主机内存", needs=("optimizer_offload_fraction", "set"),
+        on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
         range=Range.TOKENS, on_resume="exact")
+    loss_vocab_chunk_size: int | None = key(None,
+        "entries of a rank's part of the vocabulary whose logits exist at the same time; unset: all of them",
+        "同时存在 logits 的词表项数（每个 rank 自己那部分词表）；不设则为全部", range=Range.TOKENS, on_resume="exact")
     fp32_lm_head: bool | None = key(None,
         "logits of a bf16 model in float32, in the rollout engine too; unset: where that is measured and the head then takes "
         "less than a tenth of an update's products",
@@ -522,6 +533,14 @@ class MegatronConfig(
         if self.moe_tp_extend_ep:
             return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def adds_head_to_main_grad(self) -> bool:
+        """True where the head's gradient is added to the gradients' buffer chunk by chunk.
+
+        Megatron's reduction during the backward pass needs it as a tensor.
+        """
+        return not self.overlap_grad_reduce
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:

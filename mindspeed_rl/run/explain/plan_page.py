@@ -413,8 +413,9 @@ def _list_update_phases(
     if objective.distillation is not None:
         devices, holds = _describe_teachers(objective.distillation, sizes, dedicated.get("teacher", shared))
         yield "teacher_log_probs", devices, holds
-    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        yield "old_log_probs", shared, f"actor on Megatron {actor}"
+    if share := objective.old_log_probs_share(on_policy=sizes.on_policy):
+        part = f", {share:g} of the rows as a check" if objective.reads_rollout_policy else ""
+        yield "old_log_probs", shared, f"actor on Megatron {actor}{part}"
     if critic is not None:
         yield "values", dedicated.get("critic", shared), f"critic on Megatron {_engine(critic)}"
     yield "advantages", "host", rl.adv_estimator
