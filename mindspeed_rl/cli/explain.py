@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser
@@ -134,14 +135,22 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         count = inputs.num_rows if cfg.is_supervised else len(inputs.prompts)
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} {unit}, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)
-    report["overview"] = _summarize(run, inputs.cards[0])
+    mean_prompt = None if cfg.is_supervised else float(inputs.prompts.lengths.mean())
+    report["overview"] = _summarize(run, inputs.cards[0], mean_prompt)
 
 
-def _summarize(run: Run, card: DataCard) -> dict[str, str]:
-    """Return what a run is, in a few lines: model, data, steps, memory and time, what `auto` became."""
+def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str, str]:
+    """Return what a run is, in a few lines: model, data, steps, memory and time, what `auto` became.
+
+    Args:
+        mean_prompt: mean tokens of a prompt; None in supervised stages, whose rows the planner reads itself.
+    """
     actor, cfg = run.config.actor_config, run.config
     # by name: the planner reads models, which a plan of keys does without
-    predict = registry.load("mindspeed_rl.planner.prediction:predict", "explain")
+    predict, means = (
+        registry.load(f"mindspeed_rl.planner.{name}", "explain") for name in ("prediction:predict", "samples:SampleMeans")
+    )
+    planned = replace(run, config=replace(cfg, actor_config=run.data_config))
     unit = "rows" if cfg.is_supervised else "prompts"
     saves = f", saved every {actor.save_interval}" if actor.save and actor.save_interval else ""
     return {
@@ -149,7 +158,7 @@ def _summarize(run: Run, card: DataCard) -> dict[str, str]:
         "rows": card.rows.get("rows") or card.rows.get("documents", ""),
         "lengths": card.rows.get("lengths", ""),
         "steps": f"{run.plan.train_iters} iterations of {run.plan.num_prompts} {unit}{saves}",
-        "planned": predict(run).summary,
+        "planned": predict(planned, means(prompt=mean_prompt)).summary,
         "platform": f"{run.platform} (auto)" if cfg.platform == "auto" else "",
     }
 

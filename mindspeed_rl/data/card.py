@@ -92,8 +92,10 @@ def describe_columns(
     sides.sort()  # chosen before rejected
     lengths = np.maximum.reduce([columns.lengths(f"{side}input_ids") for side in sides])
     card = {"rows": f"{len(columns):,}", "lengths": describe_lengths(lengths, seq_length)}
-    card["trained"] = _count_trained(columns, sides)
-    if stage != "prm" and not _has_ends(columns, sides, tokenizer.eos_token_id):
+    labelled = [side for side in sides if f"{side}labels" in columns.columns]  # a reward model reads only the answers
+    if labelled:
+        card["trained"] = _count_trained(columns, labelled)
+    if labelled and stage not in ("prm", "orm") and not _has_ends(columns, labelled, tokenizer.eos_token_id):
         card["ends"] = (
             f"no answer ends with the end token {tokenizer.eos_token}: a model that learns them does not stop;"
             " the template of prompt_type, or append_eod, writes it"
@@ -104,7 +106,14 @@ def describe_columns(
     examples = []
     for index in range(min(NUM_EXAMPLES, len(columns))):
         parts = [
-            (side.rstrip("_"), _mark(tokenizer, columns.row(index, f"{side}input_ids"), columns.row(index, f"{side}labels")))
+            (
+                side.rstrip("_"),
+                _mark(
+                    tokenizer,
+                    columns.row(index, f"{side}input_ids"),
+                    columns.row(index, f"{side}labels") if side in labelled else None,
+                ),
+            )
             for side in sides
         ]
         if "desirable" in columns.columns:

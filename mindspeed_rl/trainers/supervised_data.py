@@ -89,6 +89,13 @@ def list_data_checks(config: MegatronConfig) -> Iterator[Callable[[], object]]:
     assert config.stage is not None
     if config.data_path is None:
         yield partial(_refuse, f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
+    if isinstance(config.data_path, list) and config.stage != "pretrain":
+        yield partial(
+            _refuse,
+            f"megatron_training.data_path: {config.data_path} is a list, which only stage pretrain blends; give one prefix, or"
+            " raw files as a.jsonl,b.jsonl",
+        )
+        return
     for key, location in _list_locations(config):
         yield partial(_check_location, config, key, location)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,24 @@ def test_a_file_without_rows_is_refused(content: str, model: Path, tmp_path: Pat
         check(model, tmp_path, "sft", path)
 
 
+def test_a_list_is_for_pretraining_alone(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "train.jsonl", [{"instruction": "1?", "output": "2"}])
+    with pytest.raises(ValueError, match="which only stage pretrain blends"):
+        check(model, tmp_path, "sft", [str(data), str(data)])
+
+
+def test_pairs_without_labels_are_described_for_a_reward_model(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "pairs.jsonl", [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(4)])
+    prefix = Path(str(check(model, tmp_path, "orm", data).run.data_config.data_path))
+    for name in ("chosen", "rejected"):
+        for suffix in (".bin", ".idx"):
+            Path(f"{prefix}_packed_{name}_labels_document{suffix}").unlink()
+    moved = tmp_path / "moved"
+    prefix.parent.rename(moved)
+    card = card_of(check(model, tmp_path, "orm", moved / prefix.name))
+    assert "chosen: 0?yes" in card and "trained" not in card
+
+
 # ---------------------------------------------------------------- cache
 
 
@@ -387,6 +406,8 @@ def test_explain_shows_the_card_and_train_epochs_count_raw_rows(
     assert explain(["--config", "own.yaml"]) == 0
     output = capsys.readouterr().out
     assert "2 iterations: 2 passes over 3 rows" in output
+    overview = output.split("\n\n")[1]
+    assert re.search(r"rows +4\n.*\n +steps +2 iterations of 3 rows\n +planned +fits", overview), overview
     for text in ("Alpaca rows (columns instruction, output)", "rows       4", "longest 6 tokens", "example 1  0?⟦yes<eos>⟧"):
         assert text in output, output
     assert explain(["--config", "own.yaml", "--validate"]) == 0
