@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser
@@ -16,7 +17,6 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
-from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
@@ -26,6 +26,9 @@ from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.run.formula import formula
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.card import DataCard  # with numpy, which a plan of keys does without
 
 
 def main(argv: list[str]) -> int:
