@@ -95,6 +95,7 @@ class Engine(Protocol):
         offloader: moves its state off the device.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
+        on_gradients: functions that are called in every step between the backward pass and the optimizer.
         passes_together: all ranks must make equally many calls of `forward`, because each pass is collective over them.
     """
 
@@ -104,6 +105,7 @@ class Engine(Protocol):
     outputs: HeadOutputs
     steps_per_iteration: int
     num_updates: int
+    on_gradients: list[Callable[[], None]]
 
     @property
     def plan(self) -> ModelPlan: ...

@@ -11,11 +11,11 @@ from typing import Any, cast
 import torch.distributed as dist
 import training_jobs as jobs
 from megatron.core import parallel_state
-from torch.distributed.tensor import DTensor
 from training_jobs import KEYS, TEMPERATURE, Setting, all_rows, my_rows, summary, weighted_loss
 
 from mindspeed_rl.checkpoint.hf import HfFolder
-from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config import MegatronConfig, build_run_config
+from mindspeed_rl.diagnostics import engine_parity
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
@@ -51,8 +51,8 @@ def train(setting: Setting, steps: int = 5) -> dict[str, Any]:
         rows = my_rows(all_rows())
 
         def keep() -> None:
-            for name, parameter in engine.model.names.items() if not gradients else ():
-                gradients[name] = cast(DTensor, parameter.grad).full_tensor().numpy().copy()
+            read = built.read_gradients()
+            gradients.update({name: gradients.get(name, gradient.numpy()) for name, gradient in read.items()})
 
         engine.on_gradients.append(keep)
         results = [engine.train_step(rows, setting.batching, weighted_loss) for _ in range(steps)]
@@ -96,3 +96,21 @@ def load_megatron(setting: Setting, folder: str) -> str:
         except ValueError as error:
             return str(error)
         return ""
+
+
+def compare(folder: str, break_weight: bool) -> list[tuple[str, float, str]]:
+    """Differences between the engines on one step from a folder; `break_weight` changes a weight of one of them."""
+    cfg = build_run_config({"megatron_training": {"stage": "sft", "load": folder, "lr": 1e-3}})
+    inner = FsdpEngine.load
+
+    def load(self: FsdpEngine, source: Any) -> None:
+        inner(self, source)
+        self.model.read_rows("model.layers.0.mlp.up_proj.weight")[0][0] *= 1.01
+
+    if break_weight:
+        FsdpEngine.load = load
+    try:
+        differences = engine_parity.compare_engines(cfg, ["megatron", "fsdp"], 4, 24)
+    finally:
+        FsdpEngine.load = inner
+    return [(difference.quantity, difference.value, difference.place) for difference in differences]

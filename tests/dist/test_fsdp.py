@@ -108,3 +108,15 @@ def test_the_other_engine_refuses_its_checkpoint(
     ranks(1).run(fsdp_jobs.save, setting=setting, folder=folder, steps=1, more=0)
     (message,) = ranks(1).run(fsdp_jobs.load_megatron, setting=setting, folder=folder)
     assert "saved by engine: fsdp" in message and "hf/latest" in message
+
+
+def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
+    ranks: Callable[[int], Ranks], folders: dict[str, str]
+) -> None:
+    (sound,) = ranks(1).run(fsdp_jobs.compare, folder=folders["qwen2"], break_weight=False)
+    assert {quantity for quantity, _, _ in sound} == {"log-probs", "loss", "gradient norm", "gradient", "first update"}
+    assert max(value for _, value, _ in sound) < 1e-5
+    (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders["qwen2"], break_weight=True)
+    wrong = {(quantity, place) for quantity, value, place in broken if value > 1e-3}
+    assert ("first update", "model.layers.0.mlp.up_proj.weight") in wrong
+    assert ("first update", "model.layers.1.mlp.up_proj.weight") not in wrong

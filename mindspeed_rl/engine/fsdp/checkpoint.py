@@ -16,12 +16,12 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
+from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.optimizer import MOMENTS, init_moments
 
 #: prefix of the weights' names; those of the optimizer have the name of the moment
 _WEIGHTS = "weights."
-_SCORE_HEAD = "score.weight"
 
 
 class DcpFiles:
@@ -41,7 +41,11 @@ class DcpFiles:
         """Return layout and schedule."""
         scheduler = self._engine.scheduler
         saves = scheduler is not None and not self._engine.config.no_save_optim
-        return {"layout": {"shards": dist.get_world_size()}, "scheduler": scheduler.state_dict() if saves else None}
+        return {
+            "layout": {"shards": dist.get_world_size()},
+            "scheduler": scheduler.state_dict() if saves else None,
+            "optimizer_steps": self._engine.optimizer_steps,
+        }
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Accept every checkpoint of this engine: names and shapes are those of the model, which the load compares."""
@@ -76,7 +80,7 @@ class DcpFiles:
         fetch(lambda: {info.relative_path for info in metadata.storage_data.values()})
         state = self._list_tensors(with_optimizer=with_optimizer)
         if fresh_head:
-            state.pop(_WEIGHTS + _SCORE_HEAD).to_local().zero_()
+            state.pop(SHARDED_SCORE_HEAD).to_local().zero_()
         if missing := state.keys() - metadata.state_dict_metadata.keys():
             raise ValueError(f"load: {path} has no {min(missing)}; it is a checkpoint of another model.")
         # into the memory of the parameters and of the moments
@@ -89,7 +93,7 @@ class DcpFiles:
         if with_optimizer:
             assert engine.optimizer is not None
             # a save before the first step has moments too
-            init_moments(engine.optimizer, engine.num_updates)
+            init_moments(engine.optimizer, engine.optimizer_steps)
             for name, parameter in engine.model.names.items():
                 state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in MOMENTS}
         return state

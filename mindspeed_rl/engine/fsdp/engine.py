@@ -39,7 +39,7 @@ class FsdpEngine:
     Attributes:
         model: the sharded model.
         temperature: sampling temperature; logits are divided by it.
-        on_gradients: functions that are called in every step between the backward pass and the optimizer.
+        optimizer_steps: updates of the weights, without the steps in which there was nothing to learn from.
     """
 
     def __init__(self, config: MegatronConfig, model: ShardedModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -59,6 +59,7 @@ class FsdpEngine:
         self.scheduler: OptimizerParamScheduler | None = None
         self.steps_per_iteration = 1
         self.num_updates = 0
+        self.optimizer_steps = 0
         self.offloader = ShardOffloader(model)
 
     @property
@@ -185,6 +186,7 @@ class FsdpEngine:
                 if not is_skipped:  # moments and weight decay would change weights
                     clip(list_gradients(self.model), grad_norm, self.config.clip_grad)
                     optimizer.step()
+                    self.optimizer_steps += 1
             finally:
                 optimizer.zero_grad()
             if self.config.swap_optimizer:
@@ -239,8 +241,8 @@ class FsdpEngine:
         """
         optimizer, scheduler, saved = self.optimizer, self.scheduler, record["scheduler"]["num_steps"]
         assert optimizer is not None and scheduler is not None  # start_training came first
-        self.num_updates = record["num_updates"]
-        init_moments(optimizer, self.num_updates)
+        self.num_updates, self.optimizer_steps = record["num_updates"], record["optimizer_steps"]
+        init_moments(optimizer, self.optimizer_steps)
         scheduler.num_steps = round(saved * self.steps_per_iteration / record["steps_per_iteration"])
         # sets the learning rate of the restored position
         scheduler.step(increment=0)
@@ -251,7 +253,11 @@ class FsdpEngine:
     def _mode(self, *, training: bool) -> Iterator[None]:
         # layers are recomputed only in this mode; there is no dropout in either
         self.model.module.train(training)
-        yield
+        try:
+            yield
+        finally:
+            # a pass without gradients leaves the weights of embedding and head in full
+            self.model.root.reshard()
 
     def _micro_batches(self, rows: Rows, batching: MicroBatching) -> list[MicroBatch]:
         """Build this rank's micro-batches; equally many on all ranks (empty ones have no loss)."""

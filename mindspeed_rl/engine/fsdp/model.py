@@ -149,6 +149,11 @@ class ShardedModel:
         rows = cast(DTensor, self.names[name].detach()).to_local()
         return rows, first_row(self.names[name].shape[0], dist.get_world_size(), dist.get_rank())
 
+    def read_gradients(self) -> dict[str, Tensor]:
+        """Return a copy of the full gradients by HF name; collective."""
+        graded = {name: parameter.grad for name, parameter in self.names.items() if parameter.grad is not None}
+        return {name: cast(DTensor, grad).full_tensor().clone() for name, grad in graded.items()}
+
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors, reading no other ones.

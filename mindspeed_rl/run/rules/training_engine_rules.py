@@ -42,12 +42,14 @@ class _EngineLimits:
         run_keys: limits on keys of the run, by dotted name, where the actor has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
+        commands: commands that know only another engine's layers.
     """
 
     role_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     run_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
     without_effect: Mapping[str, str] = field(default_factory=dict)
     forms: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
 
 
 def _same(names: str, allowed: tuple[object, ...], reason: str) -> dict[str, _KeyLimit]:
@@ -120,6 +122,7 @@ _FSDP = _EngineLimits(
         "latent attention": lambda model: model.multi_latent_attention,
         "sparse attention": lambda model: model.sparse_attention is not None,
     },
+    commands=("plan", "diff", "npu-cost"),
 )
 #: value of the key `engine` -> its limits
 _LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
@@ -177,3 +180,16 @@ def check_model_form(config: MegatronConfig, model_config: ModelConfig, architec
             raise ValueError(
                 f"engine: {config.engine} does not compute {form}, which {architecture} is or has; set engine: megatron."
             )
+
+
+def check_command(config: MegatronConfig, group: str, command: str) -> None:
+    """Check that a command knows the layers of a role's engine.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if command in _LIMITS[config.engine].commands:
+        raise ValueError(
+            f"{group}.engine: {config.engine}: mindspeed-rl {command} knows the layers of engine: megatron only; set that for "
+            "an answer about Megatron."
+        )
