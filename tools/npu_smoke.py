@@ -146,9 +146,36 @@ def engine(tensor_parallel: int, plain: bool, platform_name: str) -> str:
     return "loss (CPU), gradient norm (CPU): " + "; ".join(lines)
 
 
-def rollout(folder: str, platform_name: str) -> str:
-    """Three GRPO iterations of the quick start's model: rollout, weight update with proof, sleep, wake-up."""
-    work = Path(folder, "quickstart")
+def _make_experts(folder: Path, num_experts: int) -> None:
+    """Replace the quick start's model by a random one with experts, for the same tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+    sizes = AutoConfig.from_pretrained(folder)
+    names = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads".split()
+    config = Qwen3MoeConfig(
+        **{name: getattr(sizes, name) for name in names},
+        head_dim=sizes.hidden_size // sizes.num_attention_heads,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def rollout(folder: str, platform_name: str, ranks: int = 0, exchange: str = "auto") -> str:
+    """Three GRPO iterations of the quick start's model: rollout, weight update with proof, sleep, wake-up.
+
+    Args:
+        ranks: dies that share the experts of a model with experts, in training and in rollout; 0: a dense model.
+        exchange: exchange of tokens between them in rollout.
+    """
+    work = Path(folder, f"quickstart_{exchange}_{ranks}" if ranks else "quickstart")
     (work / "data").mkdir(parents=True, exist_ok=True)
     run = [sys.executable, "-m", "mindspeed_rl.cli.main"]
     subprocess.run([sys.executable, "examples/quickstart/make_task.py", str(work)], check=True, cwd=ROOT)
@@ -177,6 +204,18 @@ def rollout(folder: str, platform_name: str) -> str:
         "rl_config.entropy_coeff=0.01",  # an untrained model earns no reward: entropy moves the weights
         f"run_dir={work}/run",
     ]
+    if ranks:
+        _make_experts(work / "model", 2 * ranks)
+        overrides += [
+            f"+model.tiny_qwen25.num_experts={2 * ranks}",
+            f"rl_config.actor_resource.num_npus={ranks}",
+            "actor_config.tensor_model_parallel_size=1",
+            f"actor_config.expert_model_parallel_size={ranks}",
+            "generate_config.infer_tensor_parallel_size=1",
+            "generate_config.enable_expert_parallel=true",
+            f"generate_config.infer_expert_parallel_size={ranks}",
+            f"generate_config.infer_moe_token_dispatcher_type={exchange}",
+        ]
     if "NPU_SIM_DEVICES" in os.environ:
         os.environ["NPU_SIM_RUN_DIR"] = str(work)  # goes with the folder, whatever Ray's workers leave there
         overrides.append(f"rl_config.runtime_env_path={SIMULATOR / 'runtime_env.yaml'}")
@@ -207,10 +246,11 @@ def check_iterations(path: Path) -> str:
 def main() -> None:
     """Runs one step."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("step", choices=("device", "hccl", "hccl-rank", "engine", "rollout"))
+    parser.add_argument("step", choices=("device", "hccl", "hccl-rank", "engine", "rollout", "experts"))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--plain", action="store_true", help="the engine's portable attention instead of the fused one")
+    parser.add_argument("--exchange", choices=("auto", "allgather"), default="auto", help="of tokens between experts")
     parser.add_argument("--folder", default=".")
     parser.add_argument("--platform", choices=("npu", "cpu"), default="npu", help="cpu: a rehearsal of engine and rollout")
     arguments = parser.parse_args()
@@ -222,6 +262,8 @@ def main() -> None:
         print(hccl_rank())
     elif arguments.step == "engine":
         print(engine(arguments.tensor_parallel, arguments.plain, arguments.platform))
+    elif arguments.step == "experts":
+        print(rollout(arguments.folder, arguments.platform, arguments.ranks, arguments.exchange))
     else:
         print(rollout(arguments.folder, arguments.platform))
 

@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
 # One command for a machine with NPUs: shows what works and writes a report to attach to an issue.
-#   tools/npu_smoke.sh [--only doctor,device,hccl,engine,rollout] [--report FILE] [--ranks N] [--rehearse | --simulate]
-# Needs two dies (--ranks more for HCCL) and an environment that envs/npu_a2 or envs/npu_a3 set up.
+#   tools/npu_smoke.sh [--only doctor,device,hccl,engine,rollout,experts] [--report FILE] [--ranks N] [--rehearse | --simulate]
+# Needs two dies (--ranks more for HCCL and experts; on A3 and 950, 8 of them are what public faults were seen on) and an environment that envs/npu_a2 or envs/npu_a3 set up.
 # Steps: doctor; device; HCCL between N dies; one Megatron training step with and without fused kernels against the
 # CPU's numbers, on one die and with tensor parallelism; rollout, weight update with proof, sleep and wake-up inside
-# three GRPO iterations of a tiny model. About ten minutes. No step hides another: all run, the exit code tells.
+# three GRPO iterations of a tiny model; the same with experts over N dies, exchanged as vllm-ascend chooses (MC2 on A3 and 950)
+# and by all-gather: each fails where log-probs of rollout and trainer differ, whatever the proof says. About a quarter of an hour. No step hides another: all run, the exit code tells.
 # --simulate runs the same on simulated dies, in the environment that tests/npu_sim/run.sh makes (x86_64; no NPU, no CANN).
 # --rehearse runs what a machine without NPUs can: the script itself, training steps and GRPO iterations on the CPU.
 set -uo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root" || exit 1
 
-steps="doctor,device,hccl,engine,rollout"
+steps="doctor,device,hccl,engine,rollout,experts"
 only="$steps" report="$root/npu_smoke_report.md" ranks=2 platform="npu"
 given=("$@")
 while (( $# )); do
@@ -21,7 +22,7 @@ while (( $# )); do
                 export NPU_SIM_MEMORY_GIB="${NPU_SIM_MEMORY_GIB:-4}" PYTHON=python
                 exec bash tests/npu_sim/run.sh --run bash tools/npu_smoke.sh "${given[@]}"
             fi
-            only="device,hccl,engine,rollout"; shift ;;
+            only="device,hccl,engine,rollout,experts"; shift ;;
         --only) only="${2:?--only needs the names of steps}"; shift 2 ;;
         --report) report="${2:?--report needs a file}"; shift 2 ;;
         --ranks) ranks="${2:?--ranks needs a number}"; shift 2 ;;
@@ -63,6 +64,9 @@ step engine:fused "training step with fused kernels against the CPU's numbers" "
 step engine:plain "training step without fused attention against the CPU's numbers" "${smoke[@]}" engine --plain
 step engine:tp "training step with tensor parallel size 2" "${smoke[@]}" engine --tensor-parallel 2
 step rollout "three GRPO iterations: rollout, weight update with proof, sleep, wake-up" "${smoke[@]}" rollout --folder "$work"
+experts=("${smoke[@]}" experts --folder "$work" --ranks "$ranks")
+step experts:auto "three GRPO iterations with experts over $ranks dies, exchanged as vllm-ascend chooses" "${experts[@]}"
+step experts:allgather "the same, exchanged by all-gather" "${experts[@]}" --exchange allgather
 
 {
     echo "# NPU smoke report"

@@ -71,7 +71,7 @@ lock_file="${LOCKS[$version]}"
 
 stamp="$venv/.installed"
 state="$({
-    cat "$lock_file" "$root/envs/cpu/install.sh" "$root/pyproject.toml" "$root/setup.py"
+    cat "$lock_file" "$root/envs/cpu/install.sh" "$root/envs/cpu/name_vllm.py" "$root/pyproject.toml" "$root/setup.py"
     echo "$root $venv"
 } | sha256sum | cut -d ' ' -f 1)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" && -x "$venv/bin/python" ]]; then
@@ -106,6 +106,9 @@ pip_install --no-deps -r "$lock_file"
 say "4/5 $TORCHVISION"
 rm -rf "$venv/vision"
 pip_install --no-deps --target "$venv/vision" "$TORCHVISION"
+
+# `vllm serve` asks for the version of a distribution that is named vllm on every other platform.
+"$venv/bin/python" "$root/envs/cpu/name_vllm.py" "$venv"
 
 say "5/5 mindspeed_rl itself"
 pip_install --no-deps --no-build-isolation -e "$root"

@@ -24,7 +24,7 @@ NUM_SHOWN = 2
 
 
 @torch.no_grad()
-def answer(folder: Path, questions: list[str], dtype: torch.dtype) -> list[str]:
+def answer(folder: Path, questions: list[str], dtype: torch.dtype, max_tokens: int = MAX_TOKENS) -> list[str]:
     """Greedy answers of transformers."""
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
@@ -32,7 +32,7 @@ def answer(folder: Path, questions: list[str], dtype: torch.dtype) -> list[str]:
     inputs = tokenizer.apply_chat_template(
         chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True
     )
-    output = model.generate(**inputs, max_new_tokens=MAX_TOKENS, do_sample=False)
+    output = model.generate(**inputs, max_new_tokens=max_tokens, do_sample=False)
     return tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 

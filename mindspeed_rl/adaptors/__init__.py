@@ -32,6 +32,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.megatron_cpu",
         "mindspeed_rl.adaptors.megatron_async_saves",
+        "mindspeed_rl.adaptors.megatron_recompute",
     ),
     ("cpu", "rollout"): (
         "mindspeed_rl.adaptors.torchvision_cpu",
@@ -61,6 +62,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
     ("npu", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.vllm_ascend",
+        "mindspeed_rl.adaptors.vllm_ascend_experts",
         "mindspeed_rl.adaptors.model_classes",
         "mindspeed_rl.adaptors.vllm_dummy_weights",
         "mindspeed_rl.adaptors.vllm_stacked_experts",
@@ -72,6 +74,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.gloo_devices",
         "mindspeed_rl.adaptors.packed_rope",
         "mindspeed_rl.adaptors.megatron_async_saves",
+        "mindspeed_rl.adaptors.megatron_recompute",
     ),
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",

@@ -49,8 +49,9 @@ class KernelChoice:
     reason: str
 
 
+@functools.cache
 def try_kernels(threads: int) -> KernelChoice:
-    """Try both kernels for 50 ms, with torch's settings as workers have them, and choose one.
+    """Try both kernels for 50 ms, with torch's settings as workers have them, and choose one; once in a process.
 
     Args:
         threads: number of threads of a worker.

@@ -1,4 +1,4 @@
-"""vllm-ascend 0.18 to 0.25 as an in-process rollout engine whose weights are replaced after every update.
+"""vllm-ascend 0.18 to 0.30 as an in-process rollout engine whose weights are replaced after every update.
 
 | rule | where | why |
 |---|---|---|
@@ -10,12 +10,14 @@
 | placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
 | noise | `before_build` | see `vllm_ascend_sampling` |
+| head of drafts | `before_build` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
 loaders fill, and the kernels' (last two dimensions swapped). vllm-ascend guesses the present one from shapes, which is
-ambiguous for some sizes, and up to 0.23 leaves the checkpoint's layout in place after wake_up. The hooks remember which
-one it is: what sleeps is always in the kernels' layout, what wake_up leaves is always in the checkpoint's.
+ambiguous for some sizes, and up to 0.25 leaves the checkpoint's layout in place after wake_up, though not in the prediction
+layers of drafts. The hooks read it from the strides, tensor by tensor: memory is always in the kernels' layout, so the
+checkpoint's is a view of it.
 
 Not verified on NPU hardware.
 """  # noqa: E501
@@ -45,23 +47,26 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: first vllm-ascend release -> `additional_config` of a rollout engine from that release on. Later releases have more keys;
-#: one that a release does not know is ignored in silence there, so nothing may be emitted too early.
-_ADDITIONAL_CONFIG: dict[tuple[int, int], dict[str, object]] = {
-    (0, 18): {"refresh": True},
-    (0, 23): {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True},
+#: first vllm-ascend release -> `additional_config` of a rollout engine from that release on, for whether a sleeping engine
+#: frees more than its pool. A key that a release does not know is ignored in silence by some and an error in others, so each
+#: gets only what it knows. `rl_config.enabled` implies `refresh` and weights without NZ.
+_ADDITIONAL_CONFIG: dict[tuple[int, int], Callable[[bool], dict[str, Any]]] = {
+    (0, 18): lambda cleans: {"refresh": True},
+    (0, 23): lambda cleans: {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": cleans},
+    (0, 27): lambda cleans: {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": cleans}},
 }
-#: the releases that were read name by name; the candidates of 0.24 and 0.25 have the interface of 0.23
-_KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25))
-#: first release whose sleep mode the hooks do not serve, and why
-_REFUSED_FROM = (0, 26)
-_REFUSED_BECAUSE = (
-    "from 0.26 on wake_up leaves expert weights in the kernels' layout, and from 0.30 on additional_config.rl_config replaces "
-    "weight_nz_mode, enable_sleep_mode_extra_cleanup and VLLM_ASCEND_ENABLE_NZ"
-)
+_CLEANS_FROM = (0, 23)
+#: the releases that were read name by name; 0.24 to 0.26 have the interface of 0.23, 0.28 to 0.30 that of 0.27
+_KNOWN_RELEASES = ((0, 18), (0, 23), (0, 24), (0, 25), (0, 26), (0, 27), (0, 28), (0, 29), (0, 30))
 
 #: names of the weight-transfer backends of `init_weight_transfer_engine`, where a release has any
 _WEIGHT_TRANSFER_BACKENDS: dict[tuple[int, int], tuple[str, ...]] = {(0, 18): (), (0, 23): ("hccl", "npu_ipc")}
+
+#: first release -> module and class whose `_maybe_share_lm_head` joins the drafts' model to the policy's
+_DRAFT_PROPOSERS: dict[tuple[int, int], tuple[str, str]] = {
+    (0, 18): ("vllm_ascend.spec_decode.eagle_proposer", "SpecDecodeBaseProposer"),
+    (0, 23): ("vllm_ascend.spec_decode.llm_base_proposer", "AscendSpecDecodeBaseProposer"),
+}
 
 #: looks for flash_attn by its spec when it is built
 _ROTARY_EMBEDDING = "vllm.model_executor.layers.rotary_embedding.common"
@@ -102,16 +107,26 @@ def _installed_release() -> tuple[int, int]:
     """
     release = _parse_release(importlib.metadata.version("vllm_ascend"))
     known = ", ".join(f"{major}.{minor}" for major, minor in _KNOWN_RELEASES)
-    if release >= _REFUSED_FROM:
-        raise ValueError(
-            f"vllm-ascend {release[0]}.{release[1]} is not supported ({_REFUSED_BECAUSE}); install one of {known}: "
-            "envs/npu_a2/install.sh"
-        )
     if release not in _KNOWN_RELEASES:
         warnings.warn(
             f"vllm-ascend {release[0]}.{release[1]} was not looked at ({known} were); its keys are guessed.", stacklevel=2
         )
     return release
+
+
+def _build_additional_config(config: GenerateConfig, release: tuple[int, int]) -> dict[str, Any]:
+    """Return the settings of vllm-ascend that weight syncs and sleep need in a release.
+
+    Raises:
+        ValueError: the run file sets a key that the release does not have.
+    """
+    cleans = config.enforce_eager if config.sleep_mode_extra_cleanup is None else config.sleep_mode_extra_cleanup
+    if config.sleep_mode_extra_cleanup and release < _CLEANS_FROM:
+        raise ValueError(
+            f"generate_config.sleep_mode_extra_cleanup (true) is not available in vllm-ascend {release[0]}.{release[1]}; "
+            f"releases from {_CLEANS_FROM[0]}.{_CLEANS_FROM[1]} on have it."
+        )
+    return _row_for(_ADDITIONAL_CONFIG, release)(cleans)
 
 
 def check_environment(environment: dict[str, str]) -> None:
@@ -150,10 +165,31 @@ def _find_real_spec(name: str, package: str | None = None) -> importlib.machiner
     return None if placeholder else spec
 
 
+def _share_heads_of_drafts(proposer: Any) -> None:
+    """Give prediction layers the policy's head, which is theirs in training too. Idempotent."""
+    join = proposer._maybe_share_lm_head
+    if join.__module__ == __name__:
+        return
+
+    def share(self: Any, model: Any) -> None:
+        if self.method == "mtp":
+            for layer in list(self.model.modules()):
+                if hasattr(layer, "shared_head"):
+                    layer.shared_head.head = model.lm_head
+        join(self, model)
+
+    proposer._maybe_share_lm_head = share
+
+
 def _expert_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in model.named_modules():
         if all(weight in module._parameters for weight in _EXPERT_WEIGHTS):
             yield name, module
+
+
+def _is_checkpoint_layout(parameter: Tensor) -> bool:
+    """Return True for a tensor of experts in the checkpoint's layout, which is a view of the kernels'."""
+    return not parameter.is_contiguous()
 
 
 def _int8_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -175,7 +211,6 @@ class VllmAscendHooks(EngineHooks):
             release: release of vllm-ascend; None is the installed one.
         """
         self._release = release
-        self._in_checkpoint_layout = False
         self._asleep: set[str] = set()
 
     def before_build(self, run_id: str) -> None:
@@ -183,9 +218,11 @@ class VllmAscendHooks(EngineHooks):
         # only the name in this module: importlib's own stays as it is
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
+        proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
+        _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
-        own = _row_for(_ADDITIONAL_CONFIG, self._release or _installed_release())
+        own = _build_additional_config(config, self._release or _installed_release())
         additional = dict(config.additional_config or {}) | own
         if config.expert_map_path is not None:
             read_expert_map(Path(config.expert_map_path))
@@ -209,7 +246,7 @@ class VllmAscendHooks(EngineHooks):
         for _, module in _expert_modules(model):
             for weight in _EXPERT_WEIGHTS:
                 parameter = module._parameters[weight]
-                if not self._in_checkpoint_layout:
+                if not _is_checkpoint_layout(parameter):
                     parameter = nn.Parameter(parameter.data.transpose(1, 2), requires_grad=False)
                     module.register_parameter(weight, parameter)
                 parameter.weight_loader = module.weight_loader
@@ -217,7 +254,6 @@ class VllmAscendHooks(EngineHooks):
             # views: the memory is the pool's that sleeps
             if module.weight_scale.dim() == 1:
                 module.weight.data, module.weight_scale.data = module.weight.data.t(), module.weight_scale.data[:, None]
-        self._in_checkpoint_layout = True
 
     def after_load(self, model: nn.Module) -> None:
         """Put experts into the kernels' layout and computes latent attention's matrices from the new weights.
@@ -240,41 +276,49 @@ class VllmAscendHooks(EngineHooks):
             module.weight_scale_fp32.copy_(module.weight_scale.data)
             # the quantization is symmetric; a new engine has dummy values here
             module.weight_offset.data.zero_()
-        self._in_checkpoint_layout = False
         refresh_latent_attention(model)
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
-        if self._in_checkpoint_layout:
-            return {}
         unpacks: dict[str, Callable[[Tensor], Tensor]] = {
-            f"{name}.{weight}": Tensor.t for name, _ in _expert_modules(model) for weight in _EXPERT_WEIGHTS
+            f"{name}.{weight}": Tensor.t
+            for name, module in _expert_modules(model)
+            for weight in _EXPERT_WEIGHTS
+            if not _is_checkpoint_layout(module._parameters[weight])
         }
-        for name, _ in _int8_modules(model):
+        for name, module in _int8_modules(model):
+            if module.weight_scale.dim() > 1:
+                continue
             unpacks |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
         return unpacks
 
     def release(self, llm: LLM) -> None:
-        if self._in_checkpoint_layout and self._has_experts(llm):
+        if self._awaits_experts(llm):
             raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
         llm.sleep(level=1)
         self._asleep = {"weights", "kv_cache"}
 
     def restore_weights(self, llm: LLM) -> None:
-        """Wake the weights up. Experts are then in the checkpoint's layout: a weight push must follow.
+        """Wake the weights up. Up to 0.25 experts are then in the checkpoint's layout: a weight push must follow.
 
         An engine that is awake (the first push comes to one) stays as it is: vLLM does not pass the call on then.
         """
         if "weights" in self._asleep:
             llm.wake_up(tags=["weights"])
             self._asleep.remove("weights")
-            self._in_checkpoint_layout = True
 
     def restore_cache(self, llm: LLM) -> None:
-        if self._in_checkpoint_layout and self._has_experts(llm):
+        if self._awaits_experts(llm):
             raise RuntimeError("the rollout engine has experts that were not loaded again after wake_up; push weights first.")
         if "kv_cache" in self._asleep:
             llm.wake_up(tags=["kv_cache"])
             self._asleep.remove("kv_cache")
 
-    def _has_experts(self, llm: LLM) -> bool:
-        return any(llm.apply_model(lambda model: next(_expert_modules(model), None) is not None))
+    def _awaits_experts(self, llm: LLM) -> bool:
+        """Return True where experts are in the layout in which a weight push fills them."""
+        return any(llm.apply_model(_has_loadable_experts))
+
+
+def _has_loadable_experts(model: nn.Module) -> bool:
+    return any(
+        _is_checkpoint_layout(module._parameters[weight]) for _, module in _expert_modules(model) for weight in _EXPERT_WEIGHTS
+    )

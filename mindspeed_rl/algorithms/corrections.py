@@ -12,6 +12,9 @@ the threshold C, "mask" (MIS, IcePop) sets it to 0 outside [C_min, C]:
     geometric_mask        geo w * [C_min <= geo w <= C]
     token_geometric_mask  w_t * [C_min <= geo w <= C]          ms-swift's sequence_mask, OpenRLHF's seq-mask-tis
 
+Where the old policy's log-probs are those that the engine recorded (`old_log_probs: rollout`, verl's bypass mode), d_t is
+log pi - log mu of the policy that is trained, at each step: the weight of a loss without a ratio.
+
 Weights carry no gradient and multiply only the policy term, never the KL or the entropy.
 """
 

@@ -159,7 +159,7 @@ def _compute_policy_term(
     if objective.correction is not None:
         _require(inputs.rollout_log_probs, "rollout_log_probs", "rollout_importance_sampling_mode")
     if inputs.rollout_log_probs is not None:
-        mismatch = inputs.old_log_probs - inputs.rollout_log_probs
+        mismatch = _find_trained_log_probs(batch, inputs, objective) - inputs.rollout_log_probs
         if objective.correction is not None:
             weights = compute_rollout_weights(mismatch, batch.mask, objective)
             policy = policy * weights
@@ -171,6 +171,15 @@ def _compute_policy_term(
         policy = torch.zeros_like(policy)
     metrics["actor/pg_loss"] = ("loss", policy)
     return policy, metrics, sequence_metrics
+
+
+def _find_trained_log_probs(batch: PolicyBatch, inputs: PolicyInputs, objective: Objective) -> Tensor:
+    """Return the trainer's log-probs which are compared with the rollout engine's: [B, R], no gradient.
+
+    They are the old policy's; the present ones where the old policy's are the engine's own (verl's bypass mode).
+    """
+    recorded = objective.reads_rollout_policy and batch.old_log_probs is None
+    return inputs.log_probs.detach() if recorded else inputs.old_log_probs
 
 
 def _measure_distance(batch: PolicyBatch, inputs: PolicyInputs, term: Distillation) -> Tensor:
@@ -250,8 +259,12 @@ def _build_inputs(batch: PolicyBatch, objective: Objective, outside: Tensor) -> 
     }
     columns = {name: values for name, values in given.items() if values is not None}
     masked = dict(zip(columns, torch.stack([*columns.values()]).masked_fill_(outside, 0).unbind()))
-    # exactly on-policy the ratio is 1, and carries the gradient of log pi
-    old_log_probs = masked.get("old_log_probs", log_probs.detach())
+    # without any, exactly on-policy: the ratio is 1, and carries the gradient of log pi
+    old_log_probs = masked.get("old_log_probs")
+    if old_log_probs is None and objective.reads_rollout_policy:
+        old_log_probs = _require(masked.get("rollout_log_probs"), "rollout_log_probs", "old_log_probs rollout")
+    if old_log_probs is None:
+        old_log_probs = log_probs.detach()
     drift = log_probs - old_log_probs
     log_ratio = drift.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return PolicyInputs(

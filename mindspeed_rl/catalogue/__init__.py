@@ -130,7 +130,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         reads=_BOUNDED_RATIO,
         formula="-A * exp(mean_t(c)), c = min(log(r), {clip_ratio_high:g}) if A > 0, else max(log(r), -{clip_ratio_low:g})",
     ),
-    "gpg": PolicyLoss(target=f"{_PAPERS}:gpg", levels=("token",), formula="-A * log pi"),
+    "gpg": PolicyLoss(target=f"{_PAPERS}:gpg", levels=("token",), has_ratio=False, formula="-A * log pi"),
     "dppo_tv": _DPPO,
     "dppo_kl": replace(
         _DPPO,
@@ -203,6 +203,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
         normalizer="sequence",
         levels=("token",),
         compares_group=True,
+        has_ratio=False,
         needs=frozenset(("reference",)),
         reads=frozenset(("online_dpo_beta", "online_dpo_loss_type")),
         choices={

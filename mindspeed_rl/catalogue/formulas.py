@@ -64,10 +64,18 @@ LINES: tuple[Formula, ...] = (
     ),
     _line("advantage", "A = {advantage}"),
     _line("ratio", "{ratio}", ratio=Choice("level", LEVELS)),
+    _line_where(
+        *("pi_old", "old_log_probs", ("rollout",)),
+        "pi_rollout, as the rollout engine recorded it{checked}",
+        checked=Choice(
+            "old_log_probs_check_fraction", {0.0: ""}, "; the trainer computes {old_log_probs_check_fraction:g} of it too"
+        ),
+    ),
     _line("policy", "L = {weight}{loss}", weight=Choice("correction", {None: ""}, "w * ")),
     _line_unless(
         *("weight", "correction", None),
-        "w = {rollout_importance_sampling_mode}(pi_old / pi_rollout) = {correction}, w_t per token",
+        "w = {rollout_importance_sampling_mode}({trained} / pi_rollout) = {correction}, w_t per token",
+        trained=Choice("old_log_probs", {"rollout": "pi"}, "pi_old"),
     ),
     _line("aggregate", "{divisor}", divisor=Choice("normalizer", NORMALIZERS)),
     _line_where("reward", "kl_place", ("reward",), "r_t - {kl_coef:g} * KL_t, KL = {kl}{limits}{control}", **_KL_LIMITS),

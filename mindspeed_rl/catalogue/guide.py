@@ -267,13 +267,14 @@ ADVICE: dict[str, dict[str, Advice]] = {
 #: key of rl_config -> name elsewhere -> what it is, and the nearest that is here
 NOT_AVAILABLE: dict[str, dict[str, str]] = {
     "loss_type": {
-        "bypass_mode": "rollout log-probs are taken as old ones; nearest: rollout_importance_sampling_mode with dapo",
         "chord": "CHORD mixes expert data into the loss; nearest: a stage sft before",
         "aspo": "ASPO (2510.06062) inverts the ratio of tokens with A > 0; nearest: cispo, which keeps every gradient",
+        "bypass_mode": "rollout log-probs are taken as old ones; nearest: rl_config.old_log_probs rollout, beside any loss",
         "icepop": "IcePop masks tokens by pi_old / pi_rollout, next to any loss; nearest: rollout_importance_sampling_mode "
         "token_mask with a threshold and a threshold_min",
         "a2po": "A*-PO (2505.20686) regresses on optimal values that are estimated before training; nearest: dro",
-        "ppo_clip": "that is dapo, with rollout log-probs as old ones in verl; nearest: dapo",
+        "ppo_clip": "that is dapo, with rollout log-probs as old ones in verl; nearest: dapo with rl_config.old_log_probs "
+        "rollout",
         "reinforce": "the plain policy gradient; nearest: gpg",
     },
     "adv_estimator": {

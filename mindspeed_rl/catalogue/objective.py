@@ -93,6 +93,7 @@ class Objective:
 
     Attributes:
         loss_type, adv_estimator, kl_penalty, rollout_importance_sampling_mode: names of the records below.
+        old_log_probs: where the old policy's log-probs come from: a pass of the trainer, or what the rollout engine recorded.
         loss, advantage, kl, correction: their records; correction is None without one.
         level: what the ratio new / old is computed over.
         clip_ratio_low, clip_ratio_high: the ratio is clipped to 1 - low .. 1 + high, where the loss clips at all.
@@ -157,6 +158,8 @@ class Objective:
     rollout_importance_sampling_threshold: float
     rollout_importance_sampling_threshold_min: float | None
     log_rollout_offpolicy_metrics: bool
+    old_log_probs: Literal["trainer", "rollout"] = "trainer"
+    old_log_probs_check_fraction: float = 0.0
     distillation: Distillation | None = None
 
     @property
@@ -208,13 +211,26 @@ class Objective:
         """True when only tokens of high entropy enter the policy term."""
         return self.top_entropy_quantile < 1.0
 
+    @property
+    def reads_rollout_policy(self) -> bool:
+        """True when the old policy's log-probs are those that the rollout engine recorded."""
+        return self.old_log_probs == "rollout"
+
     def needs_old_log_probs(self, *, on_policy: bool) -> bool:
-        """Return True when log-probs and entropies of the policy at the start of the update are computed.
+        """Return True when log-probs and entropies of the policy at the start of the update are computed, of all rows.
 
         Args:
             on_policy: each rollout makes one optimizer step, in which the old policy is the present one.
         """
+        if self.reads_rollout_policy:
+            return False
         return not on_policy or not self.needs.isdisjoint(("old_log_probs", "entropies", "squared_probs"))
+
+    def old_log_probs_share(self, *, on_policy: bool) -> float:
+        """Return the fraction of the rows whose old log-probs the trainer computes, be it for a check."""
+        if self.reads_rollout_policy:
+            return self.old_log_probs_check_fraction
+        return float(self.needs_old_log_probs(on_policy=on_policy))
 
     @property
     def min_group_size(self) -> int:

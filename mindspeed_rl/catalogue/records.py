@@ -175,6 +175,7 @@ class PolicyLoss(Algorithm):
         marks: "module:function" that chooses tokens of the whole batch at the start of the update, `PolicyInputs.marked`:
             (advantages [B, R], log pi_old [B, R], mask [B, R], objective, torch.Generator) -> [B, R] bool. None: it needs none.
         compares_group: it compares the responses of a prompt, which therefore share a micro-batch.
+        has_ratio: it compares the new policy with the old one.
     """
 
     normalizer: Normalizer = "token"
@@ -182,6 +183,7 @@ class PolicyLoss(Algorithm):
     levels: tuple[Level, ...] = ("token", "sequence", "sequence_token")
     marks: str | None = None
     compares_group: bool = False
+    has_ratio: bool = True
 
     key: ClassVar[str] = "loss_type"
     parameters: ClassVar[tuple[str, ...]] = ("inputs", "objective")

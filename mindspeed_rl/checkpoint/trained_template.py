@@ -23,6 +23,8 @@ _TOKENIZER_FILES = (
 )
 _THINKING: dict[bool | None, Thinking] = {None: "none", True: "true", False: "false"}
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
+#: file of an exported folder: how the training rendered prompts, and what it started from
+_RECORD = "mindspeed_rl.json"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,14 @@ class TrainedTemplate:
         if end is not None:
             set_end_token(folder, end)
         self._write_chat_template(folder)
+        self._write_record(folder)
+
+    def _write_record(self, folder: Path) -> None:
+        record: dict[str, object] = {"base_model": str(self.base)}
+        if self.prompt_type is not None:
+            # a template of another name is by now the tokenizer's own
+            record["prompt_type"] = PLAIN_TEMPLATE if self.prompt_type == PLAIN_TEMPLATE else HF_TEMPLATE
+        write_json(folder / _RECORD, record)
 
     def write_beside_adapter(self, folder: Path) -> None:
         """Write tokenizer and generation settings into the folder of an adapter, where they differ from the base's.
@@ -81,6 +91,7 @@ class TrainedTemplate:
         if written != here:
             for file, content in written.items():
                 (folder / file).write_bytes(content)
+        self._write_record(folder)
 
     def _write_chat_template(self, folder: Path) -> None:
         if self.prompt_type in (None, HF_TEMPLATE) or not _list_files(folder):
@@ -98,6 +109,20 @@ class TrainedTemplate:
             write_json(folder / "tokenizer_config.json", settings)
         if (folder / "chat_template.json").is_file():  # a processor's
             write_json(folder / "chat_template.json", {"chat_template": text})
+
+
+def read_trained_prompt_type(folder: Path) -> str | None:
+    """Return the prompt_type by which an exported folder's model was trained; None where nothing is known of it.
+
+    Raises:
+        ValueError: the record of the folder is damaged.
+    """
+    if not (folder / _RECORD).is_file():
+        return None
+    name = read_json(folder / _RECORD).get("prompt_type")
+    if name not in (None, PLAIN_TEMPLATE, HF_TEMPLATE):
+        raise ValueError(f"{folder / _RECORD}: prompt_type is {name!r}, but must be {HF_TEMPLATE} or {PLAIN_TEMPLATE}")
+    return name
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

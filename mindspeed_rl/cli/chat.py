@@ -56,10 +56,7 @@ def _chat(argv: list[str]) -> int:
         raise ValueError(f"--history-turns is {args.history_turns}; it must be at least 0")
     if args.greedy and any(value is not None for value in (args.temperature, args.top_k, args.top_p, args.min_p)):
         raise ValueError("--greedy samples nothing: drop --temperature, --top-k, --top-p and --min-p")
-    session = open_session(args)
-    if not session.prompt_format.is_chat:
-        hint = "; its tokenizer has one: --hf-chat-template" if session.tokenizer.chat_template else ""
-        raise ValueError(f"chat needs a chat template: --prompt-type NAME ('empty' for none){hint}")
+    session = open_session(args, chats=True)
     length = args.max_length or min(session.model.model_config.max_position_embeddings, DEFAULT_LENGTH)
     if args.max_new_tokens >= length:
         raise ValueError(f"--max-new-tokens {args.max_new_tokens} leaves no room for a question in {length} tokens")

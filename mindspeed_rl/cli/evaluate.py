@@ -28,6 +28,7 @@ from mindspeed_rl.cli.inference_options import (
 )
 from mindspeed_rl.cli.options import Parser, print_status, refuse_first
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.data.templates import HF_TEMPLATE
 from mindspeed_rl.files import write_file
 from mindspeed_rl.inference.batch_generation import write_jsonl
 from mindspeed_rl.inference.engine_interface import Engine
@@ -81,7 +82,6 @@ def make_parser() -> Parser:
     add("--output", type=Path, help="JSON file for all numbers")
     add("--answers", type=Path, help="JSON lines file for every prompt, answer and verdict")
     add("--greedy", action="store_true", help="the most likely answer (the default without --temperature)")
-    add("--no-chat-template", action="store_true", help="continue plain text (the default without --prompt-type)")
     add("--eval-language", choices=("en", "zh"), help="multiple choice, needlebench: language; default: as the data")
     add("--alternative-prompt", action="store_true", help="multiple choice: read the letter from an answer in words")
     add("--instruction-template", help="the prompt is put into it: {prompt}, or {question}, {subject}, {few_shot_examples}")
@@ -114,10 +114,6 @@ def _check(args: argparse.Namespace) -> None:
         (
             args.max_eval_samples is not None and args.max_eval_samples < 1,
             f"--max-eval-samples is {args.max_eval_samples}; it must be at least 1",
-        ),
-        (
-            args.no_chat_template and (args.hf_chat_template or args.prompt_type),
-            "--no-chat-template contradicts --hf-chat-template and --prompt-type",
         ),
         (no_needle and args.context_lengths, "--context-lengths is for --task needlebench"),
         (no_needle and args.depths, "--depths is for --task needlebench"),
@@ -272,7 +268,7 @@ def _run_harness(
         include_path=None if str(path) == "-" else path.expanduser(),
         num_shots=args.num_shots,
         max_samples=args.max_eval_samples,
-        chat_template=args.hf_chat_template,
+        chat_template=session.prompt_format.name == HF_TEMPLATE,
         template_arguments=session.prompt_format.template_arguments,
         max_model_len=session.settings.max_model_len,
         stop_token_ids=session.prompt_format.stop_token_ids,

@@ -120,6 +120,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         return
     finally:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
+    report["data"] = inputs.card
     run, epochs = inputs.run, cfg.actor_config.train_epochs
     if inputs.images:
         report["samples"] = "\n  ".join(filter(None, [report["samples"], inputs.images]))

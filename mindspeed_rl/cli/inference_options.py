@@ -45,6 +45,11 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "min
 #: max tokens of a conversation without --max-length
 DEFAULT_LENGTH = 4096
 
+#: template that no option names -> what it is
+_TEMPLATE_NOTES = {
+    "hf": "the tokenizer's own",
+    "empty": "none, the texts of the turns are joined as they are",
+}
 #: Upstream's flags that change nothing here, and why.
 _WITHOUT_EFFECT = {
     "--tokenizer-type": "the tokenizer's files determine it",
@@ -115,6 +120,7 @@ def add_prompt_options(parser: Parser) -> None:
     add("--prompt-type", help="chat template of ours, such as qwen, llama3, deepseek3")
     add("--prompt-type-path", help="file with templates of your own")
     add("--hf-chat-template", action="store_true", help="the tokenizer's own chat template")
+    add("--no-chat-template", action="store_true", help="plain text, whatever template the model was trained with")
     add("--enable-thinking", choices=get_args(Thinking), default="none", help="none: the template's default")
     add("--chat-template-kwargs", type=read_json_object, help="JSON object of further arguments of the tokenizer's template")
     add("--add-eos-token", nargs="+", default=[], help="more tokens that end an answer")
@@ -235,8 +241,11 @@ def build_sampling(
     return replace(default, max_tokens=args.max_new_tokens or default.max_tokens, stop_token_ids=stop_token_ids, **given)
 
 
-def open_session(args: argparse.Namespace) -> Session:
+def open_session(args: argparse.Namespace, *, chats: bool = False) -> Session:
     """Open model, tokenizer and template; nothing large is read yet.
+
+    Args:
+        chats: there is a template in any case; see `session.open_session`.
 
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
@@ -247,10 +256,14 @@ def open_session(args: argparse.Namespace) -> Session:
         # imports torch, which must find this environment, and which --help and wrong options do not need
         from mindspeed_rl.inference import session
 
+    if args.no_chat_template and (args.hf_chat_template or args.prompt_type):
+        raise ValueError("--no-chat-template contradicts --hf-chat-template and --prompt-type")
     name = parse_hub_name(args.load)
     args.load = Path(args.load) if name is None else fetch(name, "--load")
     take_adapter(args, "--load")
-    opened = session.open_session(build_options(session.SessionOptions, args))
+    opened = session.open_session(build_options(session.SessionOptions, args), chats=chats)
+    if (template := opened.prompt_format.name) and not (args.prompt_type or args.hf_chat_template):
+        print_status(f"note: chat template: {_TEMPLATE_NOTES[template]}; --prompt-type NAME takes another")
     for notice in opened.model.source.warnings:
         print_status(f"note: {notice}")
     return opened

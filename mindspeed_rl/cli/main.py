@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from mindspeed_rl import __version__, registry
+from mindspeed_rl.redaction import RedactedOutput, find_secrets, remember_secrets
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -142,13 +143,17 @@ class _LastingOutput(io.FileIO):
 
 
 def keep_without_reader() -> None:
-    """Let this process run on when the reader of its output has ended, as `| head` does, or the disk of its output is full."""
+    """Let this process run on when the reader of its output has ended, as `| head` does, or the disk of its output is full.
+
+    What it writes from now on has no secrets.
+    """
+    remember_secrets(find_secrets(os.environ))
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and stream is getattr(sys, f"__{name}__"):
             raw = _LastingOutput(stream.fileno(), "wb", closefd=False)
             lines = stream.line_buffering or name == "stderr"
-            lasting = io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines)
+            lasting = RedactedOutput(io.BufferedWriter(raw), stream.encoding, stream.errors, line_buffering=lines)
             setattr(sys, name, lasting)
 
 

@@ -95,7 +95,7 @@ def replay(batch: RolloutBatch, overrides: dict[str, Any], dtype: torch.dtype, m
             raise ValueError("top_entropy_quantile needs the column entropy")
         threshold = entropy_threshold([(columns["entropy"], _loss_mask(objective, columns))], objective.top_entropy_quantile)
     if "marked" not in columns and (marks := objective.loss.load_marks()) is not None:
-        old_log_probs, mask = columns.get("old_log_probs", columns["log_probs"]), _loss_mask(objective, columns)
+        old_log_probs, mask = _find_old_log_probs(objective, columns), _loss_mask(objective, columns)
         columns["marked"] = marks(advantages, old_log_probs, mask, objective, torch.Generator().manual_seed(0))
 
     log_probs = columns["log_probs"].clone().requires_grad_()
@@ -134,6 +134,14 @@ def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
     return config
 
 
+def _find_old_log_probs(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
+    """Return the log-probs of the old policy: [B, R]; those of the file's one step without a column of them."""
+    recorded = "rollout_log_probs" if objective.reads_rollout_policy else "log_probs"
+    if recorded not in columns:
+        raise ValueError(f"old_log_probs rollout needs the column {recorded}")
+    return columns.get("old_log_probs", columns[recorded])
+
+
 def _loss_mask(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
     mask = columns.get("loss_mask", columns["response_mask"])
     if not objective.overlong_filter:
@@ -146,7 +154,7 @@ def _loss_mask(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
 def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str, Tensor]) -> AdvantageInputs:
     kl = None
     if objective.kl_place == "reward":
-        old_log_probs = columns.get("old_log_probs", columns["log_probs"])
+        old_log_probs = _find_old_log_probs(objective, columns)
         if "ref_log_probs" not in columns:
             raise ValueError("use_kl_in_reward needs the column ref_log_probs")
         kl = kl_penalty(old_log_probs, columns["ref_log_probs"], objective.kl, clamp=objective.kl_clamp)
@@ -161,7 +169,7 @@ def _advantage_inputs(config: RLConfig, objective: Objective, columns: dict[str,
         greedy_rewards=columns.get("greedy_rewards"),
         reward_components=columns.get("reward_components"),
         reward_weights=_component_weights(config, columns),
-        old_log_probs=columns.get("old_log_probs", columns["log_probs"]),
+        old_log_probs=_find_old_log_probs(objective, columns),
         squared_probs=columns.get("squared_probs"),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.text import Text
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.agent_turns import describe_turns, write_spans
 from mindspeed_rl.observability.logging import clean_record
-from mindspeed_rl.observability.run_files import read_lines
+from mindspeed_rl.observability.run_files import read_completions
 
 #: colour scale of tokens -> column, minimum and maximum (None: of the sample)
 _COLOURS: dict[str, tuple[str, float | None, float | None]] = {
@@ -73,7 +74,7 @@ def _read_samples(run: Path, iteration: int | None) -> list[dict[str, Any]]:
     Raises:
         ValueError: there are none; the message lists iterations that have some.
     """
-    everything = list(read_lines(run / "completions.jsonl"))
+    everything = list(read_completions(run))
     if not everything:
         raise ValueError(f"{run} has no completions.jsonl: set rl_config.log_completions=true to write samples.")
     written = sorted({sample["iteration"] for sample in everything})
@@ -94,8 +95,8 @@ def _print_table(console: Console, samples: Sequence[Mapping[str, Any]]) -> None
         table.add_row(
             str(index),
             str(sample.get("group", "")),
-            _format(sample["reward"]),
-            _format(sample["advantage"]),
+            _format(sample.get("reward")),
+            _format(sample.get("advantage")),
             "" if tokens is None else str(len(tokens["ids"])),
             Text(response if len(response) <= 160 else response[:157] + "..."),
         )
@@ -110,7 +111,7 @@ def _print_sample(console: Console, sample: Mapping[str, Any], colour: str, *, w
     console.print(Text(sample["response"]) if tokens is None else _colour_tokens(tokens, colour))
     parts = ", ".join(f"{name} {_format(value)}" for name, value in (sample.get("parts") or {}).items())
     extra = ", ".join(f"{name} {value}" for name, value in (sample.get("extra") or {}).items())
-    console.print(f"reward {_format(sample['reward'])} ({parts}), advantage {_format(sample['advantage'])}")
+    console.print(f"reward {_format(sample.get('reward'))} ({parts}), advantage {_format(sample.get('advantage'))}")
     console.print(Text(extra, style="dim"))
     for depth, line in describe_turns(sample):
         console.print(Text(f"{'  ' * depth}{line}"))
@@ -132,6 +133,7 @@ def _colour_tokens(tokens: Mapping[str, Any], colour: str) -> Text:
     text = Text()
     for index, token in enumerate(tokens["texts"]):
         position = (values[index] - minimum) / (maximum - minimum) if maximum > minimum else 1.0
+        position = position if math.isfinite(position) else 1.0
         style = _SCALE[min(int(max(position, 0.0) * len(_SCALE)), len(_SCALE) - 1)]
         if not tokens["loss_mask"][index]:
             style += " strike"

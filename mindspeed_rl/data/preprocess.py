@@ -21,6 +21,7 @@ import numpy as np
 
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DropReason
+from mindspeed_rl.data.forms import describe_right_handler, read_first_row
 from mindspeed_rl.data.handlers.base import Handler, HandlerSettings
 from mindspeed_rl.data.images import ImageReader, ImageRules, join_image_columns
 from mindspeed_rl.data.indexed import (
@@ -45,7 +46,7 @@ _OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools", "images")
 
 
 @dataclass
-class _Report:
+class PreprocessReport:
     """Outcome of a run."""
 
     counts: Counts
@@ -118,18 +119,26 @@ def _check_reasoning(config: PreprocessConfig, template: Template | HfTemplate) 
         template.drop_thinking = config.drop_thinking
 
 
-def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> _Report:
+def run(
+    config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE, source: RowSource | None = None
+) -> PreprocessReport:
     """Write the dataset and return the report.
 
     Args:
         chunk_size: rows that a worker encodes at a time; the files do not depend on it.
+        source: rows in place of those at `input`.
 
     Raises:
         ValueError: wrong settings; a malformed row while on_bad_row is "error" (with file and row); no row was kept.
     """
     started = time.monotonic()
     handler = _build_handler(config)
-    source = _open_input(config, handler, chunk_size)
+    source = source or _open_input(config, handler, chunk_size)
+    first = read_first_row(source)
+    hint = "" if first is None else describe_right_handler(handler, first[1])
+    if first is not None and hint and config.on_bad_row == "error":
+        problem = handler.encode([(1, first[1])]).bad[0][1]
+        raise ValueError(f"{first[0]}: {problem}{hint}")
     for path in source.ignored:
         print(f"ignored (of another format or split than the files that are read): {path}", file=sys.stderr)
     if source.note:
@@ -145,7 +154,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         if counts.rows_kept == 0:
             dropped = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.items())
             raise ValueError(
-                f"no row of {config.input!r} was kept ({counts.rows_read} read; {dropped or 'the input is empty'})"
+                f"no row of {config.input!r} was kept ({counts.rows_read} read; {dropped or 'the input is empty'}){hint}"
             )
         merged = {name: str(work / f"merged_{Path(prefix).name}") for name, prefix in names.items()}
         for name, prefix in merged.items():
@@ -157,9 +166,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
         if config.pack:
             merged, packs = _pack(config, handler, merged, lengths, work)
             names[SAMPLE_LENGTHS] = column_prefix(config.output_prefix, SAMPLE_LENGTHS)
-        written = {
-            name: open_indexed(prefix) for name, prefix in merged.items() if name not in (SAMPLE_LENGTHS, IMAGE_BYTES)
-        }
+        written = {name: open_indexed(prefix) for name, prefix in merged.items() if name not in (SAMPLE_LENGTHS, IMAGE_BYTES)}
         sample = {name: np.asarray(dataset[0]) for name, dataset in written.items()}
         first_sample = render_columns(handler.settings.tokenizer, sample)
         files = publish(merged, names)
@@ -169,7 +176,7 @@ def run(config: PreprocessConfig, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) ->
     text = format_summary(
         counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
     )
-    return _Report(counts, files, text, lengths)
+    return PreprocessReport(counts, files, text, lengths)
 
 
 def _open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:
@@ -301,7 +308,9 @@ def show(config: PreprocessConfig, count: int) -> str:
         for number, row in read_chunk(chunk):
             batch = handler.encode([(number, row)])
             if batch.bad and config.on_bad_row == "error":
-                raise ValueError(f"{chunk.path}, row {number}: {batch.bad[0][1]} (on_bad_row=skip leaves such rows out)")
+                hint = describe_right_handler(handler, row) if isinstance(row, Mapping) else ""
+                advice = hint or " (on_bad_row=skip leaves such rows out)"
+                raise ValueError(f"{chunk.path}, row {number}: {batch.bad[0][1]}{advice}")
             dropped.update(batch.dropped)
             dropped[DropReason.MALFORMED] += len(batch.bad)
             for encoded in batch.rows:

@@ -353,8 +353,8 @@ def open_prompts(
             #count after it only these rows are read; rows count from 0, before any is left out.
         max_prompt_length: prompts with this many tokens or more are filtered out, and counted.
         long_prompts: what becomes of them, as `rl_config.long_prompts` says.
-        dataset_additional_keys: columns to keep; `labels` is the reference answer. None keeps `labels` where the data has them
-            (raw data: where the first row has the column).
+        dataset_additional_keys: columns to keep; `labels` is the reference answer, which raw data also keeps where map_keys
+            names its column. None keeps `labels` where the data has them (raw data: where the first row has the column).
         settings: how raw data is read. A template that replaces the end token also sets it in `tokenizer`.
 
     Raises:
@@ -370,8 +370,8 @@ def open_prompts(
             indexed, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped={}, first=start
         )
     opened = open_hub(data_path) if data_path.startswith(HUBS) else open_source(data_path)
-    source = replace(opened, max_rows=stop)
-    rows, dropped = _load_raw(source, start, tokenizer, dataset_additional_keys, settings)
+    source = replace(opened, max_rows=stop, skip_rows=start)
+    rows, dropped = _load_raw(source, tokenizer, dataset_additional_keys, settings)
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
     return PromptDataset(
         rows, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped=dropped, note=source.note
@@ -417,7 +417,6 @@ def split_slice(data_path: str) -> tuple[str, int, int | None]:
 
 def _load_raw(
     source: Source,
-    start: int,
     tokenizer: PreTrainedTokenizerBase,
     keys: Sequence[str] | None,
     settings: PromptSettings,
@@ -433,11 +432,8 @@ def _load_raw(
     images = None if rules is None else ImageReader.build(rules, tokenizer, settings.image_folder)
     dropped: dict[str, int] = {}
     handler: PromptHandler | None = None
-    to_skip = start
     for chunk in source.chunks():
-        # by row number: empty lines are counted, as by `_limit_rows`, but not read
-        numbered = [(number, row) for number, row in read_chunk(chunk) if number - chunk.first_row >= to_skip]
-        to_skip = max(0, to_skip - chunk.num_rows)
+        numbered = read_chunk(chunk)
         if not numbered:
             continue
         if handler is None:
@@ -451,6 +447,8 @@ def _load_raw(
                 guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
                 has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
                 keys = (LABELS,) if has_answer else ()
+            if (settings.map_keys or {}).get("response") and LABELS not in keys and settings.map_keys is not _PLAIN_COLUMNS:
+                keys = (LABELS, *keys)  # named as the answer, it is the label of rewards, agents and environments
             kind = handler_class(settings.handler_name or _choose_handler(first, keys, settings.map_keys))
             reader = kind(
                 HandlerSettings(

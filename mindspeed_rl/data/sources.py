@@ -41,9 +41,7 @@ _FORMATS = {
 }
 #: suffixes of files of text, which may be compressed
 _TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
-_READABLE = _FORMATS | {
-    suffix + compression: _FORMATS[suffix] for suffix in _TEXT_SUFFIXES for compression in COMPRESSIONS
-}
+_READABLE = _FORMATS | {suffix + compression: _FORMATS[suffix] for suffix in _TEXT_SUFFIXES for compression in COMPRESSIONS}
 #: names of configurations in a message
 _MAX_NAMES = 12
 _PATTERN = re.compile(r"[*?\[]")
@@ -82,7 +80,8 @@ class TaggedRow:
 class Chunk:
     """A run of `num_rows` rows of one file.
 
-    `first_row` counts from 1, `weight` is the chunk's part of `total_weight`; with a `tag` the rows are read as TaggedRow.
+    `first_row` counts from 1, `weight` is the chunk's part of `total_weight`; with a `tag` the rows are read as TaggedRow. The
+    first `skip` rows are not read.
     """
 
     path: str
@@ -94,6 +93,7 @@ class Chunk:
     stop: int = 0
     payload: Any = None
     tag: int | None = None
+    skip: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,9 +135,9 @@ class RowSource(Protocol):
 
 @dataclass(frozen=True)
 class Source:
-    """Files of one format (or a Hugging Face dataset), in the order in which they are read, up to `max_rows` rows.
+    """Files of one format (or a Hugging Face dataset), in the order in which they are read, from `skip_rows` to `max_rows`.
 
-    `note` tells which split was taken, where there are several.
+    Both count rows from 0, over all files (lines, in a line file). `note` tells which split was taken, where there are several.
     """
 
     format: str
@@ -146,6 +146,7 @@ class Source:
     note: str | None = None
     dataset: Any = None
     max_rows: int | None = None
+    skip_rows: int = 0
     chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE
 
     def total_weight(self) -> int | None:
@@ -165,7 +166,7 @@ class Source:
 
     def chunks(self) -> Iterator[Chunk]:
         """Yield every row once, in file order."""
-        return _limit_rows(self._all_chunks(), self.max_rows)
+        return _skip_rows(_limit_rows(self._all_chunks(), self.max_rows), self.skip_rows)
 
     def _all_chunks(self) -> Iterator[Chunk]:
         if self.format == "dataset":
@@ -644,7 +645,7 @@ _CHUNKERS: dict[str, Callable[[str, ChunkSize], Iterator[Chunk]]] = {
 
 def read_chunk(chunk: Chunk) -> list[tuple[int, Any]]:
     """Read the rows of a chunk with their row numbers; a line that is not JSON is a MalformedRowError, an empty one skipped."""
-    rows = _chunk_rows(chunk)
+    rows = [(number, row) for number, row in _chunk_rows(chunk) if number - chunk.first_row >= chunk.skip]
     return rows if chunk.tag is None else [(number, TaggedRow(chunk.tag, row)) for number, row in rows]
 
 
@@ -704,7 +705,15 @@ def _limit_rows(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk
         left -= chunk.num_rows
 
 
-def read_rows(source: Source) -> Iterator[tuple[str, int, Row | MalformedRowError]]:
+def _skip_rows(chunks: Iterator[Chunk], count: int) -> Iterator[Chunk]:
+    """Yield the chunks without their first `count` rows."""
+    for chunk in chunks:
+        if count < chunk.num_rows:
+            yield replace(chunk, skip=count)
+        count = max(0, count - chunk.num_rows)
+
+
+def read_rows(source: RowSource) -> Iterator[tuple[str, int, Row | MalformedRowError]]:
     """Yield (path, row number, row) of everything, in this process."""
     for chunk in source.chunks():
         for number, row in read_chunk(chunk):

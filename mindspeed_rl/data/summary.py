@@ -67,10 +67,18 @@ def _format_lengths(lengths: np.ndarray) -> str:
     return f"lengths: mean {lengths.mean():.1f}, p50 {p50}, p90 {p90}, p99 {p99}, max {int(lengths.max())} tokens"
 
 
-def _mark_text(
-    tokenizer: PreTrainedTokenizerBase, input_ids: Sequence[int] | np.ndarray, labels: Sequence[int] | np.ndarray | None
+def mark_text(
+    tokenizer: PreTrainedTokenizerBase,
+    input_ids: Sequence[int] | np.ndarray,
+    labels: Sequence[int] | np.ndarray | None,
+    *,
+    limit: int | None = None,
 ) -> str:
-    """Decode a sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked."""
+    """Decode a sample with every run of trained tokens between ⟦ and ⟧; without labels nothing is marked.
+
+    Args:
+        limit: characters of each run; its middle is left out beyond them.
+    """
     ids = [int(token) for token in input_ids]
     if labels is None:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
@@ -82,6 +90,8 @@ def _mark_text(
         while stop < len(ids) and trained[stop] == trained[start]:
             stop += 1
         run = str(tokenizer.decode(ids[start:stop], skip_special_tokens=False))
+        if limit is not None and len(run) > limit:
+            run = f"{run[: limit // 2]} [...] {run[-limit // 2 :]}"
         text.append(f"⟦{run}⟧" if trained[start] else run)
         start = stop
     return "".join(text)
@@ -105,7 +115,7 @@ def render_columns(tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, np.
                 labels = None
         elif name.endswith("labels") and len(tokens) == len(columns.get(name.replace("labels", "input_ids"), ())):
             continue
-        parts.append(f"[{name}: {len(tokens)} tokens]\n{_mark_text(tokenizer, tokens, labels)}")
+        parts.append(f"[{name}: {len(tokens)} tokens]\n{mark_text(tokenizer, tokens, labels)}")
     return "\n".join(parts)
 
 

@@ -46,6 +46,7 @@ _KEYS = {
     ),
     "mtp_num_layers": 0,
     "check_weight_copies_interval": 0,
+    "optimizer_offload_fraction": 0.0,
     "lr_warmup_iters": 0,
     "lr_decay_style": "constant",
     "train_iters": 1,

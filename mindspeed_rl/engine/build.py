@@ -273,4 +273,7 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
+    for model in models:
+        if isinstance(model, PolicyModel):
+            model.adds_to_main_grad = config.adds_head_to_main_grad
     return BuiltModel(plan, transformer, [*ddp_chunks], ddp_chunks, models)

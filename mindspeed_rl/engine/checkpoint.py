@@ -54,6 +54,7 @@ from mindspeed_rl.engine.disks import (
 )
 from mindspeed_rl.engine.interface import Engine, StateFiles
 from mindspeed_rl.engine.lora_layers import LoraSettings
+from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.files import read_json
@@ -613,7 +614,7 @@ class MegatronFiles:
             engine.load_optimizer(state, record)
         elif engine.optimizer is not None:
             # its fp32 main weights are still copies of those from before the load
-            engine.optimizer.reload_model_params()
+            reload_main_weights(engine.optimizer)
 
 
 def build_megatron_files(engine: Engine) -> StateFiles:

@@ -87,23 +87,24 @@ class MuonAdamW(torch.optim.Optimizer):
             # one count a group, which Megatron's checkpoints keep
             group["step"] = int(group.get("step", 0)) + 1
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
-                if parameter in self._matrices:
-                    parameter.add_(self._compute_direction(parameter), alpha=-group["lr"])
-                else:
-                    self._move_by_adam(parameter, group)
+                if parameter.grad is not None:
+                    self.update(parameter, group)
         return None
 
-    def _move_by_adam(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        """W <- W - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), arXiv:1711.05101 after the decay."""
-        (beta1, beta2), state, count = group["betas"], self.state[parameter], group["step"]
-        first, second = state["exp_avg"], state["exp_avg_sq"]
-        first.lerp_(parameter.grad, 1.0 - beta1)
-        second.mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1.0 - beta2)
-        spread = second.sqrt().div_(math.sqrt(1.0 - beta2**count)).add_(group["eps"])
-        parameter.addcdiv_(first, spread, value=-group["lr"] / (1.0 - beta1**count))
+    def is_matrix(self, parameter: Tensor) -> bool:
+        """Return True for a parameter that Muon updates, and False for one of AdamW."""
+        return parameter in self._matrices
+
+    @torch.no_grad()
+    def update(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
+        """Update a parameter that has a gradient and a state; collective over ranks that share a matrix."""
+        if not self.is_matrix(parameter):
+            state, gradient = self.state[parameter], parameter.grad
+            assert gradient is not None
+            move_by_adam(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], group)
+            return
+        parameter.mul_(1.0 - group["lr"] * group["weight_decay"])
+        parameter.add_(self._compute_direction(parameter), alpha=-group["lr"])
 
     def _compute_direction(self, parameter: Tensor) -> Tensor:
         """Return s O of the parameter, this rank's part of it, after the update of its momentum."""
@@ -137,6 +138,19 @@ class MuonAdamW(torch.optim.Optimizer):
             return moved[0]
         by_group = [part.view(-1, rows, update.size(1)) for part, rows in zip(moved, matrix.heads)]
         return torch.cat(by_group, dim=1).view_as(update)
+
+
+def move_by_adam(weight: Tensor, gradient: Tensor, first: Tensor, second: Tensor, group: Mapping[str, Any]) -> None:
+    """Update a weight and its moments m and v in place: W <- (1 - lr wd) W - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps).
+
+    arXiv:1711.05101.
+    """
+    (beta1, beta2), count = group["betas"], group["step"]
+    weight.mul_(1.0 - group["lr"] * group["weight_decay"])
+    first.lerp_(gradient, 1.0 - beta1)
+    second.mul_(beta2).addcmul_(gradient, gradient, value=1.0 - beta2)
+    spread = second.sqrt().div_(math.sqrt(1.0 - beta2**count)).add_(group["eps"])
+    weight.addcdiv_(first, spread, value=-group["lr"] / (1.0 - beta1**count))
 
 
 def orthogonalize(update: Tensor, num_steps: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.muon import use_muon
+from mindspeed_rl.engine.offloaded_optimizer import EmptyMainWeights, OffloadedOptimizer, offload_states
 from mindspeed_rl.models.vision import TOWER, get_tower_part
 
 #: every parameter's state has its own name, whatever the data-parallel size
@@ -80,9 +82,13 @@ def build_optimizer(config: MegatronConfig, chunks: list[MegatronModule]) -> Meg
         # its type asks for weight decay too, which is the group's where it is left out
         assert overrides is not None
         overrides[ParamKey(with_name_predicate=part)] = cast(Any, {"max_lr": rate, "min_lr": config.min_lr * rate / config.lr})
-    optimizer = get_megatron_optimizer(settings, chunks, overrides)
+    is_offloaded = config.optimizer_offload_fraction > 0
+    with EmptyMainWeights() if is_offloaded else contextlib.nullcontext():
+        optimizer = get_megatron_optimizer(settings, chunks, overrides)
     if config.optimizer == "muon":
         use_muon(optimizer, chunks, config)
+    if is_offloaded:
+        offload_states(optimizer, config)
     return optimizer
 
 
@@ -184,7 +190,9 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float) -> None:
 # file's, and the number of steps is the schedule's.
 
 
-def shard_optimizer_state(optimizer: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> dict[str, _States]:
+def shard_optimizer_state(
+    optimizer: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool, is_copied: bool = False
+) -> dict[str, _States]:
     """Return the sharded state that Megatron saves or loads, by part of the optimizer; collective.
 
     Parameters that were never updated get their initial moments: a save before the first step has them too.
@@ -192,8 +200,12 @@ def shard_optimizer_state(optimizer: MegatronOptimizer, weights: ShardedStateDic
     Args:
         weights: the model chunks' sharded state.
         is_loading: True where its content is about to be replaced.
+        is_copied: states in host memory are copied, because steps follow while they are written.
     """
-    return {name: _shard_part(part, weights, is_loading=is_loading) for name, part in _list_parts(optimizer).items()}
+    return {
+        name: _shard_part(part, weights, is_loading=is_loading, is_copied=is_copied)
+        for name, part in _list_parts(optimizer).items()
+    }
 
 
 def load_optimizer_state(optimizer: MegatronOptimizer, states: dict[str, _States], *, num_steps: int) -> None:
@@ -203,9 +215,23 @@ def load_optimizer_state(optimizer: MegatronOptimizer, states: dict[str, _States
         num_steps: steps of the optimizer at the time of the save.
     """
     for name, part in _list_parts(optimizer).items():
-        # Adam's bias correction depends on it
-        groups = [{**group, "step": num_steps} for group in part.optimizer.state_dict()["param_groups"]]
-        part.load_state_dict(_build_state_dict(part, states.get(name, {}), groups))
+        with _all_states(part):
+            # Adam's bias correction depends on it
+            groups = [{**group, "step": num_steps} for group in part.optimizer.state_dict()["param_groups"]]
+            part.load_state_dict(_build_state_dict(part, states.get(name, {}), groups))
+
+
+def reload_main_weights(optimizer: MegatronOptimizer) -> None:
+    """Copy the model's weights to the main weights, after a load without the optimizer."""
+    for part in _list_parts(optimizer).values():
+        with _all_states(part):
+            part.reload_model_params()
+
+
+def _all_states(part: MegatronOptimizer) -> contextlib.AbstractContextManager[None]:
+    """Give the part's inner optimizer the states that are off the device, too."""
+    inner = part.optimizer
+    return inner.on_host() if isinstance(inner, OffloadedOptimizer) else contextlib.nullcontext()
 
 
 def _list_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
@@ -214,23 +240,36 @@ def _list_parts(optimizer: MegatronOptimizer) -> dict[str, MegatronOptimizer]:
     return {f"part{index}": part for index, part in enumerate(chain) if part.optimizer is not None}
 
 
-def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool) -> _States:
-    if part.init_state_fn is not None:
-        part.init_state_fn(part.optimizer, part.config)
-    sharded = part.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)
-    if isinstance(part, DistributedOptimizer):
-        states = {}
-        for index, tensors in sharded["param_state"].items():
-            states[index] = {name: tensors[name] for name in ("exp_avg", "exp_avg_sq")}
-            if part.config.bf16:  # an fp32 model's main weights are its weights
-                key = tensors["param"].key.removeprefix(f"{_STATE}param.")
-                states[index]["fp32_param"] = replace(tensors["param"], key=f"{_STATE}fp32_param.{key}")
-        return states
-    if isinstance(part, Float16OptimizerWithFloat16Params):
-        mains = itertools.chain.from_iterable(sharded["fp32_from_fp16_params"])
-        states = sharded["optimizer"]["state"]
-        return {index: {**states[index], "fp32_param": main} for index, main in enumerate(mains)}
-    return sharded["state"]
+def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loading: bool, is_copied: bool) -> _States:
+    with _all_states(part):
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, part.config)
+        sharded = part.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)
+        if isinstance(part, DistributedOptimizer):  # copies, gathered from its ranks
+            states = {}
+            for index, tensors in sharded["param_state"].items():
+                states[index] = {name: tensors[name] for name in ("exp_avg", "exp_avg_sq")}
+                if part.config.bf16:  # an fp32 model's main weights are its weights
+                    key = tensors["param"].key.removeprefix(f"{_STATE}param.")
+                    states[index]["fp32_param"] = replace(tensors["param"], key=f"{_STATE}fp32_param.{key}")
+            return states
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            mains = itertools.chain.from_iterable(sharded["fp32_from_fp16_params"])
+            states = sharded["optimizer"]["state"]
+            states = {index: {**states[index], "fp32_param": main} for index, main in enumerate(mains)}
+        else:
+            states = sharded["state"]
+        if not isinstance(part.optimizer, OffloadedOptimizer):
+            return states
+        return {
+            index: {name: _hold(value, is_copied=is_copied) for name, value in state.items()} for index, state in states.items()
+        }
+
+
+def _hold(value: Any, *, is_copied: bool) -> object:
+    """Return a sharded tensor that keeps the memory that it has now, or a copy of it where that is on the host."""
+    data = value.data.detach()
+    return replace(value, data=data.clone() if is_copied and data.device.type == "cpu" else data)
 
 
 def _build_state_dict(part: MegatronOptimizer, states: _States, groups: list[dict[str, object]]) -> dict[str, object]:

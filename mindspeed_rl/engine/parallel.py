@@ -18,7 +18,7 @@ from torch import Tensor
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.platform.environment import STORE_VARIABLE
-from mindspeed_rl.platform.rendezvous import open_store
+from mindspeed_rl.platform.rendezvous import naming_strangers, open_store
 
 #: seconds that ranks wait for each other in a collective before the run fails, unless the environment sets another value
 _COLLECTIVE_TIMEOUT_S = 1800.0
@@ -76,8 +76,9 @@ def init_distributed(config: MegatronConfig, num_chunks: int) -> None:
     # before the process group: its communicators belong to the current device
     platform.current().set_device(info.local_rank)
     platform.current().set_deterministic(config.deterministic or config.npu_deterministic)
-    init_process_group(info, info.timeout_s)
-    _init_model_parallel(config, num_chunks, info.timeout_s)
+    with naming_strangers():
+        init_process_group(info, info.timeout_s)
+        _init_model_parallel(config, num_chunks, info.timeout_s)
     _seed_all(config.seed)
 
 

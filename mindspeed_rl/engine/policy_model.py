@@ -30,6 +30,7 @@ class HeadRequest:
     """Request to the head for a micro-batch. It travels through GPTModel.forward as its `labels`.
 
     Attributes:
+        chunk_size, vocab_chunk_size: see `VocabHead`.
         outputs: what is computed.
         parts: parts of the engine that add to the hidden states first.
     """
@@ -37,6 +38,7 @@ class HeadRequest:
     micro_batch: MicroBatch
     temperature: float
     chunk_size: int
+    vocab_chunk_size: int | None = None
     outputs: HeadOutputs = HeadOutputs()
     parts: Sequence[EnginePart] = ()
 
@@ -137,11 +139,13 @@ class PolicyModel(_ResponseAligned):
         true_vocab_size: rows of the vocabulary that are real; the rest is padding and gets no probability.
         final_logit_softcapping: cap of the logits, None for none.
         fp32_lm_head: log-probs are computed from logits in float32, whatever the format of the weights.
+        adds_to_main_grad: the head's gradient goes into Megatron's buffer at once; see `VocabHead`.
     """
 
     true_vocab_size: int
     final_logit_softcapping: float | None = None
     fp32_lm_head: bool = False
+    adds_to_main_grad: bool = False
 
     def _postprocess(
         self,
@@ -173,6 +177,8 @@ class PolicyModel(_ResponseAligned):
                 softcap=self.final_logit_softcapping,
                 in_float32=self.fp32_lm_head,
                 group=self.pg_collection.tp,
+                vocab_chunk_size=labels.vocab_chunk_size,
+                adds_to_main_grad=self.adds_to_main_grad,
             ),
             select=self._select_hidden,
             align=lambda values: self._to_response(values, labels.micro_batch),

@@ -407,7 +407,11 @@ class TrainEngine:
             state[f"model{index}"] = weights
         if with_optimizer and self.optimizer is not None:
             weights = state if len(self.model.models) > 1 else {"model": state["model0"]}
-            state["optimizer"] = shard_optimizer_state(self.optimizer, weights, is_loading=is_loading)
+            # the CPU's writer copies everything; a device's only what is on the device
+            is_copied = self.config.async_save and self.device.type != "cpu"
+            state["optimizer"] = shard_optimizer_state(
+                self.optimizer, weights, is_loading=is_loading, is_copied=is_copied and not is_loading
+            )
         return state
 
     def load_weights(self, state: ShardedStateDict, *, strict: bool) -> None:
@@ -507,7 +511,10 @@ class TrainEngine:
             index, micro_batch = next(iterator)
             for part in parts:
                 part.arm(indices[id(chunk)], micro_batch)
-            request = HeadRequest(micro_batch, temperature, self.config.loss_chunk_size, outputs, parts)
+            config = self.config
+            request = HeadRequest(
+                micro_batch, temperature, config.loss_chunk_size, config.loss_vocab_chunk_size, outputs, parts
+            )
             computed = chunk(
                 micro_batch.input_ids, micro_batch.position_ids, None, labels=request, packed_seq_params=micro_batch.packed
             )

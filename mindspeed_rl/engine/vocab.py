@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_rl import adaptors, platform
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class VocabHead:
         softcap: logits become softcap * tanh(logits / softcap) before the temperature (Gemma 2).
         in_float32: logits of 16-bit inputs are not rounded to their format (MiniMax-M1, arXiv:2506.13585).
         group: the ranks that have the other rows of the vocabulary; None where one rank has all.
+        vocab_chunk_size: rows of this rank's weight with logits in memory at one time; None for all of them.
+        adds_to_main_grad: the weight's gradient is added to Megatron's `main_grad` at once, and autograd gets none.
     """
 
     temperature: float = 1.0
@@ -32,6 +35,8 @@ class VocabHead:
     softcap: float | None = None
     in_float32: bool = False
     group: dist.ProcessGroup | None = None
+    vocab_chunk_size: int | None = None
+    adds_to_main_grad: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -42,27 +47,33 @@ class VocabHead:
         """Return the id of the first token of this rank's rows of the vocabulary, [v / tp, h]."""
         return weight.size(0) * (0 if self.group is None else self.group.rank())
 
-    def split(self, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield the chunks of the tokens and their logits on this rank, [chunk, v / tp] float32, new tensors.
-
-        Padding of the vocabulary gets no probability. No local name has the logits, so that only the caller keeps them.
-        """
+    def split(self, hidden: Tensor) -> Iterator[slice]:
+        """Yield the chunks of the tokens."""
         for start in range(0, hidden.size(0), self.chunk_size):
-            chunk = slice(start, start + self.chunk_size)
-            yield chunk, self._compute_logits(hidden[chunk], weight)
+            yield slice(start, start + self.chunk_size)
 
-    def _compute_logits(self, hidden: Tensor, weight: Tensor) -> Tensor:
+    def split_vocab(self, weight: Tensor) -> list[slice]:
+        """Return the chunks of this rank's rows of the vocabulary."""
+        count, size = weight.size(0), self.vocab_chunk_size or weight.size(0)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def compute_logits(self, hidden: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Compute the logits of these rows of the weight, [n, rows] float32, a new tensor.
+
+        Padding of the vocabulary gets no probability.
+        """
+        part = weight[rows]
         if self.in_float32 and hidden.dtype != torch.float32:
             multiply = platform.current().float32_product
-            logits = adaptors.multiply_rows(lambda rows: multiply(rows, weight), hidden)
+            logits = adaptors.multiply_rows(lambda tokens: multiply(tokens, part), hidden)
         else:
-            logits = adaptors.multiply_rows(lambda rows: rows @ weight.t(), hidden).float()
+            logits = adaptors.multiply_rows(lambda tokens: tokens @ part.t(), hidden).float()
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1.0:
             logits.div_(self.temperature)
-        if self.padding:
-            logits[:, -self.padding :] = torch.finfo(torch.float32).min
+        if (padding := rows.stop - max(rows.start, weight.size(0) - self.padding)) > 0:
+            logits[:, -padding:] = torch.finfo(torch.float32).min
         return logits
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -89,6 +100,93 @@ def _gather(values: Tensor, ids: Tensor, first: int) -> Tensor:
     return values.gather(1, column) * mine
 
 
+@dataclass
+class _Sums:
+    """Sums over the vocabulary of exp(logit - top), of that times (logit - top), and the logits at some ids, of each token.
+
+    The chunks of the vocabulary are added one after the other; where a chunk has a larger logit, what is there is scaled.
+
+    Attributes:
+        top: largest logit so far, over all ranks that share the vocabulary.
+        at: [n, k] logits at the ids; 0 where another rank has the id, or none has.
+    """
+
+    top: Tensor
+    total: Tensor
+    weighted: Tensor
+    at: Tensor
+
+    @classmethod
+    def compute(cls, head: VocabHead, hidden: Tensor, weight: Tensor, ids: Tensor) -> _Sums:
+        """Add up a chunk of tokens; collective over the ranks that share the vocabulary.
+
+        Args:
+            ids: [n, k] token ids, of any rank.
+        """
+        first, sums = head.first_id(weight), None
+        for rows in head.split_vocab(weight):
+            logits = head.compute_logits(hidden, weight, rows)
+            top = head.find_maxima(logits)
+            if sums is not None:
+                top = torch.maximum(top, sums.top)
+            at = _gather(logits, ids, first + rows.start)
+            shifted = logits.sub_(top[:, None])
+            weights = shifted.exp()
+            # weights of padding are exactly 0, their logits are huge but finite: the product is 0
+            part = cls(top, adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1), at)
+            sums = part if sums is None else sums._add(part)
+        assert sums is not None  # a rank has rows
+        return sums
+
+    def _add(self, other: _Sums) -> _Sums:
+        """Return both together; the other has the larger maxima."""
+        falls = self.top - other.top
+        scale = falls.exp()
+        weighted = scale * (self.weighted + falls * self.total)
+        return _Sums(other.top, scale * self.total + other.total, weighted + other.weighted, self.at + other.at)
+
+
+class _WeightGradient:
+    """The sum of a weight's gradient over chunks of tokens, in float32, rounded once at the end."""
+
+    def __init__(self, weight: Tensor, *, is_single: bool) -> None:
+        """Begin with nothing.
+
+        Args:
+            weight: [v / tp, h].
+            is_single: only one chunk of tokens and of rows follows, which is not copied.
+        """
+        self._dtype = weight.dtype
+        self._sum = None if is_single else torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        """Add grad_logits^T [rows, n] @ hidden [n, h]."""
+        product = grad_logits.t() @ hidden
+        if self._sum is None:
+            self._sum = product
+        else:
+            self._sum[rows].add_(product)
+
+    def finish(self) -> Tensor | None:
+        """Return the gradient for autograd."""
+        return None if self._sum is None else self._sum.to(self._dtype)
+
+
+class _MainGradient(_WeightGradient):
+    """The same, added to Megatron's float32 gradient of the weight: without a tensor of the weight's size."""
+
+    def __init__(self, weight: Any) -> None:
+        self._main = weight.main_grad
+
+    def add(self, rows: slice, grad_logits: Tensor, hidden: Tensor) -> None:
+        for start in range(rows.start, rows.stop, HEAD_ROWS):
+            stop = min(start + HEAD_ROWS, rows.stop)
+            self._main[start:stop].add_(grad_logits[:, start - rows.start : stop - rows.start].t() @ hidden)
+
+    def finish(self) -> None:
+        """Return nothing: autograd has nothing to add."""
+
+
 class _VocabLogProbs(torch.autograd.Function):
     """Function log softmax(hidden @ weight^T / T)[label] and the entropy of that softmax, without keeping any logits.
 
@@ -96,8 +194,8 @@ class _VocabLogProbs(torch.autograd.Function):
     `divergence` of these log-probs and a teacher's its results [n] take that output's place: chunk by chunk, in either
     direction, so that k may be the vocabulary.
 
-    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, vocab / tp] float32 in either direction, so
-    both work in place wherever the values are not needed again.
+    Backward recomputes the logits of each chunk. Memory is two chunks of [chunk, rows of the vocabulary] float32 in either
+    direction, so both work in place wherever the values are not needed again.
     """
 
     @staticmethod
@@ -111,7 +209,7 @@ class _VocabLogProbs(torch.autograd.Function):
         teacher: Tensor | None,
         divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None,
     ) -> tuple[Tensor, ...]:
-        first = head.first_id(weight)
+        first, vocab = head.first_id(weight), weight.size(0)
         # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
         statistics: tuple[list[Tensor], ...] = ([], [], [])
         at_others: Tensor | None = None
@@ -121,17 +219,13 @@ class _VocabLogProbs(torch.autograd.Function):
         elif not hidden.size(0):
             assert teacher is not None
             added = [divergence(teacher, teacher)]
-        for chunk, logits in head.split(hidden, weight):
-            top = head.find_maxima(logits)
-            shifted = logits.sub_(top[:, None])
-            weights = shifted.exp()
-            # one rank has the label, the others add 0
-            picked = _gather(shifted, labels[chunk, None], first)[:, 0]
-            # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            at = None if others is None else _gather(shifted, others[chunk], first)  # before `shifted` is overwritten
-            sums = torch.stack([adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1), picked], 1)
-            summed = head.all_reduce(sums if at is None else torch.cat([sums, at], 1))
-            total, weighted, picked = summed[:, :3].unbind(1)
+        for chunk in head.split(hidden):
+            ids = labels[chunk, None] if others is None else torch.cat([labels[chunk, None], others[chunk].long()], 1)
+            sums = _Sums.compute(head, hidden[chunk], weight, ids)
+            # one rank has an id, the others add 0
+            picked = (sums.at - sums.top[:, None]) * _locate(ids, first, vocab)[1]
+            summed = head.all_reduce(torch.cat([torch.stack([sums.total, sums.weighted], 1), picked], 1))
+            total, weighted, label = summed[:, :3].unbind(1)
             log_total = total.log()
             if at_others is not None:
                 at_others[chunk] = summed[:, 3:] - log_total[:, None]
@@ -139,7 +233,7 @@ class _VocabLogProbs(torch.autograd.Function):
                 assert others is not None and teacher is not None
                 student = (summed[:, 3:] - log_total[:, None]).masked_fill(others[chunk] < 0, float("-inf"))
                 added.append(divergence(student, teacher[chunk]))
-            for values, of_chunk in zip(statistics, (picked - log_total, top + log_total, log_total - weighted / total)):
+            for values, of_chunk in zip(statistics, (label - log_total, sums.top + log_total, log_total - weighted / total)):
                 values.append(of_chunk)
         nothing = hidden.new_empty(0, dtype=torch.float32)
         log_probs, log_z, entropy = (values[0] if len(values) == 1 else torch.cat([nothing, *values]) for values in statistics)
@@ -156,56 +250,65 @@ class _VocabLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, *grad_added: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         hidden, weight, labels, log_z, entropy, others, teacher = ctx.saved_tensors
-        head, divergence, vocab = ctx.head, ctx.divergence, weight.size(0)
-        first = head.first_id(weight)
+        head, divergence = ctx.head, ctx.divergence
+        first, parts = head.first_id(weight), head.split_vocab(weight)
         grad_hidden = torch.empty_like(hidden)
-        # several chunks add up in float32 and are rounded once, at the end
-        grad_weight: Tensor | None = None
-        if ctx.needs_input_grad[1] and not 0 < hidden.size(0) <= head.chunk_size:
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        gradient: _WeightGradient | None = None
+        if ctx.needs_input_grad[1]:
+            is_single = 0 < hidden.size(0) <= head.chunk_size and len(parts) == 1
+            gradient = _MainGradient(weight) if head.adds_to_main_grad else _WeightGradient(weight, is_single=is_single)
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_z)
         has_divergence = divergence is not None and any(grad is not None for grad in grad_added)
         grad_at = grad_added[0] if divergence is None and grad_added else None
-        for chunk, logits in head.split(hidden, weight):
-            slope = None
-            if head.softcap is not None:
-                # padding has no gradient, so its value does not matter here
-                slope = (logits * head.temperature).div_(head.softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
-            log_softmax = logits.sub_(log_z[chunk, None])
-            grad_others = None if grad_at is None else grad_at[chunk]
-            if has_divergence:
-                student = head.all_reduce(_gather(log_softmax, others[chunk], first))
-                student = student.masked_fill_(others[chunk] < 0, float("-inf"))
-                grads = [grad if grad is None else grad[chunk] for grad in grad_added]
-                grad_others = _differentiate(divergence, student, teacher[chunk], grads)
-            # the sum over all log-probs of a token: each takes the softmax off the logits once
-            grad_totals = grad_log_probs[chunk] if grad_others is None else grad_log_probs[chunk] + grad_others.sum(-1)
-            # None where entropy is only measured, as in most runs
-            if grad_entropy is None:
-                grad_logits = log_softmax.exp_().mul_(-grad_totals[:, None])
-            else:
-                softmax = log_softmax.exp()
-                # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
-                of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
-                grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
-            column, mine = _locate(labels[chunk], first, vocab)
-            grad_logits.scatter_add_(1, column[:, None], (grad_log_probs[chunk] * mine)[:, None])
-            if grad_others is not None:
-                column, mine = _locate(others[chunk].long(), first, vocab)
-                grad_logits.scatter_add_(1, column, grad_others * mine)
-            if head.temperature != 1.0:
-                grad_logits /= head.temperature
-            if slope is not None:
-                grad_logits *= slope
-            grad_logits = grad_logits.to(hidden.dtype)
-            grad_hidden[chunk] = grad_logits @ weight
-            if ctx.needs_input_grad[1]:
-                of_chunk = grad_logits.t() @ hidden[chunk]
-                grad_weight = of_chunk if grad_weight is None else grad_weight.add_(of_chunk)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, *(None,) * 5
+        for chunk in head.split(hidden):
+            tokens, grad_others = hidden[chunk], None if grad_at is None else grad_at[chunk]
+            student: Tensor | None = None
+            if has_divergence and len(parts) > 1:  # its gradient at an id depends on the log-probs at all of them
+                student = torch.zeros_like(others[chunk], dtype=torch.float32)
+                for rows in parts:
+                    student += _gather(head.compute_logits(tokens, weight, rows), others[chunk], first + rows.start)
+                student = student.sub_(log_z[chunk, None]).mul_(_locate(others[chunk].long(), first, weight.size(0))[1])
+            products: list[Tensor] = []
+            for rows in parts:
+                logits, start = head.compute_logits(tokens, weight, rows), first + rows.start
+                slope = None
+                if head.softcap is not None:
+                    # padding has no gradient, so its value does not matter here
+                    slope = (logits * head.temperature).div_(head.softcap).clamp_(-1.0, 1.0).square_().neg_().add_(1.0)
+                log_softmax = logits.sub_(log_z[chunk, None])
+                if has_divergence and grad_others is None:
+                    student = _gather(log_softmax, others[chunk], start) if student is None else student
+                    student = head.all_reduce(student).masked_fill_(others[chunk] < 0, float("-inf"))
+                    grads = [grad if grad is None else grad[chunk] for grad in grad_added]
+                    grad_others = _differentiate(divergence, student, teacher[chunk], grads)
+                # the sum over all log-probs of a token: each takes the softmax off the logits once
+                grad_totals = grad_log_probs[chunk] if grad_others is None else grad_log_probs[chunk] + grad_others.sum(-1)
+                # None where entropy is only measured, as in most runs
+                if grad_entropy is None:
+                    grad_logits = log_softmax.exp_().mul_(-grad_totals[:, None])
+                else:
+                    softmax = log_softmax.exp()
+                    # dH/dlogit_j = -p_j (log p_j + H); p_j is exactly 0 on padding
+                    of_entropy = log_softmax.add_(entropy[chunk, None]).mul_(softmax).mul_(grad_entropy[chunk, None])
+                    grad_logits = softmax.mul_(-grad_totals[:, None]).sub_(of_entropy)
+                column, mine = _locate(labels[chunk], start, logits.size(1))
+                grad_logits.scatter_add_(1, column[:, None], (grad_log_probs[chunk] * mine)[:, None])
+                if grad_others is not None:
+                    column, mine = _locate(others[chunk].long(), start, logits.size(1))
+                    grad_logits.scatter_add_(1, column, grad_others * mine)
+                if head.temperature != 1.0:
+                    grad_logits /= head.temperature
+                if slope is not None:
+                    grad_logits *= slope
+                grad_logits = grad_logits.to(hidden.dtype)
+                product = grad_logits @ weight[rows]
+                # several chunks of the vocabulary add up in float32
+                products = [product] if not products else [products[0].float().add_(product)]
+                if gradient is not None:
+                    gradient.add(rows, grad_logits, tokens)
+            grad_hidden[chunk] = products[0]
+        return grad_hidden, None if gradient is None else gradient.finish(), *(None,) * 5
 
 
 def _differentiate(
@@ -267,11 +370,48 @@ def compute_squared_probs(hidden: Tensor, weight: Tensor, head: VocabHead = Voca
     Arguments as in `compute_vocab_log_probs`; it is a product with the vocabulary of its own.
     """
     results = torch.empty(hidden.size(0), device=hidden.device)
-    for chunk, logits in head.split(hidden, weight):
-        weights = logits.sub_(head.find_maxima(logits)[:, None]).exp_()
-        total, squares = head.all_reduce(torch.stack([weights.sum(-1), weights.square_().sum(-1)]))
+    for chunk in head.split(hidden):
+        largest: Tensor | None = None
+        sums = torch.zeros(2, *hidden[chunk].shape[:1], device=hidden.device)
+        for rows in head.split_vocab(weight):
+            logits = head.compute_logits(hidden[chunk], weight, rows)
+            top = head.find_maxima(logits)
+            if largest is not None:
+                top = torch.maximum(top, largest)
+                scale = (largest - top).exp()
+                sums *= torch.stack([scale, scale.square()])
+            largest = top
+            weights = logits.sub_(top[:, None]).exp_()
+            sums += torch.stack([weights.sum(-1), weights.square_().sum(-1)])
+        total, squares = head.all_reduce(sums)
         results[chunk] = squares / total.square()
     return results
+
+
+def _find_top(head: VocabHead, hidden: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Find this rank's best tokens of each distribution; collective over the group.
+
+    Returns:
+        The log of the sum of exponentials over all ranks [n], and of the `count` best tokens of this rank logits and ids
+        [n, count]; -inf and id -1 for padding.
+    """
+    best, columns = hidden.new_empty(len(hidden), 0, dtype=torch.float32), hidden.new_empty(len(hidden), 0, dtype=torch.int64)
+    largest: Tensor | None = None
+    total = hidden.new_zeros(len(hidden), dtype=torch.float32)
+    for rows in head.split_vocab(weight):
+        logits = head.compute_logits(hidden, weight, rows)
+        some, at = logits.topk(min(count, logits.size(1)), -1)
+        best, order = torch.cat([best, some], -1).topk(min(count, best.size(1) + some.size(1)), -1)
+        columns = torch.cat([columns, at + rows.start], -1).gather(1, order)
+        top = head.find_maxima(logits)
+        if largest is not None:
+            top = torch.maximum(top, largest)
+            total *= (largest - top).exp()
+        largest = top
+        total += logits.sub_(top[:, None]).exp_().sum(-1)
+    assert largest is not None  # a rank has rows
+    ids = torch.where(columns < weight.size(0) - head.padding, columns + head.first_id(weight), -1)
+    return largest + head.all_reduce(total).log(), best.masked_fill_(ids < 0, float("-inf")), ids
 
 
 @torch.no_grad()
@@ -287,17 +427,11 @@ def compute_top_log_probs(hidden: Tensor, weight: Tensor, k: int, head: VocabHea
         Log-probs [n, k] float32 in falling order, -inf for no token, and ids [n, k] int64; other arguments as in
         `compute_vocab_log_probs`.
     """
-    vocab, size, first = weight.size(0), head.num_ranks, head.first_id(weight)
-    count = min(k, vocab)
+    size, count = head.num_ranks, min(k, weight.size(0))
     log_probs = torch.full((hidden.size(0), k), float("-inf"), device=hidden.device)
     ids = torch.full(log_probs.shape, -1, dtype=torch.int64, device=hidden.device)
-    for chunk, logits in head.split(hidden, weight):
-        best, tokens = logits.topk(count, -1)
-        # padding of the vocabulary is not a token
-        tokens = torch.where(tokens < vocab - head.padding, tokens + first, -1)
-        top = head.all_reduce(best[:, 0].clone(), dist.ReduceOp.MAX)
-        log_z = top + head.all_reduce(logits.sub_(top[:, None]).exp_().sum(-1)).log()
-        best = best.masked_fill(tokens < 0, float("-inf"))
+    for chunk in head.split(hidden):
+        log_z, best, tokens = _find_top(head, hidden[chunk], weight, count)
         if size > 1:
             both = [torch.empty_like(best) for _ in range(size)], [torch.empty_like(tokens) for _ in range(size)]
             dist.all_gather(both[0], best.contiguous(), group=head.group)

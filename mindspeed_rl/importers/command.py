@@ -86,8 +86,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"--set {wrong[0]}: write NAME=VALUE")
     try:
         path, imported = write_import(
-            arguments.project, _read_command(words), Path(arguments.output or f"from_{arguments.project}.yaml"),
-            may_replace=arguments.force,
+            arguments.project, _read_command(words, PROJECTS[arguments.project]),
+            Path(arguments.output or f"from_{arguments.project}.yaml"), may_replace=arguments.force,
             settings=ImportSettings(
                 devices=arguments.devices, variables=variables, allow_unknown=arguments.allow_unknown,
                 accepted=frozenset(arguments.accept), rows=arguments.rows,
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _read_command(words: list[str]) -> str:
+def _read_command(words: list[str], project: SourceProject) -> str:
     """Return the text of a command, of a script that it names, or of standard input; a file of options or code stays a name.
 
     Raises:
@@ -114,7 +114,8 @@ def _read_command(words: list[str]) -> str:
     if path.is_dir():
         raise ConfigError([f"{words[0]} is a folder; name a script or a file in it"])
     if path.is_file():
-        return shlex.quote(words[0]) if path.suffix in _OPTION_FILES else path.read_text(encoding="utf-8")
+        kept = (*_OPTION_FILES, ".py") if project.reads_programs else _OPTION_FILES
+        return shlex.quote(words[0]) if path.suffix in kept else path.read_text(encoding="utf-8")
     if path.suffix in (".sh", ".bash", ".py", *_OPTION_FILES) or ("/" in words[0] and "=" not in words[0]):
         raise ConfigError([f"there is no script: {describe_missing(words[0])}"])
     return words[0]

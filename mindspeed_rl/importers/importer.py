@@ -44,12 +44,12 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
         raise ConfigError([f"this is a Python program, whose arguments are in its code: import the command or the script of "
                            f"{project.title} that starts it"])  # fmt: skip
     commands = [add_runtime_environment(item) for item in read_script(text, settings.variables, settings.folder)]
+    # what the user says is known to all who read the command
+    commands = [replace(item, environment={**item.environment, **settings.variables}) for item in commands]
     try:
         command = project.read(commands, settings.devices)
     except ConfigError as error:
         raise ConfigError([*error.errors, *list_absent_scripts(commands)]) from None
-    # what the user says is known to the formulas of the plan too
-    command = replace(command, environment={**command.environment, **settings.variables})
     run = Import(project.title, settings, project.prefix, command.options)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]

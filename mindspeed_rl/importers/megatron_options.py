@@ -6,10 +6,11 @@ from dataclasses import replace
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, by, no_effect, part, refused, same, to, with_others
-from mindspeed_rl.importers.recipe import ACTOR, BALANCING, PREDICTION, Recipe
+from mindspeed_rl.importers.recipe import ACTOR, BALANCING, PREDICTION, RL, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import set_tensorboard
+from mindspeed_rl.importers.translators import offload_optimizer, set_tensorboard
+from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
 #: value of a learning rate's style there -> here
@@ -54,7 +55,7 @@ _FASTER = (
     "no_bias_gelu_fusion no_bias_swiglu_fusion no_clone_scatter_output_in_embedding no_create_attention_mask_in_dataloader "
     "no_delay_grad_reduce no_gradient_reduce_div_fusion no_initialization no_manual_gc_eval no_overlap_p2p_communication "
     "no_persist_layer_norm no_pin_cpu_grads no_pin_cpu_params no_rope_fusion no_scatter_gather_tensors_in_pipeline "
-    "num_distributed_optimizer_instances onnx_safe optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d "
+    "num_distributed_optimizer_instances onnx_safe overlap_cpu_optimizer_d2h_h2d "
     "overlap_p2p_communication_warmup_flush overlap_param_gather_with_optimizer_step pipeline_model_parallel_comm_backend "
     "rerun_mode standalone_embedding_stage suggested_communication_unit_size te_rng_tracker tp_comm_bootstrap_backend "
     "tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_rs_dgrad train_sync_interval use_cpu_initialization use_custom_fsdp "
@@ -125,7 +126,6 @@ _REFUSED: dict[str, str] = {
     "files of arguments": "data_args_path per_split_data_args_path yaml_cfg",
     "tokenizer files; give a Hugging Face folder": "vocab_file merge_file",
     "the models of Megatron before core": "use_legacy_models model_parallel_size checkpoint_activations warmup",
-    "experts of limited capacity": "moe_expert_capacity_factor moe_pad_expert_input_to_capacity",
     "jitter at the router": "moe_input_jitter_eps",
     "dense weights as experts": "moe_use_upcycling",
     "stages that count the embedding as a layer": "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
@@ -142,11 +142,29 @@ def _profiled_ranks(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{_PROFILER}.profile_ranks": "all" if -1 in ranks else ranks})
 
 
-def _rotary_percent(run: Import, option: str, value: object) -> None:
-    if value in (1, 1.0):
-        run.note(option, "whole heads are rotated", changes_nothing=False)
+def _capacity(run: Import, option: str, value: object) -> None:
+    if isinstance(value, (int, float)) and value < 0:
+        run.note(option, "below 0: experts have no capacity", changes_nothing=False)
+    elif value:
+        run.refuse(option, "experts of limited capacity")
     else:
-        run.refuse(option, "heads that are rotated in part")
+        run.note(option, "experts have no capacity", changes_nothing=False)
+
+
+def _pre_softmax(run: Import, option: str, value: object) -> None:
+    # over the chosen experts its weights are those of a softmax over them
+    normalizes = not value or bool(run.options.get("norm_topk_prob"))
+    run.translate(option, {f"{ACTOR}.norm_topk_prob": normalizes})
+
+
+def _shared_experts(run: Import, option: str, value: object) -> None:
+    """Set the number of shared experts, which are as wide as the others."""
+    width = run.options.get("moe_ffn_hidden_size", run.options.get("ffn_hidden_size"))
+    count = value // width if isinstance(value, int) and isinstance(width, int) and width and not value % width else None
+    if value and count is None:
+        run.refuse(option, f"shared experts of width {value}, no multiple of the width of an expert ({format_value(width)})")
+    else:
+        run.translate(option, {f"{ACTOR}.n_shared_experts": count or 0}, "their width by that of an expert")
 
 
 def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
@@ -189,7 +207,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         ),
         "moe_router_load_balancing_type": to(f"{ACTOR}.moe_router_load_balancing_type", values=BALANCING),
         "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam"}),
-        "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
+        **offload_optimizer(ACTOR, 1.0),
         **dict.fromkeys(
             "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split(),
             same("optimizer state is fp32", "fp32", "float32"),
@@ -219,11 +237,13 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "tokenizer_model": part("tokenizer_name_or_path", off="tokenizer_name_or_path is read"),
         "vocab_size": no_effect("the tokenizer and padded_vocab_size decide"),
         "no_position_embedding": no_effect("rotary positions have no embedding"),
-        "rotary_percent": by(_rotary_percent, "1.0: whole heads") if shapes else described,
+        "rotary_percent": with_others("layers, whose config.json has it") if shapes else described,
+        "moe_expert_capacity_factor": by(_capacity, "below 0: none"),
+        "moe_pad_expert_input_to_capacity": refused("experts of limited capacity"),
         "moe_permute_fusion": to(f"{ACTOR}.use_fused_moe_token_permute_and_unpermute"),
         "moe_router_dtype": no_effect("config.json of the model decides the router's precision"),
-        "moe_router_pre_softmax": refused("scores before the choice of experts; norm_topk_prob") if shapes else described,
-        "moe_shared_expert_intermediate_size": refused("shared experts by width; n_shared_experts") if shapes else described,
+        "moe_router_pre_softmax": by(_pre_softmax, "norm_topk_prob: false") if shapes else described,
+        "moe_shared_expert_intermediate_size": by(_shared_experts, "n_shared_experts") if shapes else described,
         "use_rope_scaling": refused("Megatron's own scaling; rope_scaling_type: llama3") if shapes else described,
         **dict.fromkeys(
             "rotary_scaling_factor mscale mscale_all_dim".split(),
@@ -261,6 +281,9 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
     tensor, pipeline, context, experts, replicas = read_layout(command)
     no_balance = (f"{ACTOR}.moe_aux_loss_coeff", 0.0, "Megatron's default, whatever config.json has")
     counts = {f"{ACTOR}.{name}": count for name, count in _count_iterations(run, command, recipe.steps_per_rollout).items()}
+    # log-probs are computed without dropout, and updates with it
+    dropout = any(command.number(name, 0.1) > 0 for name in ("attention_dropout", "hidden_dropout"))
+    in_update = True if dropout and recipe.rollout_completions is not None else None
     return replace(
         recipe,
         tp=tensor,
@@ -270,7 +293,12 @@ def describe_megatron(run: Import, command: SourceCommand, recipe: Recipe, *, le
         dp=replicas,
         weight_decay=command.number("weight_decay", 0.01),
         clip_grad=command.number("clip_grad", 1.0),
-        keys={**counts, f"{ACTOR}.num_layer_list": _list_layers(run, command), **recipe.keys},
+        keys={
+            **counts,
+            f"{ACTOR}.num_layer_list": _list_layers(run, command),
+            f"{RL}.dropout_in_update": in_update,
+            **recipe.keys,
+        },
         defaults=(*recipe.defaults, *((no_balance,) if command.get("num_experts") else ())),
     ).follow(schedule)
 

@@ -28,6 +28,7 @@ from mindspeed_rl.importers.options import (
 )
 from mindspeed_rl.importers.recipe import (
     ACTOR,
+    BALANCING,
     BATCH,
     ENGINE,
     LORA,
@@ -47,6 +48,7 @@ from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import choose_training, read_options
 from mindspeed_rl.importers.writer import note_prediction
+from mindspeed_rl.run.rules.violation import format_value
 
 _PROFILER = "profiler_config.integrated"
 _SCRIPTS = {"pretrain_gpt.py": "pretrain", "posttrain_gpt.py": "posttrain", "ray_gpt.py": "rlxf"}
@@ -81,11 +83,18 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         return _read_run_file(folder / f"{name.removesuffix('.yaml')}.yaml", values, devices)
     launcher, _ = read_flags(words[:place])
     options = read_options(words[place + 1 :])
-    world = devices
-    if world is None and "nproc_per_node" in launcher:
-        per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
-        world = read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
+    world = _count_processes(launcher) if devices is None else devices
     return SourceCommand(program, options, command.environment, world or 1, _LATER | _TABLES[program], loop=command.loop)
+
+
+def _count_processes(launcher: Mapping[str, list[str]]) -> int | None:
+    """Return the processes that torchrun or msrun starts; None where neither says it."""
+    if "worker_num" in launcher:
+        return read_count("--worker_num", read_scalar(launcher["worker_num"][0]))
+    if "nproc_per_node" not in launcher:
+        return None
+    per_node, nodes = (read_scalar(launcher.get(name, ["1"])[0]) for name in ("nproc_per_node", "nnodes"))
+    return read_count("--nproc_per_node", per_node) * read_count("--nnodes", nodes)
 
 
 def _read_run_file(path: Path, overrides: Mapping[str, object], devices: int | None) -> SourceCommand:
@@ -165,7 +174,7 @@ def _role_record(role: str, name: str, value: object, own: Mapping[str, object])
 
 #: options with a key of the same name and meaning
 _KEYS = (
-    "ai_framework attention_mask_type beta_fast beta_slow coc_fused_kernel coc_mode coc_parallel_num dpo_beta "
+    "attention_mask_type beta_fast beta_slow coc_fused_kernel coc_mode coc_parallel_num dpo_beta "
     "dpo_label_smoothing dpo_loss_type enable_high_availability enable_thinking first_k_dense_replace "
     "full_shuffle_instruction_dataset gamma_beta_ratio gemm_gradient_accumulation_fusion hccl_group_buffer high_freq_factor "
     "is_instruction_dataset is_pairwise_dataset load_checkpoint_loosely lora_ckpt_filter lora_fusion low_freq_factor "
@@ -222,13 +231,9 @@ _ELSEWHERE = (
 )
 #: feature that changes numbers or weights -> its options
 _REFUSED: dict[str, str] = {
-    "a form of the layers; config.json of a supported model has it, so leave the option out": (
-        "add_dense_bias add_output_layer_bias add_rmsnorm_offset alibi_fusion_attn_type attn_logit_softcapping "
-        "cla_share_factor dim_model_base embed_layernorm full_attention_interval geglu gelu_tanh input_embeds_norm "
-        "interleave_sliding_window linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim "
-        "mamba_chunk_size mamba_d_conv mamba_d_ssm mamba_expand output_logit_softcapping output_multiplier_scale "
-        "partial_rotary_factor post_norm query_pre_attn_scalar scale_depth scale_emb share_kvstates sliding_window "
-        "square_alibi_mask use_glm_rope input_layernorm_in_fp32 scale_fmt fc_type"
+    "a form of the layers that no supported model has": (
+        "add_dense_bias add_output_layer_bias alibi_fusion_attn_type cla_share_factor dim_model_base embed_layernorm "
+        "output_multiplier_scale scale_depth scale_emb share_kvstates square_alibi_mask scale_fmt fc_type"
     ),
     "indexers by the command, which trains them by default; config.json of DeepSeek-V3.2 and GLM-5 has them, and "
     "megatron_training.dsa_indexer_loss_coeff trains them by the attention to the chosen tokens": (
@@ -236,7 +241,7 @@ _REFUSED: dict[str, str] = {
     ),
     "scaling of positions by a list of factors in the command": "long_factor long_mscale longrope_freqs_type short_factor "
     "short_mscale",
-    "a router that no supported model has": "fix_router moe_no_drop moe_use_sinkhorn noisy_gate_policy moe_model_type "
+    "a router that no supported model has": "moe_no_drop moe_use_sinkhorn noisy_gate_policy moe_model_type "
     "moe_revert_type_after_topk expert_interval",
     "balancing losses of devices and communication": "moe_comm_aux_loss_coeff moe_device_level_aux_loss_coeff",
     "prediction layers of release 2.0, which read the states before the last norm; see --mtp-num-layers, --mtp-after-norm": (
@@ -252,7 +257,15 @@ _REFUSED: dict[str, str] = {
     "models of images": "dist_train",
     "reward models without a last norm": "no_post_layer_norm",
 }
-_SHARED_EXPERT = refused("a gate of the shared experts; config.json of the model has it")
+#: forms of the layers that supported models have: config.json says them here, and the command there
+_FORMS = (
+    "add_rmsnorm_offset attn_logit_softcapping full_attention_interval geglu gelu_tanh input_embeds_norm "
+    "input_layernorm_in_fp32 interleave_sliding_window linear_key_head_dim linear_num_key_heads linear_num_value_heads "
+    "linear_value_head_dim mamba_chunk_size mamba_d_conv mamba_d_ssm mamba_expand output_logit_softcapping "
+    "partial_rotary_factor post_norm query_pre_attn_scalar rotary_percent shared_expert_gate sliding_window use_glm_rope"
+)
+#: values of forms that all layers have unless config.json says otherwise
+_PLAIN = (None, False, 0, "none", ("rotary_percent", 1), ("interleave_sliding_window", "none"))
 _OF_RAY = refused("an option of ray_gpt.py in another script")
 
 
@@ -297,20 +310,29 @@ _LLM: dict[str, Option] = {
         "mtp_loss_scale share_mtp_embedding_and_output_weight".split(), no_effect("only num_nextn_predict_layers reads it")
     ),
     "mtp_after_norm": part(PREDICTION),
+    "ai_framework": no_effect("PyTorch computes here; MindSpore runs the same Megatron there", "pytorch", "mindspore"),
+    "moe_router_load_balancing_type": to(
+        f"{ACTOR}.moe_router_load_balancing_type",
+        # Megatron's loss behind a softmax over all experts, which config.json has as norm_topk_prob: false
+        values=BALANCING | {"pai_megatron_aux_loss": "aux_loss"},
+    ),
     "first_k_dense_replace": by(_dense_layers, "-1 is none"),
     "stage": part("stage"),
     "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
     "context_parallel_algo": to(
         f"{ACTOR}.context_parallel_algo",
-        values={"ulysses_cp_algo": "ulysses_cp_algo", "megatron_cp_algo": "megatron_cp_algo"},
+        # forms of the same attention
+        values={"ulysses_cp_algo": "ulysses_cp_algo"}
+        | dict.fromkeys(("megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"), "megatron_cp_algo"),
     ),
     "reset_position_ids": by(_isolated, "reset_position_ids and reset_attention_mask"),
     **dict.fromkeys(
         "lora_target_modules lora_r lora_alpha".split(),
         part(LORA, off="all weights train without lora_target_modules"),
     ),
-    "shared_expert_gate": _SHARED_EXPERT,
+    **dict.fromkeys(_FORMS.split(), with_others("the layers, whose forms config.json has")),
+    "fix_router": with_others("the plan's routing"),
     "shared_expert_gate_output_dimension": no_effect("only shared_expert_gate reads it"),
     "use_wandb": to(f"{RL}.use_wandb"),
     "input_jitter": no_effect("only moe_input_jitter_eps reads it"),
@@ -404,6 +426,7 @@ _TABLES: dict[str, dict[str, Option]] = {
 
 #: options of later releases
 _LATER: dict[str, Option] = {
+    "fix_sub_seq_length": with_others("the plan's sample_borders"),
     "hccl_op_mode": no_effect("how the platform sends messages"),
     **dict.fromkeys(("loss_compute_mode", "loss_chunk_size"), no_effect("log-probs are computed in chunks")),
 }
@@ -444,18 +467,47 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         model=command.text("load") or None,
         placement=Placement(actor=command.devices),
         adapters=adapters,
-        prediction=_read_prediction(run, command),
+        prediction=(prediction := _read_prediction(run, command)),
+        prediction_states=None if prediction is None or command.flag("mtp_after_norm") else "before the last norm",
+        layers=_describe_layers(run, command),
+        routing=_read_routing(run, command),
+        sample_borders=_read_borders(run, command),
+        defaults=((f"{ACTOR}.split", "969,30,1", "Megatron's default"),) if command.has("data_path") else (),
         notes={
             "stage": "" if command.has("stage") else f"of {command.program}_gpt.py",
             "tokenizer_name_or_path": "the folder of the file",
             "mtp_num_layers": note_prediction(adapts=adapters is not None),
         },
     )
+    if adapters is not None and command.get("num_experts"):
+        for option in run.list_given("moe_alltoall_overlap_comm moe_allgather_overlap_comm"):
+            run.tree.get(ACTOR, {}).pop(option, None)
     if command.has("tokenizer_model"):
         folder = Path(command.text("tokenizer_model"))
         folder = folder.parent if folder.suffix in (".model", ".json") else folder
         recipe = replace(recipe, keys={f"{ACTOR}.tokenizer_name_or_path": str(folder)})
     return describe_megatron(run, command, recipe)
+
+
+def _describe_layers(run: Import, command: SourceCommand) -> str | None:
+    """Return the forms of the layers that the command describes, which are those of config.json here; None without any."""
+    forms = {name: command.get(name) for name in _FORMS.split() if command.has(name)}
+    run.note_given(_FORMS, "config.json of the model has it", changes_nothing=False)
+    special = {name: value for name, value in forms.items() if value not in _PLAIN and (name, value) not in _PLAIN}
+    return ", ".join(f"{name} {format_value(value)}" for name, value in special.items()) or None
+
+
+def _read_routing(run: Import, command: SourceCommand) -> str | None:
+    """Return the routing of a benchmark; its option changes nothing without experts."""
+    run.note_given("fix_router", "tokens go where the router sends them", changes_nothing=False)
+    return "evenly over the experts" if command.flag("fix_router") and command.get("num_experts") else None
+
+
+def _read_borders(run: Import, command: SourceCommand) -> str | None:
+    """Return the borders of samples in a benchmark, which only attention inside samples reads."""
+    length = int(command.number("fix_sub_seq_length", -1))
+    run.note_given("fix_sub_seq_length", "samples end where those of the data end", changes_nothing=False)
+    return f"every {length} tokens" if length > 0 and command.flag("reset_attention_mask") else None
 
 
 def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
@@ -464,8 +516,6 @@ def _read_prediction(run: Import, command: SourceCommand) -> Prediction | None:
         names = "mtp_num_layers mtp_loss_scaling_factor mtp_after_norm"
         run.note_given(names, "without mtp_num_layers there are no prediction layers")
         return None
-    if not command.flag("mtp_after_norm"):
-        run.refuse("mtp_num_layers", "prediction layers that read states before the last norm; --mtp-after-norm is available")
     return Prediction(command.count("mtp_num_layers", 1), command.number("mtp_loss_scaling_factor", 0.1), detaches=False)
 
 
@@ -556,6 +606,9 @@ def _describe_rlxf(run: Import, command: SourceCommand) -> Recipe:
         placement=_read_placement(command, ppo, has_model=rewards.model is not None),
         batch=Batch(None, batch.group, batch.epochs),
         adapters=adapters,
+        layers=_describe_layers(run, command),
+        routing=_read_routing(run, command),
+        sample_borders=_read_borders(run, command),
         objective=Objective(
             loss_type="grpo" if micro == 1 else "dapo",
             estimator=estimator,

@@ -49,6 +49,7 @@ from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
+    find_module,
     interval,
     name_prompts,
     name_tokens,
@@ -113,13 +114,15 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-def _betas(run: Import, option: str, value: object) -> None:
-    first, second = value if isinstance(value, list) and len(value) == 2 else (0.9, 0.95)
-    run.translate(option, {f"{ACTOR}.adam_beta1": first, f"{ACTOR}.adam_beta2": second})
+def _truncated(run: Import, option: str, value: object) -> None:
+    if value is None:
+        run.note(option, "truncated responses keep their reward", changes_nothing=False)
+    else:
+        # 0 is a factor too
+        run.refuse(option, "rewards of truncated responses that are scaled or replaced")
 
 
 _ENGINE_OF_TRAINING = no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state")
-_RATE_TEXT = part("lr_decay_style min_lr lr_warmup_fraction")
 _BATCH = part(BATCH)
 _LENGTHS = part("max_model_len sampling_config.max_tokens max_prompt_length seq_length")
 _KL = part(KL)
@@ -131,18 +134,18 @@ _NO_MUON = no_effect("only the optimizer muon reads it")
 
 
 def _optimizer(prefix: str) -> dict[str, Option]:
-    """Return the options of an optimizer; the critic has those of the actor but for its learning rate."""
-    own = prefix in ("", "actor.")
-    as_actor = no_effect("the critic has the actor's optimizer but for its learning rate")
+    """Return the options of an optimizer; the critic has one of its own."""
+    group = "critic_config" if prefix == "critic." else ACTOR
+    off = "there is no critic" if prefix == "critic." else ""
+    rate = part(" ".join(f"{group}.{name}" for name in ("lr", "lr_decay_style", "min_lr", "lr_warmup_fraction")), off=off)
     return {
         f"{prefix}optim": refused("the optimizer muon", unless=("adam",)),
         **{f"{prefix}muon.{name}": _NO_MUON for name in ("lr", "momentum", "ns_steps", "nesterov", "no_nesterov")},
-        f"{prefix}adam.lr": part("lr") if own else to("critic_config.lr", default=9e-6),
-        f"{prefix}adam.betas": by(_betas, "adam_beta1, adam_beta2") if own else as_actor,
-        f"{prefix}adam.eps": to(f"{ACTOR}.adam_eps", default=1e-8) if own else as_actor,
-        f"{prefix}adam.weight_decay": to(f"{ACTOR}.weight_decay", default=0.0) if own else as_actor,
-        **{f"{prefix}{name}": _RATE_TEXT if own else as_actor for name in ("lr_scheduler", "lr_warmup_ratio", "min_lr_ratio")},
-        f"{prefix}max_norm": to(f"{ACTOR}.clip_grad", default=1.0) if own else as_actor,
+        **{f"{prefix}{name}": rate for name in ("adam.lr", "lr_scheduler", "lr_warmup_ratio", "min_lr_ratio")},
+        f"{prefix}adam.betas": part(f"{group}.adam_beta1 {group}.adam_beta2", off=off),
+        f"{prefix}adam.eps": part(f"{group}.adam_eps", off=off),
+        f"{prefix}adam.weight_decay": part(f"{group}.weight_decay", off=off),
+        f"{prefix}max_norm": part(f"{group}.clip_grad", off=off),
     }
 
 
@@ -241,14 +244,14 @@ _PPO: dict[str, Option] = {
     "critic.freezing_steps": part("critic_warmup", off="off"),
     "critic.save_value_network": no_effect("the critic is always saved"),
     "reward.model_name_or_path": part("reward_model rule_reward"),
-    "reward.remote_url": refused("a reward server or a function in OpenRLHF's form; docs/rewards.md shows ours"),
-    "reward.normalize_enable": refused("rewards that are normalized over the run"),
+    "reward.remote_url": part("reward_funcs"),
+    "reward.normalize_enable": with_others("the plan's reward_scale"),
     "reward.clip_range": with_others("rewards are not clipped here"),
     **dict.fromkeys(
         ("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
         part(OVERLONG, off="see --reward.overlong_buffer_len"),
     ),
-    "reward.stop_properly_penalty_coef": refused("rewards of truncated responses that are scaled or replaced"),
+    "reward.stop_properly_penalty_coef": by(_truncated, "null: truncated responses keep their reward"),
     "train.async_enable": part("trainer_mode", off="off"),
     "train.async_queue_size": refused("more than one rollout ahead", unless=(1,)),
     "train.partial_rollout_enable": refused("responses that continue under new weights"),
@@ -357,7 +360,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     model = command.text("actor.model_name_or_path" if program == "ppo_ray" else "model.model_name_or_path")
     if not model:
         raise ConfigError(["the command names no model"])
-    rank, rate = int(command.number("ds.lora.rank", 0)), _read_rate(command)
+    rank, rate = int(command.number("ds.lora.rank", 0)), _read_rate(command, prefix, _RATE[program])
     shared = Recipe(
         stage=_SUPERVISED.get(program, "ray_grpo"),
         step_samples=command.count("train.batch_size", 128),
@@ -367,8 +370,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         cp=command.count("ds.ring_attn_size", 1),
         dp=_replicas(command),
         lora_rank=rank,
-        weight_decay=command.number(f"{prefix}adam.weight_decay", 0.0),
-        clip_grad=command.number(f"{prefix}max_norm", 1.0),
+        weight_decay=rate.weight_decay,
+        clip_grad=rate.clip_grad,
         data=(_data(command),),
         model=model,
         placement=Placement(actor=command.devices),
@@ -378,20 +381,16 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             f"{ACTOR}.data_path": _data(command),
             f"{ACTOR}.context_parallel_algo": "megatron_cp_algo" if command.count("ds.ring_attn_size", 1) > 1 else None,
             f"{RL}.use_wandb": True if command.has("logger.wandb.key") else None,
+            **_read_adam(command, prefix),
         },
         notes={"use_wandb": "the key comes from WANDB_API_KEY"},
         defaults=(
-            (f"{ACTOR}.adam_beta1", 0.9, _DEFAULT),
-            (f"{ACTOR}.adam_beta2", 0.95, _DEFAULT),
             *list_expert_defaults(model, "OpenRLHF"),
         ),
     )
     recipe = (_describe_ppo if program == "ppo_ray" else _describe_dataset)(run, command, shared)
     warmup = math.ceil(recipe.total_steps * (rate.warmup_share or 0.0))
     return recipe.follow(Schedule(rate.peak, rate.style, recipe.total_steps, warmup, 0.0, rate.floor or 0.0))
-
-
-_DEFAULT = "the default of OpenRLHF"
 
 
 def _data(command: SourceCommand) -> str:
@@ -403,23 +402,38 @@ def _data(command: SourceCommand) -> str:
     return name_prompts(command.text("data.prompt_dataset")) + first
 
 
-def _read_rate(command: SourceCommand) -> Rate:
-    """Return the learning rate.
+def _read_rate(command: SourceCommand, prefix: str, default: float, group: str = ACTOR) -> Rate:
+    """Return the learning rate of a role.
 
     Raises:
         ConfigError: there is no such style.
     """
-    prefix = _prefix(command)
     name = command.text(f"{prefix}lr_scheduler", "cosine_with_min_lr")
     if name not in _STYLES:
         raise ConfigError([f"--{prefix}lr_scheduler {name}: not available here; available are {', '.join(_STYLES)}"])
-    peak = command.number(f"{prefix}adam.lr", _RATE[command.program])
+    peak = command.number(f"{prefix}adam.lr", default)
     return Rate(
+        group=group,
         peak=peak,
         style=_STYLES[name],
         floor=peak * command.number(f"{prefix}min_lr_ratio", 0.1) if name == "cosine_with_min_lr" else 0.0,
         warmup_share=0.0 if name == "constant" else command.number(f"{prefix}lr_warmup_ratio", 0.03),
+        clip_grad=command.number(f"{prefix}max_norm", 1.0),
+        weight_decay=command.number(f"{prefix}adam.weight_decay", 0.0),
     )
+
+
+def _read_adam(command: SourceCommand, prefix: str, group: str = ACTOR) -> dict[str, object]:
+    """Return the betas and epsilon of a role.
+
+    Raises:
+        ConfigError: the betas are not two.
+    """
+    betas = command.get(f"{prefix}adam.betas", [0.9, 0.95])
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise ConfigError([f"--{prefix}adam.betas is {betas!r}, but must be two numbers"])
+    values = {"adam_beta1": betas[0], "adam_beta2": betas[1], "adam_eps": command.number(f"{prefix}adam.eps", 1e-8)}
+    return {f"{group}.{name}": value for name, value in values.items()}
 
 
 def _read_adapters(command: SourceCommand, rank: int) -> Adapters:
@@ -472,6 +486,7 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
     is_gspo = command.text("actor.policy_loss_type", "ppo") == "gspo"
     by_token = command.text("actor.loss_agg_mode", "token-mean") == "token-mean" and not is_gspo
     clip, rewards = _read_clip(command), _read_rewards(run, command, response)
+    critic = _read_rate(command, "critic.", 9e-6, "critic_config") if has_critic else None
     target, frozen = command.maybe("algo.kl.target"), int(command.number("critic.freezing_steps", -1))
     return replace(
         shared,
@@ -494,7 +509,9 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         gamma=command.number("algo.advantage.gamma", 1.0) if estimator in ("gae", "reinforce_plus_plus") else None,
         lam=command.number("algo.advantage.lambd", 1.0) if has_critic else None,
         value_clip=command.number("critic.value_clip", 0.5) if has_critic else None,
-        critic_lr=command.number("critic.adam.lr", 9e-6) if has_critic else None,
+        critic_lr=None if critic is None else critic.peak,
+        rates=shared.rates if critic is None else (*shared.rates, critic),
+        reward_scale=_read_scale(run, command, rewards),
         temperature=command.number("rollout.temperature", 1.0),
         top_p=command.number("rollout.top_p", 1.0),
         top_k=-1,
@@ -517,6 +534,7 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         rewarding=rewards,
         keys={
             **shared.keys,
+            **(_read_adam(command, "critic.", "critic_config") if has_critic else {}),
             f"{ENGINE}.max_model_len": length,
             f"{SAMPLING}.max_tokens": response,
             f"{RL}.max_prompt_length": length - response,
@@ -528,7 +546,11 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
             "n_samples_per_prompt": f"{steps} optimizer steps of a rollout",
             "max_model_len": "longer prompts are left out",
         },
-        defaults=(*shared.defaults, (f"{SAMPLING}.top_k", -1, "OpenRLHF keeps all tokens")),
+        defaults=(
+            *shared.defaults,
+            (f"{SAMPLING}.top_k", -1, "OpenRLHF keeps all tokens"),
+            *((("critic_config.load", rewards.model or shared.model, "the default of OpenRLHF"),) if has_critic else ()),
+        ),
     )
 
 
@@ -590,9 +612,16 @@ def _read_correction(command: SourceCommand) -> Correction | None:
     except ValueError:
         raise ConfigError([f"--{prefix}_threshold is {bounds!r}, but must be one or two numbers"]) from None
     form = _CORRECTIONS.get((level, mode))
-    if form is None or (form == "token_truncate" and low) or (form != "token_truncate" and gating != "ratio"):
+    if form is None or (form != "token_truncate" and gating != "ratio"):
         raise ConfigError([f"--{prefix}_*: not available here: {level} {mode} by {gating} from {low:g}"])
-    return Correction(form, high, None if form == "token_truncate" else low)
+    return Correction(form, high, floor=low) if form == "token_truncate" else Correction(form, high, low)
+
+
+def _read_scale(run: Import, command: SourceCommand, rewards: Rewards) -> str | None:
+    """Return what the scores of a reward model are divided by."""
+    run.note_given("reward.normalize_enable", "no reward model scores" if not rewards.model else "off", changes_nothing=False)
+    scaled = command.flag("reward.normalize_enable") and bool(rewards.model)
+    return "mean and deviation that are saved with the reward model" if scaled else None
 
 
 def _read_rewards(run: Import, command: SourceCommand, response: int) -> Rewards:
@@ -601,13 +630,16 @@ def _read_rewards(run: Import, command: SourceCommand, response: int) -> Rewards
         raise ConfigError(["the command names no reward: --reward.model_name_or_path is missing"])
     if "," in model:
         run.refuse("--reward.model_name_or_path", "several reward models")
+    has_function = command.get("reward.remote_url") is not None
+    functions = [f"{find_module(run, command, 'reward.remote_url')}:reward_func"] if has_function else []
     limits = command.get("reward.clip_range", [-10, 10])
     run.note("--reward.clip_range", f"{limits}: scores beyond it are not clipped here", changes_nothing=False)
     overlong = None
     if command.get("reward.overlong_buffer_len") is not None:
         length, factor = command.count("reward.overlong_buffer_len", 1), command.number("reward.overlong_penalty_factor", 1.0)
         overlong = Overlong(length, factor, response)
-    return Rewards(model=model, overlong=overlong)
+    # rewards of a function take the place of those of a model
+    return Rewards(functions=functions, model=None if functions else model or None, overlong=overlong)
 
 
 PROJECT = SourceProject("openrlhf", "OpenRLHF", "0.11.2", _TABLES, _read, _describe)

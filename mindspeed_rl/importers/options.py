@@ -204,6 +204,7 @@ class SourceProject:
         finish: sets what depends on other keys, after the run has been written.
         prefix: of an option as it is written, such as "--".
         switches: variables of the environment that change what is trained -> the feature, which is not available.
+        reads_programs: a Python file is read by its syntax; otherwise its command is asked for.
     """
 
     name: str
@@ -215,6 +216,7 @@ class SourceProject:
     finish: Callable[[Import, SourceCommand], None] | None = None
     prefix: str = "--"
     switches: Mapping[str, str] = field(default_factory=dict)
+    reads_programs: bool = False
 
 
 def read_scalar(text: str) -> bool | int | float | str | list[object] | None:

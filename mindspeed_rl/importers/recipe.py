@@ -96,14 +96,19 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Correction:
-    """A correction of the engine's log-probs: its mode here and the bounds of its weights."""
+    """A correction of the engine's log-probs: its mode here and the bounds of its weights.
+
+    Attributes:
+        floor: of a weight that is cut at `high`; there is none here.
+    """
 
     mode: str
     high: float
     low: float | None = None
+    floor: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.mode} {self.high:g}"
+        return f"{self.mode} {self.high:g}{f', at least {self.floor:g}' if self.floor else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,8 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     take_template_words,
 )
-from mindspeed_rl.importers.writer import note_prediction
+from mindspeed_rl.importers.writer import count_experts, note_prediction
+from mindspeed_rl.run.rules.violation import format_value
 
 _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
@@ -64,6 +65,8 @@ _OUTER_ARRAYS = frozenset(("MODEL_ARGS", "EVAL_ARGS", "WANDB_ARGS", "SGLANG_ARGS
 _SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 #: longest prompt where slime has no limit
 _PROMPT_LENGTH = 2048
+#: further rollouts of an iteration where slime has no limit of them
+_NO_LIMIT = 1_000_000
 
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
@@ -214,15 +217,14 @@ _TABLE: dict[str, Option] = {
     "disable_compute_advantages_and_returns": with_others("supervised fine-tuning has none"),
     "num_critic_only_steps": to(f"{RL}.critic_warmup"),
     **dict.fromkeys(
-        ("use_tis", "tis_clip"),
+        ("use_tis", "tis_clip", "tis_clip_low"),
         part(CORRECTION, off="no correction without --use-tis"),
     ),
-    "tis_clip_low": refused("a lower bound of the truncated weight"),
     **dict.fromkeys(
         ("use_opsm", "opsm_delta"),
         part("off_policy_sequence_mask_delta", off="no mask without --use-opsm"),
     ),
-    "use_rollout_logprobs": refused("log-probs of the rollout engine as those of the old policy"),
+    "use_rollout_logprobs": to(f"{RL}.old_log_probs", values={True: "rollout", False: "trainer"}),
     "use_routing_replay": to(f"{RL}.use_routing_replay"),
     "use_rollout_routing_replay": to(f"{RL}.use_rollout_routing_replay"),
     "use_opd": refused("a teacher in a command of slime; rl_config.distillation has one (docs/distillation.md)"),
@@ -263,7 +265,9 @@ _TABLE: dict[str, Option] = {
     "apply_chat_template": part("prompt_type"),
     "apply_chat_template_kwargs": by(set_template_arguments, "enable_thinking, chat_template_kwargs"),
     "multimodal_keys": refused("images"),
-    "metadata_key": no_effect("columns of the data that rewards read are named in dataset_additional_keys"),
+    "metadata_key": no_effect(
+        "columns of the data that rewards read are named in dataset_additional_keys; a rm_type of a row in it is not read"
+    ),
     "tool_key": no_effect("tools are those of rl_config.tool_config_path"),
     "loss_mask_type": no_effect("the answers of a chat train"),
     "rollout_task_type": no_effect("only a server of trajectories reads it"),
@@ -326,7 +330,7 @@ _TABLE: dict[str, Option] = {
         "eval_config skip_eval_before_train eval_input_key eval_label_key eval_tool_key n_samples_per_eval_prompt "
         "eval_temperature eval_top_p eval_top_k eval_max_response_len eval_max_prompt_len eval_min_new_tokens "
         "eval_max_context_len".split(),
-        no_effect("held-out prompts are evaluated greedily, or with eval_greedy: false as in training"),
+        no_effect("held-out prompts are sampled as in training, or greedily at temperature 0"),
     ),
     **dict.fromkeys(
         "wandb_key wandb_host wandb_team disable_wandb_random_suffix wandb_always_use_train_step wandb_run_id log_multi_turn "
@@ -420,6 +424,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         ("actor_max_packing_token_size", "ref_max_packing_token_size"), "log_probs_max_tokens_per_gpu"
     )
     shared = Recipe(
+        rollout_completions=None if batch.is_sft else batch.prompts * batch.group,
         stage="sft" if batch.is_sft else "ray_ppo" if _find_estimator(command) == "gae" else "ray_grpo",
         step_samples=batch.step,
         steps_per_rollout=steps,
@@ -454,10 +459,22 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         defaults=(
             (f"{ACTOR}.use_distributed_optimizer", True, "slime always spreads optimizer state"),
             (f"{RL}.use_remove_padding", True, "slime packs sequences without padding"),
+            *_list_balancing(command, folder),
         ),
     )
     shared = describe_megatron(run, command, shared, learning_rate=_LR)
     return _describe_answers(run, command, batch, shared) if batch.is_sft else _describe_rollout(run, command, batch, shared)
+
+
+def _list_balancing(command: SourceCommand, folder: str) -> tuple[tuple[str, object, str], ...]:
+    """Return how experts are balanced where the command has no option of it: by Megatron's defaults, not by config.json."""
+    if count_experts(folder) == 0:
+        return ()
+    weight = (f"{ACTOR}.moe_aux_loss_coeff", 0.0, "Megatron's default, whatever config.json has")
+    # a router without a bias has none to move; files of shapes that are not here turn it off for models that have one
+    moves = command.flag("moe_router_enable_expert_bias")
+    rate = (f"{ACTOR}.moe_router_bias_update_rate", 0.0, "the command has no bias of the routers")
+    return (weight,) if moves else (weight, rate)
 
 
 def _find_weights(command: SourceCommand) -> str:
@@ -504,7 +521,7 @@ def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared
         sequence_length=length,
         aggregation=None if by_token else "sequence",
         data=(prefix,),
-        unread=("use_tis", "tis_clip", "use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
+        unread=("use_tis", "tis_clip", "tis_clip_low", "use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
         defaults=(
             *shared.defaults,
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows keep their length"),
@@ -550,13 +567,13 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     low = command.number("eps_clip", 0.2)
     high = command.number("eps_clip_high", low)
     coefficient, kind, place = _read_kl(command, estimator)
-    correction = Correction("token_truncate", command.number("tis_clip", 2.0)) if command.flag("use_tis") else None
+    bounds = (command.number(name, default) for name, default in (("tis_clip", 2.0), ("tis_clip_low", 0.0)))
+    correction = Correction("token_truncate", next(bounds), floor=next(bounds)) if command.flag("use_tis") else None
     rewards = _read_rewards(run, command)
     placement, keys = _read_placement(run, command)
     limit, notes, sizes = _read_lengths(command, shared)
     return replace(
         shared,
-        rollout_completions=batch.prompts * batch.group,
         loss="cispo" if name == "cispo" else "grpo",
         level="sequence" if name == "gspo" else "token",
         clip_low=low,
@@ -596,6 +613,9 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
             **shared.keys,
             **keys,
             **sizes,
+            **_read_evaluation(run, command),
+            # groups are generated until there are enough
+            f"{RL}.max_resample_times": _NO_LIMIT if command.get("dynamic_sampling_filter_path") in _FILTERS else None,
             f"{RL}.max_prompt_length": limit,
             f"{RL}.off_policy_sequence_mask_delta": command.number("opsm_delta", 1e-4) if command.flag("use_opsm") else None,
             f"{ACTOR}.prompt_type": "hf" if command.flag("apply_chat_template") else "empty",
@@ -610,6 +630,31 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         },
         defaults=(*shared.defaults, (f"{ACTOR}.dataset_additional_keys", ["labels"], "the label of a prompt")),
     )
+
+
+#: option of the evaluation -> that of the rollout, which it has without one
+_EVALUATION = {
+    "eval_temperature": "rollout_temperature",
+    "eval_top_p": "rollout_top_p",
+    "eval_top_k": "rollout_top_k",
+    "eval_max_response_len": "rollout_max_response_len",
+}
+
+
+def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the sampling of an evaluation, which is that of the rollout here too, or greedy."""
+    if not command.has("eval_prompt_data"):
+        return {}
+    if command.get("eval_temperature") in (0, 0.0):
+        return {f"{RL}.eval_greedy": True}
+    for name, other in _EVALUATION.items():
+        value, training = command.get(name), command.get(other)
+        if value is not None and value != training:
+            reason = f"{format_value(value)}: held-out prompts are sampled as in training, with {format_value(training)}"
+            run.note(f"--{name}", reason)
+    if command.number("n_samples_per_eval_prompt", 1) > 1:
+        run.note("--n_samples_per_eval_prompt", "one sample of each held-out prompt; mindspeed-rl evaluate draws several")
+    return {f"{RL}.eval_greedy": False}
 
 
 def _find_scale(command: SourceCommand, batch: _Batch) -> str:

@@ -51,6 +51,11 @@ class SourcePlan:
         prompt_length, response_length: limits in tokens; supervised stages have `sequence_length`.
         tp, pp, cp, ep, dp: layout of the training; infer_tp of the rollout.
         lora_rank: 0 where all weights train.
+        layers: forms of the model's layers that a command describes; here config.json of the model has them.
+        routing: how tokens come to experts where a benchmark decides it instead of the router.
+        sample_borders: where the samples of a row end if a benchmark decides it instead of the data.
+        prediction_states: what the prediction layers read if it is something else than the states behind the last norm.
+        reward_scale: what rewards are divided by before all else.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
         model: the weights that are trained.
@@ -102,6 +107,11 @@ class SourcePlan:
     lora_rank: int = 0
     weight_decay: float | None = None
     clip_grad: float | None = None
+    layers: str | None = None
+    routing: str | None = None
+    sample_borders: str | None = None
+    prediction_states: str | None = None
+    reward_scale: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     model: str | None = None
@@ -112,6 +122,15 @@ class SourcePlan:
         first, tenth, last = rates.rates
         return dataclasses.replace(self, lr_first=first, lr_10=tenth, lr_last=last, lr_warmup_steps=rates.warmup)
 
+
+#: what a run here always has -> its value, where another project says something else
+_ALWAYS_HERE = {
+    "layers": "those of config.json",
+    "routing": "by the router",
+    "sample_borders": "those of the data",
+    "prediction_states": "behind the last norm",
+    "reward_scale": "as they are scored",
+}
 
 #: names of PLAN fields, which `--accept` takes
 PLAN_NUMBERS = tuple(field.name for field in dataclasses.fields(SourcePlan))
@@ -253,7 +272,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         lam=objective.lam if "lam" in reads else None,
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
-        old_policy="actor",
+        old_policy="rollout engine" if objective.reads_rollout_policy else "actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -268,6 +287,12 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
     )
 
 
+def _pair(there: SourcePlan, here: SourcePlan, name: str) -> tuple[object, object]:
+    """Return a number of both plans; None for both where the other project says nothing else than what always holds here."""
+    first = getattr(there, name)
+    return (first, None if first is None else _ALWAYS_HERE[name]) if name in _ALWAYS_HERE else (first, getattr(here, name))
+
+
 def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[object, object]]:
     """Return the numbers that differ, with the value there and here.
 
@@ -280,7 +305,7 @@ def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[obj
     slack = 1.5 * peak * unit / max(1, there.lr_warmup_steps) if 0 < shift <= unit else 0.0
     differences: dict[str, tuple[object, object]] = {}
     for name in PLAN_NUMBERS:
-        first, second = getattr(there, name), getattr(here, name)
+        first, second = _pair(there, here, name)
         if isinstance(first, (int, float)) and isinstance(second, (int, float)):
             is_rate = name.startswith("lr_") and name != "lr_warmup_steps"
             tolerance = max(slack, 1e-6 * peak) if is_rate else unit if name == "lr_warmup_steps" else 0.0
@@ -298,7 +323,7 @@ def render_plans(title: str, there: SourcePlan, here: SourcePlan, accepted: froz
     differences = find_differences(there, here)
     rows = [("", title, "here", "")]
     for name in PLAN_NUMBERS:
-        first, second = getattr(there, name), getattr(here, name)
+        first, second = _pair(there, here, name)
         if (first, second) not in ((None, None), ((), ())):
             mark = "" if name not in differences else "accepted" if name in accepted else "differs"
             rows.append((name, _format(first), _format(second), mark))

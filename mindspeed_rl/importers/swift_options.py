@@ -10,7 +10,15 @@ from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, 
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
 from mindspeed_rl.importers.source_files import find_file
-from mindspeed_rl.importers.translators import negated, set_model, set_output, set_rollout_format, set_trackers, texts
+from mindspeed_rl.importers.translators import (
+    negated,
+    offload_optimizer,
+    set_model,
+    set_output,
+    set_rollout_format,
+    set_trackers,
+    texts,
+)
 
 #: correction there -> here: sequences are weighed by the geometric mean of their tokens
 CORRECTIONS: dict[object, object] = {
@@ -173,7 +181,7 @@ _KEYS: dict[str, Option] = {
     },
     "muon_tp_mode": to(f"{ACTOR}.muon_tp_mode", values={"blockwise": "blockwise", "duplicated": "duplicated"}),
     "optim": to(f"{ACTOR}.optimizer", values=dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adam"), "adam")),
-    "optimizer_cpu_offload": to(f"{ACTOR}.swap_optimizer"),
+    **offload_optimizer(ACTOR, 1.0),
     "overlap_grad_reduce": to(f"{ACTOR}.overlap_grad_reduce"),
     "overlap_param_gather": to(f"{ACTOR}.overlap_param_gather"),
     # layout
@@ -521,7 +529,7 @@ _NONE: dict[str, Option] = {
     ),
     **_each(
         "gradient_checkpointing_kwargs vit_gradient_checkpointing vit_gradient_checkpointing_kwargs torch_empty_cache_steps "
-        "moe_layer_recompute mhc_recompute_layer_num manual_gc manual_gc_eval manual_gc_steps optimizer_offload_fraction "
+        "moe_layer_recompute mhc_recompute_layer_num manual_gc manual_gc_eval manual_gc_steps "
         "accumulate_allreduce_grads_in_fp32 apply_query_key_layer_scaling full_determinism debug offload_teacher_model",
         no_effect("it changes memory or speed, not what is computed"),
     ),

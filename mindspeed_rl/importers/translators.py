@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, by, read_count, read_scalar
+from mindspeed_rl.importers.options import Option, SourceCommand, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
@@ -20,6 +20,41 @@ from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 
 #: trackers by their names elsewhere
 TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+
+
+# --- optimizer states -------------------------------------------------------------------------------------------------
+
+
+def offload_optimizer(group: str, default: float) -> dict[str, Option]:
+    """Return the records of Megatron's options for optimizer states that the host updates.
+
+    Args:
+        group: group of the key.
+        default: share of the states without the second option.
+    """
+    switch, share = "optimizer_cpu_offload", "optimizer_offload_fraction"
+
+    def is_on(run: Import, option: str, name: str) -> bool:
+        value = run.options.get(option.removeprefix(run.prefix).replace(name, switch), False)
+        return value not in ("false", "False") and bool(value)
+
+    def translate_switch(run: Import, option: str, value: object) -> None:
+        if is_on(run, option, switch):
+            fraction = run.options.get(option.removeprefix(run.prefix).replace(switch, share), default)
+            run.translate(option, {f"{group}.{share}": fraction})
+        else:
+            run.note(option, "the states of the optimizer stay on the device", changes_nothing=False)
+
+    def translate_share(run: Import, option: str, value: object) -> None:
+        if is_on(run, option, share):
+            run.note(option, f"see {switch}", changes_nothing=False)
+        else:
+            run.note(option, f"it is read with {switch}")
+
+    return {
+        switch: by(translate_switch, f"{share}, where it is on"),
+        share: by(translate_share, f"see {switch}"),
+    }
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -90,6 +125,18 @@ def choose_training(found: list[tuple[Command, int]], absent: str) -> tuple[Comm
         lines = ", ".join(str(command.line) for command, _ in found)
         raise ConfigError([f"lines {lines}: the machine decides which training runs; keep one"])
     return found[0]
+
+
+def find_module(run: Import, command: SourceCommand, name: str) -> str:
+    """Return the module of a Python file: by its path from the working directory, or by its name, with a note, elsewhere."""
+    path = str(command.get(name)).removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
+    if not path.endswith(".py"):
+        run.refuse(f"{run.prefix}{name}", f"{path}, which is no Python file; docs/rewards.md has functions that ask a server")
+    if path.startswith(("/", "~", "..")):
+        folder = str(Path(path).parent)
+        run.translate(f"{run.prefix}{name}", {}, f"a module of {folder}: start the run with PYTHONPATH={folder}")
+        path = Path(path).name
+    return path.removesuffix(".py").replace("/", ".")
 
 
 def name_prompts(name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
-from mindspeed_rl.importers.source_files import require_file
+from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
     count_accelerated,
@@ -62,6 +63,7 @@ from mindspeed_rl.importers.translators import (
     set_template_arguments,
     set_trackers,
 )
+from mindspeed_rl.importers.trl_program import read_program
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets, list_expert_defaults
 
 #: program -> stage here
@@ -102,6 +104,9 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         place, program = _find_program(words)
         if program is None:
             continue
+        code = _find_code(command, words[place], is_alone=len(words) == 1) if program == _OWN_PROGRAM else None
+        if program == _OWN_PROGRAM and code is None:
+            continue
         if program in _OTHER_PROGRAMS:
             raise ConfigError([f"trl {program}: {_OTHER_PROGRAMS[program]}"])
         launcher, options = _split_options(words[:place]), _split_options(words[place + 1 :])
@@ -118,6 +123,8 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         launch = {name: values.pop(name) for name in ("num_processes", "accelerate_config", "num_machines") if name in values}
         launch |= launcher | {name: options.pop(name) for name in ("num_processes", "accelerate_config") if name in options}
         world = devices or _count_processes(command, launch)
+        if code is not None:
+            return _read_code(command, code, values | options, world)
         if not program:
             program = _guess_program(values | options)
         return SourceCommand(program, values | options, command.environment, world, _TABLES[program], loop=command.loop)
@@ -138,28 +145,47 @@ def _find_program(words: list[str]) -> tuple[int, str | None]:
     return (0, "") if is_file else (0, None)
 
 
+#: columns of the data that the reward functions of a program read
+_COLUMNS = "reward_columns"
+#: of a program whose arguments are in its code
+_OWN_PROGRAM = "program"
 #: TRL's example scripts whose code is their arguments alone -> trainer
 _EXAMPLES = {"sft": "sft", "dpo": "dpo", "dpo_vlm": "dpo", "kto": "kto", "reward_modeling": "reward"}
 
 
-def _name_script(path: Path) -> str | None:
-    """Return the trainer of a script of TRL; None for a program that has nothing of TRL in its name.
-
-    Raises:
-        ConfigError: it is a program of its own.
-    """
+def _name_script(path: Path) -> str:
+    """Return the trainer of a script of TRL, or that it is a program of its own."""
     stem, folders = path.stem, path.parts[:-1]
     if folders[-2:] == ("trl", "scripts") or folders == ("scripts",) or not folders:
         if stem in _STAGES or stem in _OTHER_PROGRAMS:
             return stem
     elif folders[-2:] == ("examples", "scripts") and stem in {**_EXAMPLES, **_OTHER_PROGRAMS}:
         return _EXAMPLES.get(stem, stem)
-    if not {*_STAGES, *_OTHER_PROGRAMS, "trl", "gspo"} & set(stem.split("_")):
-        return None
-    raise ConfigError(
-        [f"{path} is a program of its own, whose rewards, data and trainer are in its code and not in the command: write "
-         "the command of trl that trains the same, with its rewards as functions of docs/rewards.md"]
-    )  # fmt: skip
+    return _OWN_PROGRAM
+
+
+def _find_code(command: Command, name: str, *, is_alone: bool) -> Path | None:
+    """Return the file of a program of its own; None for one that has nothing of TRL in its name and is not here.
+
+    Raises:
+        ConfigError: its name says that it is one of TRL, and it is not here.
+    """
+    if (found := find_file(command, name)) is not None:
+        return found
+    if is_alone or {*_STAGES, *_OTHER_PROGRAMS, "trl", "gspo"} & set(Path(name).stem.split("_")):
+        raise ConfigError(
+            [f"{name} is a program of its own, whose rewards, data and trainer are in its code and not in the command, and it "
+             "is not here: run the import where it is, or write the command of trl that trains the same"]
+        )  # fmt: skip
+    return None
+
+
+def _read_code(command: Command, path: Path, given: Mapping[str, object], devices: int) -> SourceCommand:
+    """Return the command that trains as a program does."""
+    program = read_program(path, given, command.environment)
+    options: dict[str, object] = dict(program.options) | ({_COLUMNS: program.columns} if program.columns else {})
+    table = _TABLES[program.trainer] | {_COLUMNS: part("dataset_additional_keys")}
+    return SourceCommand(program.trainer, options, command.environment, devices, table, loop=command.loop)
 
 
 def _split_options(words: list[str]) -> dict[str, object]:
@@ -748,11 +774,11 @@ def _read_rate(run: Import, command: SourceCommand, sizes: _Sizes, schedule: Sch
 def _read_adapters(run: Import, command: SourceCommand) -> Adapters | None:
     if not command.flag("use_peft"):
         return None
-    listed = command.list_texts("lora_target_modules")
-    if not listed:
-        run.refuse("--use_peft", "PEFT's default layers, which depend on the model; name them in --lora_target_modules")
-        run.note_given("lora_r lora_alpha lora_dropout lora_target_modules", "see --use_peft")
-        return None
+    # PEFT's layers of Llama, Qwen, Mistral, Gemma and their like
+    listed = command.list_texts("lora_target_modules") or ["q_proj", "v_proj"]
+    is_other = re.search(r"(?i)phi|glm|gpt|bloom|falcon", command.text("model_name_or_path"))
+    if not command.has("lora_target_modules") and is_other:
+        run.refuse("--use_peft", "PEFT's default layers of this model; name them in --lora_target_modules")
     numbers = (command.number(f"lora_{name}", default) for name, default in (("r", 16), ("alpha", 32), ("dropout", 0.05)))
     return Adapters(find_lora_targets(listed), *numbers)
 
@@ -922,10 +948,11 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
     if listed and len(listed) != len(names) + bool(model):
         raise ConfigError([f"--reward_weights has {len(listed)} values for {len(names) + bool(model)} rewards"])
     for name in names:
-        if name not in _FUNCTIONS:
+        if name not in _FUNCTIONS and ":" not in name:
             form = "a function in TRL's form; docs/rewards.md shows ours, which takes one response"
             run.refuse(f"--reward_funcs {name}", form)
-    taken = [_FUNCTIONS[name] for name in names if name in _FUNCTIONS]
+    # a function of a module takes completions and columns as there
+    taken = [_FUNCTIONS.get(name, (name, {})) for name in names if name in _FUNCTIONS or ":" in name]
     # TRL puts the model before the functions
     first, rest = (listed[:1], listed[1:]) if model else ([], listed)
     rewards = Rewards(
@@ -935,9 +962,13 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         model_weight=None if not model else first[0] if first else 1.0,
     )
     keys: dict[str, object] = {f"{RL}.{key}": value for _, numbers in taken for key, value in numbers.items()}
-    if taken:
+    if any(name in _FUNCTIONS for name in names):
         keys |= {f"{ACTOR}.dataset_additional_keys": ["solution"], f"{ACTOR}.map_keys.response": "solution"}
+    if columns := command.list_texts(_COLUMNS):
+        own = [name for name in columns if name != "solution"]
+        known = keys.get(f"{ACTOR}.dataset_additional_keys", [] if own == columns else ["solution"])
+        keys[f"{ACTOR}.dataset_additional_keys"] = [*known, *own]  # type: ignore[misc]
     return rewards, keys
 
 
-PROJECT = SourceProject("trl", "TRL", "1.16.0", _TABLES, _read, _describe)
+PROJECT = SourceProject("trl", "TRL", "1.16.0", _TABLES, _read, _describe, reads_programs=True)

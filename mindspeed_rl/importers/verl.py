@@ -48,7 +48,13 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.translators import describe_preprocessing, set_rollout_format, take_template_words
+from mindspeed_rl.importers.translators import (
+    describe_preprocessing,
+    find_module,
+    offload_optimizer,
+    set_rollout_format,
+    take_template_words,
+)
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -129,6 +135,7 @@ _RENAMED = (
     (r"reward_model\.overlong_buffer\.", "reward_model.reward_kwargs.overlong_buffer_cfg."),
 )
 _NO_PENALTY = "no penalty of long responses: the reward manager dapo reads it, where enable is true"
+_OFFLOAD_NAMES = r"override_optimizer_config\.(optimizer_cpu_offload|optimizer_offload_fraction)"
 #: options that a release takes without listing them: pattern -> record, by the name that the pattern finds
 _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"actor_rollout_ref\.actor\.megatron\.override_transformer_config\.(\w+)", TRANSFORMER),
@@ -137,10 +144,14 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"(?:actor_rollout_ref\.ref|critic)\.megatron\.override_transformer_config\.(\w+)",
         no_effect("reference and critic have the actor's settings"),
     ),
+    (rf"actor_rollout_ref\.actor\.optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"optim\.{_OFFLOAD_NAMES}", offload_optimizer(ACTOR, 0.0)),
+    (rf"critic\.optim\.{_OFFLOAD_NAMES}", offload_optimizer("critic_config", 0.0)),
+    (rf"(?:\w+\.)*optim\.{_OFFLOAD_NAMES}", no_effect("a model that does not train has no optimizer")),
     (
-        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:optimizer_offload_fraction|overlap_cpu_optimizer_d2h_h2d|"
-        r"use_precision_aware_optimizer|optimizer_cpu_offload)",
-        no_effect("memory of the optimizer; see swap_optimizer"),
+        r"(?:\w+\.)*optim\.override_optimizer_config\.(?:overlap_cpu_optimizer_d2h_h2d|use_torch_optimizer_for_cpu_offload|"
+        r"use_precision_aware_optimizer)",
+        no_effect("copies overlap with the host's AdamW, which is torch's, and states are float32"),
     ),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
@@ -364,12 +375,16 @@ def _complete(
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
 
 
+#: engine of verl's options -> the one whose options and formulas it has
+_ENGINES = {**dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo", "dp"), "fsdp"), "veomni": "veomni", "megatron": "megatron"}
+
+
 @dataclass(frozen=True)
 class _Layout:
-    """Split of a model by verl: FSDP has data parallelism and Ulysses alone.
+    """Split of a model by verl: FSDP has data parallelism and Ulysses alone, VeOmni experts too.
 
     Attributes:
-        engine: "fsdp" or "megatron".
+        engine: "fsdp", "veomni" or "megatron".
     """
 
     engine: str
@@ -382,9 +397,14 @@ class _Layout:
     def of_role(cls, command: SourceCommand, role: str, engine_group: str) -> _Layout:
         """Read the layout of a role; `engine_group` is the group of its FSDP keys."""
         name = str(command.get(f"{role}strategy") or command.get("model_engine") or "fsdp")
-        engine = {"fsdp": "fsdp", "fsdp2": "fsdp", "fsdp_turbo": "fsdp", "dp": "fsdp", "megatron": "megatron"}.get(name)
+        engine = _ENGINES.get(name)
         if engine is None:
-            raise ConfigError([f"not available here: the training engine {name}; fsdp and megatron are"])
+            known = ", ".join(dict.fromkeys(_ENGINES.values()))
+            raise ConfigError([f"not available here: the training engine {name}; {known} are"])
+        if engine == "veomni":
+            group = "engine." if role == "engine." else f"{role}veomni."
+            context, expert = (command.count(f"{group}{name}_parallel_size", 1) for name in ("ulysses", "expert"))
+            return cls(engine, context=context, expert=expert)
         if engine == "fsdp":
             ulysses = command.get(f"{engine_group}ulysses_sequence_parallel_size")
             context = command.count(f"{role}ulysses_sequence_parallel_size", 1)
@@ -468,19 +488,28 @@ def _count_rollouts(command: SourceCommand, batch: _Batch, rows: int) -> int:
 
 def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float, total: int) -> Schedule:
     """Return the learning rate in verl's steps, of which each is a rollout."""
-    steps = command.number(f"{prefix}lr_warmup_steps", -1)
+    steps = _count_warmup(command, prefix, engine)
     decay, start, floor = total, 0.0, 0.0
     if engine == "megatron":
         style = command.text(f"{prefix}lr_decay_style", "constant")
         decay = int(command.number(f"{prefix}lr_decay_steps", total))
         start, floor = command.number(f"{prefix}lr_warmup_init", 0.0), command.number(f"{prefix}min_lr", 0.0)
+    elif engine == "veomni":
+        style = command.text(f"{prefix}lr_scheduler_type", "cosine")
+        start, floor = command.number(f"{prefix}lr_start", 0.0), command.number(f"{prefix}lr_min", 0.0)
     else:
         style = command.text(f"{prefix}lr_scheduler_type", command.text(f"{prefix}warmup_style", "constant"))
         floor = peak * command.number(f"{prefix}min_lr_ratio", 0.0)
-    if style not in ("constant", "cosine", "linear", "inverse-square-root", "WSD") or (engine == "fsdp" and style[0] != "c"):
+    styles = ("constant", "cosine", "linear", "inverse-square-root", "WSD")
+    if style not in styles or (engine != "megatron" and style not in styles[:2]):
         raise ConfigError([f"{prefix}lr_scheduler_type {style}: not available here"])
     warmup = int(steps) if steps > 0 else int(command.number(f"{prefix}lr_warmup_steps_ratio", 0.0) * decay)
     return Schedule(peak, style, decay, warmup, start, 0.0 if style == "constant" else floor)
+
+
+def _count_warmup(command: SourceCommand, prefix: str, engine: str) -> float:
+    """Return the steps of the warm-up, of which VeOmni has the ratio alone; -1 without any."""
+    return -1.0 if engine == "veomni" else command.number(f"{prefix}lr_warmup_steps", -1)
 
 
 @dataclass(frozen=True)
@@ -629,10 +658,13 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         raise ConfigError([f"{_CORRECTION}rollout_is_threshold is {bounds}, but must be a number, or two as 0.5_5"]) from None
 
 
-def _find_source(path: str, variables: Mapping[str, str]) -> str | None:
+def _find_source(paths: str, variables: Mapping[str, str]) -> str | None:
     """Return the `data_source` of the rows, by which verl chooses its reward; None where only the rows say it."""
-    words = set(re.split(r"[^a-z0-9]+", path.lower()))
-    return variables.get("data_source") or next((source for word, source in _SOURCES.items() if word in words), None)
+    if "data_source" in variables:
+        return variables["data_source"]
+    words = (set(re.split(r"[^a-z0-9]+", path.lower())) for path in paths.split(","))
+    sources = {next((source for word, source in _SOURCES.items() if word in path), None) for path in words}
+    return sources.pop() if len(sources) == 1 else None
 
 
 # --------------------------------------------------------------------------------------------------------------------- run
@@ -646,6 +678,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     batch, layout, supervised = _Batch.from_command(command), _read_layout(command), command.program == "sft"
     run.note("model_engine", f"{layout.engine}: Megatron-core is the engine here", changes_nothing=False)
     model, prefix = ("model.", "optim.") if supervised else (_MODEL, f"{_ACTOR}optim.")
+    if layout.engine == "veomni":
+        _note_veomni(run, command, prefix)
     rollouts, steps = _count_rollouts(command, batch, run.settings.rows), batch.steps
     rate, schedule = _read_rate(command, prefix, layout, rollouts, 1e-3 if supervised else 1e-6)
     lora = _read_adapters(run, command, model, layout)
@@ -683,7 +717,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             **weights,
             **{f"{ACTOR}.adam_beta{place}": float(beta) for place, beta in enumerate(betas, 1)},
             f"{ACTOR}.sequence_parallel": True if splits else None,
-            f"{ACTOR}.context_parallel_size": layout.context if layout.engine == "fsdp" else None,
+            f"{ACTOR}.context_parallel_size": layout.context if layout.engine != "megatron" else None,
+            f"{ACTOR}.expert_model_parallel_size": layout.expert if layout.engine == "veomni" else None,
             f"{ENGINE}.speculative_config": drafts,
         },
         notes={
@@ -756,7 +791,7 @@ def _read_model(
     else:
         run.note_given(option, "false: nothing is computed again", changes_nothing=False)
     engine = f"{'engine.' if command.program == 'sft' else _ACTOR}strategy"
-    note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine == "fsdp" else ""
+    note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine != "megatron" else ""
     run.note_given(engine, f"Megatron-core is the engine{note}", changes_nothing=False)
     written = run.get(f"{ACTOR}.moe_aux_loss_coeff") is not None
     if written and run.get(f"{ACTOR}.moe_router_load_balancing_type") is None:
@@ -830,13 +865,24 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
     return None, epochs * batch.rollout / batch.counted, note
 
 
+def _note_veomni(run: Import, command: SourceCommand, prefix: str) -> None:
+    """Note the options of VeOmni's schedule, which other engines do not read."""
+    for name, key in (("lr_min", "min_lr"), ("lr_start", "lr_warmup_init")):
+        if command.has(f"{prefix}{name}"):
+            del run.without_effect[f"{prefix}{name}"]
+            run.note(f"{prefix}{name}", f"{key} of the schedule", changes_nothing=False)
+    if command.number(f"{prefix}lr_decay_ratio", 1.0) != 1.0:
+        run.refuse(f"{prefix}lr_decay_ratio", "a decay that ends before the run")
+
+
 def _read_rate(
     command: SourceCommand, prefix: str, layout: _Layout, rollouts: int, default: float, group: str = ACTOR
 ) -> tuple[Rate, Schedule]:
     """Return the learning rate of a role, which moves once a rollout there."""
     schedule = _read_schedule(command, prefix, layout.engine, command.number(f"{prefix}lr", default), rollouts)
-    steps, share = command.number(f"{prefix}lr_warmup_steps", -1), command.number(f"{prefix}lr_warmup_steps_ratio", 0.0)
-    clips = [f"{prefix}clip_grad", *([f"{prefix.removesuffix('optim.')}grad_clip"] if prefix != "optim." else [])]
+    steps, share = _count_warmup(command, prefix, layout.engine), command.number(f"{prefix}lr_warmup_steps_ratio", 0.0)
+    of_role = [] if prefix == "optim." or layout.engine == "veomni" else [f"{prefix.removesuffix('optim.')}grad_clip"]
+    clips = [f"{prefix}clip_grad", *of_role]
     moves = schedule.style != "constant"
     rate = Rate(
         group=group,
@@ -846,7 +892,7 @@ def _read_rate(
         decay=schedule.decay if moves and command.has(f"{prefix}lr_decay_steps") else None,
         warmup=int(steps) if steps > 0 else None,
         warmup_share=share if steps <= 0 and share > 0 else None,
-        start=schedule.start if command.has(f"{prefix}lr_warmup_init") else None,
+        start=schedule.start if command.has(f"{prefix}lr_warmup_init", f"{prefix}lr_start") else None,
         clip_grad=next((command.number(name, 1.0) for name in clips if command.has(name)), 1.0),
         weight_decay=command.number(f"{prefix}weight_decay", 0.01),
     )
@@ -943,6 +989,10 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
 def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
     """Return the run with loss, estimator, KL and correction."""
     estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
+    old_policy = _read_old_policy(run, command)
+    # verl compares nothing there and goes on whatever the difference is
+    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if old_policy == "rollout engine" else {}
+    numbers = {f"{RL}.{name}": value for name, value in (_read_loss_numbers(command, loss) | recorded).items()}
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
@@ -965,7 +1015,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        old_policy=_read_old_policy(run, command),
+        old_policy=old_policy,
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -974,7 +1024,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             epsilon=1e-6 if divides and has_scale else None,
             correction=_read_correction(command),
         ),
-        keys={**shared.keys, **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()}},
+        keys={**shared.keys, **numbers},
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
@@ -1032,7 +1082,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **tokens,
             **_add_column(columns, teachers.get(f"{RL}.distillation.teacher_key")),
             f"{ACTOR}.data_path": data,
-            f"{ACTOR}.eval_data_path": next(iter(list_words(command.get("data.val_files") or "")), None),
+            f"{ACTOR}.eval_data_path": ",".join(list_words(command.get("data.val_files") or "")) or None,
         },
         notes={
             **shared.notes,
@@ -1067,7 +1117,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
         run.refuse(f"{_ACTOR}loss_agg_mode", "a value loss that is not the mean over tokens")
 
 
-def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
+def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float | str]:
     """Return the numbers that one loss has."""
     if loss.loss_type == "sapo":
         return {name: command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))}
@@ -1076,13 +1126,10 @@ def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
 
 
 def _read_file(run: Import, command: SourceCommand) -> str:
-    """Return the file of prompts with the number of its first rows; note what becomes of long prompts."""
+    """Return the files of prompts with the number of their first rows; note what becomes of long prompts."""
     files = list_words(command.get("data.train_files") or "")
     if not files:
         raise ConfigError(["the command names no data: data.train_files is missing"])
-    if len(files) > 1:
-        feature = f"prompts of {len(files)} files, with a reward by the source of each row; put them into one folder"
-        run.refuse("data.train_files", feature)
     limit = _limit_rows(command)
     if limit is None:
         run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
@@ -1090,7 +1137,7 @@ def _read_file(run: Import, command: SourceCommand) -> str:
     reason = "the rollout keeps the last tokens of a longer prompt, whatever data.truncation is; rows with images are left out"
     kind, note = ("drop_longer", "those of max_prompt_length tokens stay") if filters else ("cut_left", reason)
     run.put("data.filter_overlong_prompts data.truncation", {f"{RL}.long_prompts": kind}, note)
-    return files[0] if limit is None else f"{files[0]}#{limit}"
+    return ",".join(files) if limit is None else f"{','.join(files)}#{limit}"
 
 
 #: side of a long reply that verl cuts, since 0.8 -> side that is kept here
@@ -1279,7 +1326,7 @@ def _read_rewards(run: Import, command: SourceCommand, data: str) -> tuple[Rewar
     option = next((f"{group}custom_reward_function" for group in ("reward.", "") if _has_function(command, group)), None)
     if option is not None:
         name = command.text(f"{option}.name", "compute_score")
-        function = f"{_find_module(run, command, f'{option}.path')}:{name}"
+        function = f"{find_module(run, command, f'{option}.path')}:{name}"
         columns: dict[str, object] = {f"{ACTOR}.dataset_additional_keys": ["labels", "data_source", "extra_info"]}
         return Rewards(functions=[function], keys=_VERIFIERS, model=model, overlong=overlong), columns
     if model is not None:
@@ -1304,15 +1351,6 @@ _VERIFIERS = ("verifier_function", "verifier_weight")
 
 def _has_function(command: SourceCommand, group: str) -> bool:
     return bool(command.get(f"{group}custom_reward_function.path"))
-
-
-def _find_module(run: Import, command: SourceCommand, option: str) -> str:
-    """Return the module of a Python file, whose path is from the working directory where it is below it."""
-    path = str(command.get(option)).removeprefix(f"{command.environment.get('PWD', '.')}/").removeprefix("./")
-    if path.startswith(("/", "~", "..")) or not path.endswith(".py"):
-        feature = f"a function outside the working directory: {path}; write rl_config.verifier_function: [module:name]"
-        run.refuse(option, feature)
-    return path.removesuffix(".py").replace("/", ".")
 
 
 def _read_overlong(command: SourceCommand, manager: str) -> Overlong | None:

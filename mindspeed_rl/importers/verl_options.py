@@ -46,7 +46,7 @@ _MUON = {
     "tp_mode": "muon_tp_mode",
     "extra_scale_factor": "muon_extra_scale_factor",
 }
-_OTHER_ENGINE = no_effect("read by an engine of verl that is refused where it is chosen")
+_OTHER_ENGINE = no_effect("read by another engine of verl, or a choice of its kernels")
 _PROFILED = no_effect("read by another profiling tool, or by no run of ours: see profiler_config")
 _QUANTIZED = refused("quantization-aware training", unless=("w4a16", 16, "static_minmax"))
 _BY_SWITCH = no_effect("read only with a feature that is refused where it is switched on")
@@ -724,6 +724,11 @@ def _build_ppo() -> dict[str, Option]:
         table |= _under(f"{role}torchtitan.", [(_TORCHTITAN, _OTHER_ENGINE)]) | _under(
             f"{role}veomni.", [(_VEOMNI, _OTHER_ENGINE)]
         )
+    table[f"{actor}veomni.router_replay.mode"] = table[f"{actor}megatron.router_replay.mode"]
+    table |= {
+        f"{actor}veomni.param_offload": to(offload[0]),
+        f"{actor}veomni.optimizer_offload": to(offload[1]),
+    }
     optimizer = {name: option for name, option in _under("-", _OPTIMIZER).items() if name[1:] not in _SUPERVISED_OPTIM}
     for role, group in ((f"{actor}optim.", ""), ("critic.optim.", "critic_config.")):
         table |= {role + name[1:]: option for name, option in optimizer.items()} | _under(role, _step(group))
@@ -790,7 +795,7 @@ def _build_global() -> dict[str, Option]:
             ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
             ("rollout_correction.rollout_rs_threshold", _BY_SWITCH),
             ("rollout_correction.loss_type", refused("REINFORCE with weights of the rollout", unless=("ppo_clip",))),
-            ("rollout_correction.bypass_mode", with_others("old_policy", off="the old policy is the actor", by_nature=True)),
+            ("rollout_correction.bypass_mode", part("old_log_probs", off="the old policy is the actor", by_nature=True)),
             ("rollout_correction.rollout_is_batch_normalize", refused("importance weights whose mean is 1")),
         ]),
         **_under("reward.", [

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mindspeed_rl import adaptors, platform, registry
+from mindspeed_rl.checkpoint.trained_template import read_trained_prompt_type
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE, EngineShape
 from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.data.images import ImageReader, ImageRules
-from mindspeed_rl.data.templates import Thinking
+from mindspeed_rl.data.templates import HF_TEMPLATE, PLAIN_TEMPLATE, Thinking
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.inference.engine_interface import Engine
@@ -45,6 +46,7 @@ class SessionOptions:
         tokenizer_name_or_path: None takes the model's.
         max_length: limit of the tokens of prompt and answer; None takes the model's own.
         graph: compile and capture graphs.
+        no_chat_template: plain text, whatever the model was trained with.
         engine: vLLM, or the Megatron model itself.
         pipeline_model_parallel_size: stages of a Megatron model.
     """
@@ -78,6 +80,7 @@ class SessionOptions:
     prompt_type_path: str | None
     hf_chat_template: bool
     enable_thinking: Thinking
+    no_chat_template: bool
     chat_template_kwargs: Mapping[str, object] | None
     add_eos_token: Sequence[str]
     stop_token_ids: Sequence[int]
@@ -177,8 +180,18 @@ def _build_shape(model: ModelFiles) -> EngineShape:
     )
 
 
-def open_session(options: SessionOptions) -> Session:
+def _find_trained_template(adapter: Path | None, folder: Path) -> str | None:
+    """Return the template that the model was trained with, by the record of its export; None without one."""
+    places = [folder] if adapter is None else [adapter.expanduser(), folder]
+    return next((name for place in places if (name := read_trained_prompt_type(place)) is not None), None)
+
+
+def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     """Open model, tokenizer and template, and set up this process for its platform; nothing large is read yet.
+
+    Args:
+        chats: several turns need a template: without one that is named or known from training, it is the tokenizer's own, else
+            one that joins the texts of the turns.
 
     Raises:
         ValueError: a folder, adapter, tokenizer or template is not usable.
@@ -207,9 +220,15 @@ def open_session(options: SessionOptions) -> Session:
             tokenizer_path, trust_remote_code=options.trust_remote_code, use_fast=not options.tokenizer_not_use_fast
         )
     rules = ImageRules.read(model.hf_folder)
+    name = choose_template(tokenizer, options.prompt_type, options.hf_chat_template)
+    if name is None and not options.no_chat_template:
+        name = _find_trained_template(options.lora_load, model.hf_folder)
+    if name is None and chats:
+        has_own = tokenizer.chat_template and not options.no_chat_template
+        name = HF_TEMPLATE if has_own else PLAIN_TEMPLATE
     prompt_format = PromptFormat(
         tokenizer,
-        choose_template(tokenizer, options.prompt_type, options.hf_chat_template),
+        name,
         template_path=options.prompt_type_path,
         thinking=options.enable_thinking,
         arguments=options.chat_template_kwargs,

@@ -32,6 +32,7 @@ from collections.abc import Callable, Mapping
 from mindspeed_rl import registry
 from mindspeed_rl.importing import collecting_seldom
 from mindspeed_rl.isolation.channel import Channel, Message, pack
+from mindspeed_rl.redaction import redact_streams
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_INTERVAL_S = 0.1
@@ -288,4 +289,5 @@ class _Spawner:
 
 
 if __name__ == "__main__":
+    redact_streams()
     _Spawner(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).run()

@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Mapping
 
+from mindspeed_rl.redaction import find_secrets, remember_secrets
+
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 #: programs are found and run with these; none of them holds a secret
 _PASSED = frozenset(
@@ -22,7 +24,7 @@ def select_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand_variables(values: Mapping[str, str], where: str) -> dict[str, str]:
-    """Replace ${NAME} by the environment variable of this name.
+    """Replace ${NAME} by the environment variable of this name; values of variables that hold secrets appear in no log.
 
     Raises:
         ValueError: a variable is not set.
@@ -31,4 +33,6 @@ def expand_variables(values: Mapping[str, str], where: str) -> dict[str, str]:
         for name in _VARIABLE.findall(value):
             if name not in os.environ:
                 raise ValueError(f"{where}.{key}: the environment variable {name} is not set")
-    return {key: _VARIABLE.sub(lambda match: os.environ[match[1]], value) for key, value in values.items()}
+    expanded = {key: _VARIABLE.sub(lambda match: os.environ[match[1]], value) for key, value in values.items()}
+    remember_secrets(find_secrets(expanded))
+    return expanded

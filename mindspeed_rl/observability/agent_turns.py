@@ -45,10 +45,10 @@ def describe_turns(sample: _Sample) -> list[tuple[int, str]]:
 
 def _describe(sample: _Sample, event: _Sample, index: int) -> str:
     words = [f"{event['end_s'] - event['start_s']:.2f} s"]
-    if event["reward"] is not None:
-        words.append(f"reward {event['reward']:.4g}")
+    if event.get("reward") is not None:
+        words.append(f"reward {event.get('reward'):.4g}")
     if event["name"] != "model":
-        return ", ".join([f"call of {event['name']}", *words, *(["failed"] if event["failed"] else [])])
+        return ", ".join([f"call of {event['name']}", *words, *(["failed"] if event.get("failed") else [])])
     place, tokens = slice(event["start"], event["stop"]), sample.get("tokens")
     words.insert(0, f"turn {index}: {event['stop'] - event['start']} tokens")
     if tokens is not None:
@@ -101,7 +101,7 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
     yield build(0, "sample", _INTERNAL, first, last, own, bool(error))
     for number, event in enumerate(events, 1):
         parent = None if event["parent"] is None else f"{event['parent'] + 2:016x}"
-        values = {"reward": event["reward"], "follows": parent}
+        values = {"reward": event.get("reward"), "follows": parent}
         if event["name"] == "model":
             place = slice(event["start"], event["stop"])
             values |= {"gen_ai.operation.name": "chat", "gen_ai.usage.output_tokens": event["stop"] - event["start"]}
@@ -111,7 +111,7 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
         else:
             values |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": event["name"]}
             name = f"execute_tool {event['name']}"
-            yield build(number, name, _INTERNAL, event["start_s"], event["end_s"], values, event["failed"])
+            yield build(number, name, _INTERNAL, event["start_s"], event["end_s"], values, event.get("failed"))
 
 
 def _write_attributes(values: Mapping[str, object]) -> list[dict[str, Any]]:

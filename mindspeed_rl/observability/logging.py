@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mindspeed_rl.redaction import find_secrets, hide_in_text, redact_streams, remember_secrets
+
 _PACKAGE = "mindspeed_rl"
 
 # Libraries that log much at INFO or WARNING; their errors still reach the console.
@@ -90,14 +92,14 @@ def clean_record(value: Any) -> Any:
 
 
 class _CleanFormatter(logging.Formatter):
-    """Formats a record without what a terminal would obey."""
+    """Formats a record without secrets, and without what a terminal would obey."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return clean_text(super().format(record))
+        return clean_text(hide_in_text(super().format(record)))
 
 
 def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
-    """Send all records of this process to the log file, and the important ones to stderr.
+    """Send all records of this process to the log file, and the important ones to stderr, without secrets.
 
     Replaces the handlers of the root logger, so the call may be repeated.
 
@@ -107,6 +109,7 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
         console: False on all ranks but one.
         level: lowest level of our own records on the console.
     """
+    remember_secrets(find_secrets(os.environ))
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
@@ -154,7 +157,10 @@ class _RunLog(logging.FileHandler):
 
 
 def redirect_output(path: Path) -> None:
-    """Append the output of this process, native code included, to the file. For worker processes."""
+    """Append the output of this process, native code included, to the file. For worker processes.
+
+    What Python writes there has no secrets.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -163,6 +169,7 @@ def redirect_output(path: Path) -> None:
     os.dup2(target, 1)
     os.dup2(target, 2)
     os.close(target)
+    redact_streams()
 
 
 def _is_important(record: logging.LogRecord, level: int) -> bool:

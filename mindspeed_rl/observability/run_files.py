@@ -18,6 +18,14 @@ from typing import Any, TypedDict, cast
 from mindspeed_rl.files import read_json, read_regular, write_file
 from mindspeed_rl.observability.completions import CompletionRecord
 from mindspeed_rl.observability.history import History
+from mindspeed_rl.observability.record_checks import (
+    check_completion,
+    check_event,
+    check_example,
+    check_metrics,
+    check_report,
+)
+from mindspeed_rl.redaction import hide_known
 
 #: completions of a page, newest first; more make a page that no browser opens
 _MAX_COMPLETIONS = 2000
@@ -93,28 +101,52 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     run, report_file = read_files(folder), folder / "report.json"
     if not may_be_empty and not run.history.iterations and not report_file.exists():
         raise ValueError(f"{folder} holds no run: neither metrics.jsonl nor report.json is in it.")
-    return replace(run, report=json.loads(report_file.read_text(encoding="utf-8"))) if report_file.exists() else run
+    return replace(run, report=_read_report(report_file)) if report_file.exists() else run
+
+
+def _read_report(path: Path) -> JsonObject:
+    """Read report.json; numbers that a browser does not know are null.
+
+    Raises:
+        ValueError: it is no report; names the file.
+    """
+    report = json.loads(json.dumps(read_json(path)), parse_constant=lambda _: None)
+    try:
+        check_report(report)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from None
+    return report
 
 
 def read_files(folder: Path) -> RunFiles:
     """Read the files that the run itself has written so far; none need to exist."""
     return RunFiles(
         folder,
-        History(read_lines(folder / "metrics.jsonl")),
-        list(deque(cast("Iterator[CompletionRecord]", read_lines(folder / "completions.jsonl")), maxlen=_MAX_COMPLETIONS)),
-        list(read_lines(folder / EXAMPLES)),
+        History(read_lines(folder / "metrics.jsonl", check_metrics)),
+        list(deque(read_completions(folder), maxlen=_MAX_COMPLETIONS)),
+        list(read_lines(folder / EXAMPLES, check_example)),
         _read_events(folder / "timeline.json"),
     )
 
 
-def read_lines(path: Path) -> Iterator[JsonObject]:
+def read_completions(folder: Path) -> Iterator[CompletionRecord]:
+    """Yield the samples that a run has written."""
+    return cast("Iterator[CompletionRecord]", read_lines(folder / "completions.jsonl", check_completion))
+
+
+def read_lines(path: Path, check: Callable[[Mapping[str, Any]], None] = lambda _: None) -> Iterator[JsonObject]:
     """Yield the objects of a JSONL file, none without a file; skip a last line that a killed run left half-written.
 
+    Args:
+        check: raises ValueError for an object that is not one of this file.
+
     Raises:
-        ValueError: another line is not a JSON object; names file and line.
+        ValueError: another line is not a JSON object, or refused; names file and line.
     """
     if not path.exists():
         return
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file; only such files are read")
     # only newlines end a line: a model's text may hold U+2028, which JSON leaves as it is
     with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for index, line in enumerate(lines, 1):
@@ -122,27 +154,42 @@ def read_lines(path: Path) -> Iterator[JsonObject]:
                 continue
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists that are too deep
                 if not line.endswith("\n"):
                     return
-                raise ValueError(f"{path}, line {index} is not JSON: {error.msg}.") from None
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                raise ValueError(f"{path}, line {index} is not JSON: {reason}.") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {index} is not a JSON object.")
+            try:
+                check(record)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {index}: {error}.") from None
             yield record
 
 
 def _read_events(path: Path) -> list[_TraceEvent]:
-    """Return the events of a trace, complete or not: names of workers, and their intervals in the last iterations."""
+    """Return the events of a trace, complete or not: names of workers, and their intervals in the last iterations.
+
+    Raises:
+        ValueError: a line is another object; names file and line.
+    """
     if not path.exists():
         return []
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file; only such files are read")
     names: list[_TraceEvent] = []
     intervals: deque[_TraceEvent] = deque()
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+        for index, line in enumerate(lines, 1):
             text = line.strip().rstrip(",")
             if not (text.startswith("{") and text.endswith("}")):
                 continue
-            event = cast("_TraceEvent", json.loads(text))
+            try:
+                event = cast("_TraceEvent", json.loads(text))
+                check_event(event)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {index} is no event: {error}.") from None
             if event["ph"] != "X":
                 names.append(event)
                 continue
@@ -271,7 +318,7 @@ class ServerFolder:
 
 
 class LineWriter:
-    """Append records to a JSONL file, each at once and complete: a full disk leaves no half line."""
+    """Append records to a JSONL file, each at once and complete: a full disk leaves no half line. Secrets are left out."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -286,7 +333,7 @@ class LineWriter:
             OSError: the disk did not take it; the file is as before.
         """
         # broken text of a model may hold lone surrogates, which strict UTF-8 refuses
-        line = (json.dumps(record, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
+        line = (hide_known(json.dumps(record, ensure_ascii=False)) + "\n").encode("utf-8", "surrogatepass")
         end = os.fstat(self._file.fileno()).st_size
         if self._file.write(line) != len(line):
             self._file.truncate(end)

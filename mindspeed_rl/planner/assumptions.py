@@ -20,7 +20,7 @@ from mindspeed_rl.planner.memory import (
     hccl_buffer_mib,
 )
 from mindspeed_rl.planner.samples import Lengths
-from mindspeed_rl.planner.seconds import TimePlan
+from mindspeed_rl.planner.seconds import DISK, HOST_ADAMW, TimePlan
 
 #: label of a number that no run on an NPU has confirmed
 _UNVERIFIED = "not verified on NPU"
@@ -86,6 +86,12 @@ def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Ite
     else:
         figures = f"{device.flops / 1e9:g} Gflop/s, {device.bandwidth / 1e9:g} GB/s"
         yield Assumption("a core", figures, "two cores of one shared machine; --calibrate corrects it for yours", False)
+    actor = cfg.actor_config
+    if actor.optimizer_offload_fraction:
+        updated = f"{HOST_ADAMW / 1e9:g} GB/s of optimizer states for a device"
+        yield Assumption("AdamW on the host", updated, "a guess; a core of one shared machine has 4.7 GB/s")
+    if actor.optimizer_offload_fraction and actor.optimizer_offload_path is not None:
+        yield Assumption("disk", f"{DISK / 1e9:g} GB/s for a machine", "a guess, an NVMe disk")
     fit = "fit to the published figures" if device.sleeps else "three CPU runs"
     guess = "a guess" if device.sleeps else "three CPU runs"
     meanings = {

@@ -1,4 +1,4 @@
-"""Bytes of host memory that a run takes for what leaves its devices.
+"""Bytes of host memory, and of local disks, that a run takes for what leaves its devices.
 
 A copy is pinned and stays for the whole run once it was made, so the bytes of all owners add up. Not counted: the processes
 themselves (about a gigabyte a device), data, and checkpoints that are on their way to a disk.
@@ -20,10 +20,12 @@ class HostMemory:
     Attributes:
         owners: bytes by owner, for the device that needs most of it.
         devices: devices of the run on a machine.
+        disk: bytes of the files of that device.
     """
 
     owners: dict[str, int]
     devices: int
+    disk: int = 0
 
     @property
     def total(self) -> int:
@@ -34,7 +36,13 @@ class HostMemory:
         """Return the bytes as a line of text."""
         parts = ", ".join(f"{owner} {count / GIB:.1f}" for owner, count in self.owners.items())
         together = f"; {self.total / GIB:.0f} GiB on a machine with {self.devices} of them" if self.devices > 1 else ""
-        return f"Host memory: {sum(self.owners.values()) / GIB:.1f} GiB for a device ({parts}){together}"
+        lines = [f"Host memory: {sum(self.owners.values()) / GIB:.1f} GiB for a device ({parts}){together}"] if parts else []
+        if self.disk:
+            files = f"; {self.devices * self.disk / GIB:.0f} GiB on a machine with {self.devices} of them"
+            lines.append(
+                f"Disk: {self.disk / GIB:.1f} GiB for a device in optimizer_offload_path{files if self.devices > 1 else ''}"
+            )
+        return "\n".join(lines)
 
 
 def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
@@ -48,7 +56,8 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
         # sleep keeps them, although the next weight sync replaces them
         owners["rollout weights"] = engine.weights + engine.adapters + engine.draft
     devices = -(-run.sizes.actor.num_npus // max(1, run.run.num_nodes))
-    return HostMemory({owner: count for owner, count in owners.items() if count}, devices)
+    disk = sum(_count_file(model) for model in (run.actor, *run.others.values()))
+    return HostMemory({owner: count for owner, count in owners.items() if count}, devices, disk)
 
 
 def _count_copies(run: RunShape, model: Model) -> dict[str, int]:
@@ -56,6 +65,16 @@ def _count_copies(run: RunShape, model: Model) -> dict[str, int]:
     generate, copies = run.generate, {"weights": 0, "optimizer": 0}
     if generate is not None and generate.offload_train_param:
         copies["weights"] = max(model.weights(elements) for elements in model.elements)
-    if model.config.swap_optimizer or (generate is not None and generate.offload_train_optimizer):
-        copies["optimizer"] = max(model.state(elements) for elements in model.elements)
+    is_copied = model.config.swap_optimizer or (generate is not None and generate.offload_train_optimizer)
+    is_filed = model.config.optimizer_offload_path is not None
+    copies["optimizer"] = max(
+        (model.state(elements) - model.offloaded(elements) if is_copied else 0) + (0 if is_filed else model.offloaded(elements))
+        for elements in model.elements
+    )
     return copies
+
+
+def _count_file(model: Model) -> int:
+    """Return the bytes of the optimizer's states in a file, on the model's fullest stage."""
+    is_filed = model.config.optimizer_offload_path is not None
+    return max(model.offloaded(elements) for elements in model.elements) if is_filed else 0

@@ -333,7 +333,7 @@ def _list_passes(
             yield f"{name} pass", {name: totals[name]}, needed
     if run.cfg.rl_config.share_backbone and objective.needs_ref:  # the actor without its adapters
         yield Phases.REF_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
-    if objective.needs_old_log_probs(on_policy=run.sizes.on_policy):
+    if objective.old_log_probs_share(on_policy=run.sizes.on_policy):
         yield Phases.ACTOR_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "actor")
 
 

@@ -87,7 +87,13 @@ class Model:
 
     def optimizer(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state on the device; see `state`."""
-        return 0 if self.config.swap_optimizer else self.state(elements, stepped=stepped)
+        if self.config.swap_optimizer:
+            return 0
+        return self.state(elements, stepped=stepped) - self.offloaded(elements, stepped=stepped)
+
+    def offloaded(self, elements: Elements, *, stepped: bool = True) -> int:
+        """Return the bytes of the optimizer's state that the host's processors update, in host memory or in a file."""
+        return int(self.config.optimizer_offload_fraction * self.state(elements, stepped=stepped))
 
     def state(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state, on the device or in host memory.

@@ -35,6 +35,10 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
+#: bytes of optimizer states that the processors of a device's host update in a second
+HOST_ADAMW = 8e9
+#: bytes that the disk of a machine reads or writes in a second
+DISK = 3e9
 
 
 @dataclass(frozen=True)
@@ -198,8 +202,9 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
         judged = _Passes(run, model, efficiency, samples).seconds(sizes.rollout_samples, 1.0)
         before = parts.get(Phases.TEACHER_LOG_PROBS.timer, {})
         parts[Phases.TEACHER_LOG_PROBS.timer] = {part: value + before.get(part, 0.0) for part, value in judged.items()}
-    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(sizes.train_samples, 1.0) | actor.tower_seconds(sizes.train_samples)
+    if share := objective.old_log_probs_share(on_policy=sizes.on_policy):
+        computed = share * sizes.train_samples
+        parts[Phases.ACTOR_LOG_PROBS.timer] = actor.seconds(computed, 1.0) | actor.tower_seconds(computed)
     if critic is not None:
         parts[Phases.VALUES.timer] = critic.seconds(sizes.train_samples, 1.0) | critic.tower_seconds(sizes.train_samples)
         parts[Phases.UPDATE_CRITIC.timer] = critic.seconds(trained, critic.update_passes)
@@ -319,7 +324,24 @@ class _Passes:
             state = max(model.state(elements) for elements in model.elements)
             # loaded before each step and offloaded after it
             parts["swapping"] = count * 2 * state / (run.device.host * self._efficiency.host)
+        if model.config.optimizer_offload_fraction:
+            parts["optimizer on the host"] = count * self._host_step_seconds()
         return parts
+
+
+    def _host_step_seconds(self) -> float:
+        """Return the seconds of a step of the share that the host updates: processors, link and disk work at the same time."""
+        run, model = self._run, self._model
+        share = model.config.optimizer_offload_fraction
+        state = max(model.offloaded(elements) for elements in model.elements)
+        # the gradients and weights of the numbers whose states are on this rank
+        ranks = model.dp if model.config.use_distributed_optimizer else 1
+        moved = max(model.gradients(elements) + model.weights(elements) for elements in model.elements) * share / ranks
+        seconds = [state / HOST_ADAMW, moved / (run.device.host * self._efficiency.host)]
+        if model.config.optimizer_offload_path is not None:
+            devices = -(-model.devices // max(1, run.run.num_nodes))
+            seconds.append(2 * state * devices / DISK)
+        return max(seconds)
 
 
 def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:

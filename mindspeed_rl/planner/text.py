@@ -56,7 +56,7 @@ class MemoryReport:
                 f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
                 f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
             ]
-        if plan.host is not None and plan.host.owners:
+        if plan.host is not None and (plan.host.owners or plan.host.disk):
             lines += ["", plan.host.format()]
         lines += [f"  - {problem}" for problem in plan.problems]
         if self.changes:

@@ -7,13 +7,86 @@ file as host, and port 0. Processes of several machines, and servers that anothe
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import datetime
 import ipaddress
+import logging
 import os
 import socket
+import threading
 import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch.distributed as dist
+
+_LOG = logging.getLogger(__name__)
+#: wait for a group after which connections of other users are looked for
+_STRANGERS_S = 30.0
+#: state of a listening socket in /proc/net/tcp
+_LISTENING = "0A"
+
+
+def count_strangers(tables: Iterable[str], inodes: set[str], uid: int) -> dict[int, int]:
+    """Return how many connections to listening sockets of this process other users of this machine have, by user id.
+
+    Args:
+        tables: contents of /proc/net/tcp and /proc/net/tcp6.
+        inodes: of the sockets of this process.
+        uid: of this process.
+    """
+    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    sockets = [(row[1], row[2], row[3], int(row[7]), row[9]) for row in rows if len(row) > 9]
+    ports = {local.rpartition(":")[2] for local, _, state, _, inode in sockets if state == _LISTENING and inode in inodes}
+    users = [
+        user
+        for _, remote, state, user, inode in sockets
+        # a socket without an inode has been closed, and then belongs to root
+        if state != _LISTENING and inode != "0" and user != uid and remote.rpartition(":")[2] in ports
+    ]
+    return dict(collections.Counter(users))
+
+
+def describe_strangers() -> str:
+    """Describe connections of other users to this process, which gloo cannot tell from ranks; empty without any."""
+    tables, inodes = list[str](), set[str]()
+    with contextlib.suppress(OSError):
+        tables = [path.read_text() for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+        for link in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/self/fd/{link}")
+                inodes |= {target[len("socket:[") : -1]} if target.startswith("socket:[") else set()
+    found = count_strangers(tables, inodes, os.getuid())
+    users = ", ".join(f"{count} of user {user}" for user, count in sorted(found.items()))
+    if not users:
+        return ""
+    return (
+        f"connections to this process from other users of this machine may hold the group up ({users}): gloo asks for no "
+        "secret, so run in a container or a network namespace of your own (docs/security.md)"
+    )
+
+
+@contextlib.contextmanager
+def naming_strangers() -> Iterator[None]:
+    """Name connections of other users where the groups that the block makes take long, or fail."""
+
+    def warn() -> None:
+        if text := describe_strangers():
+            _LOG.warning("the group is not complete after %g s; %s", _STRANGERS_S, text)
+
+    timer = threading.Timer(_STRANGERS_S, warn)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except RuntimeError as error:
+        text = describe_strangers()
+        if not text:
+            raise
+        raise type(error)(f"{error}; {text}") from error
+    finally:
+        timer.cancel()
 
 
 def open_store(host: str, port: int, size: int, *, serves: bool, timeout_s: float) -> dist.Store:

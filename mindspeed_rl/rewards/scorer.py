@@ -5,8 +5,8 @@ A parameter is filled by its name:
     per sample   sample, prompt, response (completion; solution_str in verl), prompt_ids, response_ids (completion_ids,
                  response_token_ids), label (ground_truth in verl), solution (that column, else the label), truncated,
                  max_response_length
-    per batch    samples, prompts, responses (completions), labels, solutions, and the other names above: lists, one entry for
-                 each sample
+    per batch    samples, prompts, responses (completions), queries (prompt and response in one, as in OpenRLHF), labels,
+                 solutions, and the other names above: lists, one entry for each sample
     both         settings (RewardSettings), any additional dataset column under its name; `**columns` takes all of them
 
 A dataset without reference answers has no `label` and no `solution`: parameters of these names then need a default.
@@ -16,8 +16,8 @@ A dataset without reference answers has no `label` and no `solution`: parameters
 parameter; its attribute `timeout_s`, if any, replaces `reward_timeout_s`. The attribute `is_accuracy = True` of a function or
 instance, or of its registration, means that the score judges whether an answer is right.
 
-It returns a number (a list of numbers for a batch), None for "no opinion", or a dict of named parts. A dict's score is its
-entry "score", else the sum of its numbers; its strings become notes.
+It returns a number (a list of numbers for a batch, or a dict with that list as "rewards", as in OpenRLHF), None for "no
+opinion", or a dict of named parts. A dict's score is its entry "score", else the sum of its numbers; its strings become notes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.rewards import ACCURACIES, RewardFunction, find
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardSample, RewardSettings
 
-_BATCH_PARAMETERS = {"samples", "responses", "completions"}
+_BATCH_PARAMETERS = {"samples", "responses", "completions", "queries"}
 
 
 Value = tuple[dict[str, float], dict[str, str]]
@@ -116,6 +116,8 @@ class Scorer:
         """
         if not self.batched:
             return [self._to_value(returned)]
+        if isinstance(returned, Mapping) and "rewards" in returned:
+            returned = returned["rewards"]
         # arrays and tensors, without importing their libraries
         if hasattr(returned, "tolist"):
             returned = returned.tolist()
@@ -185,7 +187,8 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
         for name in ("samples", "prompts", "responses", "completions", "labels", "solutions")
         if name.removesuffix("s") in arguments
     }
-    return {**arguments, **plural, "settings": settings}
+    queries = [f"{sample.prompt}{sample.response}" for sample in samples]
+    return {**arguments, **plural, "queries": queries, "settings": settings}
 
 
 def list_parameters(sample: RewardSample) -> set[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.bounds import MAX_METRICS, check_token_ids, read_number, show
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.rollout.protocol import Finish, Generated, continue_routing
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class Trajectory:
             "last_turn_start": sum(len(segment.token_ids) for segment in self.segments[:-1]),
             "turn_rewards": list(self.turn_rewards),
             "final_reward": self.final_reward,
-            "trajectory_failure": self.failure,
+            "trajectory_failure": hide_in_text(self.failure),
             **({} if self.output is None else {"output": self.output}),
             **({"events": [asdict(event) for event in self.events]} if self.events else {}),
         }

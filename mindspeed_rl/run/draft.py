@@ -118,7 +118,10 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
         for name in {"clip_ratio_low", "clip_ratio_high"}.difference(bounds):
             derived[name] = Derivation(rl.clip_ratio, f"clip_ratio {rl.clip_ratio:g}")
     generate, mismatch = cfg.generate_config, "rollout_importance_sampling_mode"
-    if generate is not None and generate.quantization is not None and mismatch not in set_keys:
+    is_quantized = generate is not None and generate.quantization is not None
+    # a ratio to the engine's own log-probs corrects for it already
+    if is_quantized and mismatch not in set_keys and rl.old_log_probs == "trainer":
+        assert generate is not None
         source = f"generate_config.quantization {generate.quantization}: the engine samples from a slightly different policy"
         derived[mismatch] = Derivation(DEFAULT_CORRECTION, source)
     if not rl.filter_groups_enable:

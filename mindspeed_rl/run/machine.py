@@ -27,8 +27,11 @@ def list_machine_checks(run: Run) -> Iterator[Callable[[], object]]:
     """Yield a check of the device kind, of the memory that the run asks for, and of each server that it names."""
     yield partial(_check_platform, run)
     yield partial(_check_cache, run)
+    yield partial(_check_offload_folder, run)
     if run.config.rl_config is not None and not run.config.is_supervised and run.rl.judge_url is not None:
         yield partial(check_server, run.rl.judge_url, "rl_config.judge_url")
+    for host, port in run.placement.servers:
+        yield partial(check_server, f"http://{host}:{port}", "generate_config.vllm_server_host")
 
 
 def _check_platform(run: Run) -> None:
@@ -63,6 +66,19 @@ def _check_cache(run: Run) -> None:
         )
 
 
+def _check_offload_folder(run: Run) -> None:
+    """Raise ValueError where the optimizer's states cannot be in a file on this machine; other machines check their own."""
+    cfg = run.config
+    for role, config in {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config}.items():
+        folder = None if config is None or not config.optimizer_offload_fraction else config.optimizer_offload_path
+        if folder is None or run.num_nodes > 1 or os.environ.get("RAY_ADDRESS"):
+            continue
+        if not os.path.isdir(folder):
+            raise ValueError(f"{role}.optimizer_offload_path: {folder} is no folder on this machine; make it on a local disk")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise ValueError(f"{role}.optimizer_offload_path: this user may not write to {folder}")
+
+
 def check_server(url: str, key: str) -> None:
     """Check that a server takes connections.
 
@@ -73,7 +89,8 @@ def check_server(url: str, key: str) -> None:
         ValueError: nothing listens there, or the host is not known.
     """
     address = urlsplit(url)
-    if not address.hostname or any(os.environ.get(name) for name in _PROXIES):
+    is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
+    if not address.hostname or not is_local and any(os.environ.get(name) for name in _PROXIES):
         return  # the form is checked where it is read
     try:
         port = address.port or (443 if address.scheme == "https" else 80)

@@ -147,6 +147,8 @@ def build_objective(
         rollout_importance_sampling_threshold=rl.rollout_importance_sampling_threshold,
         rollout_importance_sampling_threshold_min=rl.rollout_importance_sampling_threshold_min,
         log_rollout_offpolicy_metrics=rl.log_rollout_offpolicy_metrics,
+        old_log_probs=rl.old_log_probs,
+        old_log_probs_check_fraction=rl.old_log_probs_check_fraction,
         distillation=build_distillation(rl.distillation) if rl.distillation.enabled else None,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ def with_absolute_paths(run: Run) -> Run:
     roles = [getattr(cfg, name) for name in ("megatron_training", *ROLE_GROUPS)]
     roles += [model.config for model in run.models.values()]
     # roles without a group of their own share the record of another
-    moved = {id(role): _move_role(role, cfg.is_supervised) for role in roles if role is not None}
+    # a list of raw files and a name on a hub are no paths, and only the driver reads them
+    data = [key for key in ("data_path", "eval_data_path") if cfg.is_supervised and key not in run.prepared]
+    moved = {id(role): _move_role(role, data) for role in roles if role is not None}
     names = [name for name in ("megatron_training", *ROLE_GROUPS) if getattr(cfg, name) is not None]
     groups: dict[str, Any] = {name: moved[id(getattr(cfg, name))] for name in names}
     profiler = cfg.profiler_config
@@ -40,15 +43,14 @@ def with_absolute_paths(run: Run) -> Run:
     )
 
 
-def _move_role(role: MegatronConfig, is_supervised: bool) -> MegatronConfig:
+def _move_role(role: MegatronConfig, data: Sequence[str]) -> MegatronConfig:
+    """Return a role with absolute paths; `data` are the keys of data that workers read."""
     here = [key for key in _MAYBE_PATHS if (value := getattr(role, key)) and Path(value).expanduser().exists()]
     role = _move(role, *here, "save")
-    if not is_supervised:  # the driver reads the data
-        return role
-    if isinstance(role.data_path, list):
+    if "data_path" in data and isinstance(role.data_path, list):
         paths = [item if is_weight(item) else _absolute(str(item)) for item in role.data_path]
-        return _move(replace(role, data_path=paths), "eval_data_path")
-    return _move(role, "data_path", "eval_data_path")
+        role, data = replace(role, data_path=paths), [key for key in data if key != "data_path"]
+    return _move(role, *data)
 
 
 def _move_engine(generate: GenerateConfig) -> GenerateConfig:

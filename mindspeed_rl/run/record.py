@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from mindspeed_rl.catalogue.objective import Objective
 from mindspeed_rl.config.keys.deadlines import Deadlines, FaultTolerance
 from mindspeed_rl.config.keys.generate import GenerateConfig
+from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.threads import Threads
@@ -41,6 +42,7 @@ class Run:
         models: the model of each role ("actor", "ref", "critic", "reward", "teacher", "teacher_1" ...), from
             `run.models.plan_models`; empty before.
         resume: the checkpoint or weights that the run starts from, from `run.models.plan_models`; None before.
+        prepared: prefixes of raw data that the start of a supervised run has tokenized, by key of the trained model.
     """
 
     config: RunConfig
@@ -55,12 +57,18 @@ class Run:
     attention: KernelChoice | None = None
     models: Mapping[str, RoleModel] = field(default_factory=dict)
     resume: ResumePoint | None = None
+    prepared: Mapping[str, str | list[str | float]] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> BatchPlan:
         """The numbers of a batch; for runs that keep every rule."""
         assert self.sizes is not None
         return BatchPlan.from_sizes(self.sizes, self.config.actor_config.train_iters)
+
+    @property
+    def data_config(self) -> MegatronConfig:
+        """Keys of the trained model, with prefixes of indexed datasets in place of raw data."""
+        return replace(self.config.actor_config, **cast("dict[str, Any]", dict(self.prepared)))
 
     @property
     def fault_tolerance(self) -> FaultTolerance:

@@ -25,6 +25,7 @@ from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.config.threads import VARIABLE as THREADS_VARIABLE
 from mindspeed_rl.observability.logging import build_quiet_environment
 from mindspeed_rl.platform import environment, platform_class
+from mindspeed_rl.redaction import hide_in_text
 from mindspeed_rl.runtime.fork_server import build_worker_command, find_server_process
 from mindspeed_rl.scratch import scratch_folder
 
@@ -73,7 +74,9 @@ def build_worker_environment(
         return quiet | {
             name: value for name, value in variables.items() if num_nodes == 1 or name not in environment.INTERFACES
         }
-    rl, supervised = cfg.rl_config, cfg.is_supervised
+    rl, supervised, generate = cfg.rl_config, cfg.is_supervised, cfg.generate_config
+    if generate is not None and generate.infer_moe_token_dispatcher_type != "auto":
+        quiet[environment.EXPERTS_EXCHANGE_VARIABLE] = generate.infer_moe_token_dispatcher_type
     config = cfg.megatron_training if supervised else cfg.actor_config
     path = Path(_DEFAULT_RUNTIME_ENV if rl is None else rl.runtime_env_path)
     if not path.is_file() and (project_file := find_project_configs().parent / path).is_file():
@@ -85,7 +88,7 @@ def build_worker_environment(
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
         exact=rl is not None and rl.exact_log_probs,
-        captures_graphs=not supervised and cfg.generate_config is not None and not cfg.generate_config.enforce_eager,
+        captures_graphs=not supervised and generate is not None and not generate.enforce_eager,
     )
 
 
@@ -217,9 +220,17 @@ def _make_ray_folder(logs: Path | None) -> Iterator[str]:
             if logs is not None:
                 with contextlib.suppress(OSError, shutil.Error):
                     for session in folder.glob("session_2*"):
-                        shutil.copytree(session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+                        shutil.copytree(
+                            session / "logs", logs, dirs_exist_ok=True, ignore_dangling_symlinks=True, copy_function=_copy_log
+                        )
                     print(f"Ray's logs are in {logs}", file=sys.stderr)
             raise
+
+
+def _copy_log(source: str, target: str) -> None:
+    """Copy a log without secrets: Ray writes the environment of a run into its own."""
+    text = Path(source).read_text(encoding="utf-8", errors="backslashreplace")
+    Path(target).write_text(hide_in_text(text), encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -83,7 +83,10 @@ class AsyncEngine:
             yield ResponseChunk((), (), self.version, "length")
             return
         # vLLM checks ids only with a tokenizer; one outside of the vocabulary would end the engine
-        num_ids = self.llm.vllm_config.model_config.get_vocab_size()
+        model = self.llm.vllm_config.model_config
+        num_ids, num_tokens = model.get_vocab_size(), len(request.prompt_ids)
+        if num_tokens > model.max_model_len:  # before any work that grows with it
+            raise ValueError(f"prompt_ids has {num_tokens} tokens, but the context has {model.max_model_len}")
         check_token_ids(request.prompt_ids, num_ids, "prompt_ids")
         check_token_ids(request.sampling.stop_token_ids, num_ids, "stop_token_ids")
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)

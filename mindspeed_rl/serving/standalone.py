@@ -104,7 +104,7 @@ def serve(
         try:
             inner = await openai_app(engine.llm, settings.hf_folder, list(names))
             app = _GuardedApp(build_service(settings, engine), inner, token, CALLS_PATH)
-            server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5))
+            server = uvicorn.Server(_build_settings(app))
             text = f"serving {names[0]} at http://{host}:{port}; every call needs the token. Ctrl-C ends it."
             print(text, file=sys.stderr, flush=True)
             await server.serve(sockets=[listening])
@@ -112,6 +112,11 @@ def serve(
             engine.close()
 
     asyncio.run(serve_until_interrupted())
+
+
+def _build_settings(app: _App) -> uvicorn.Config:
+    """Return the settings of the HTTP server. h11: uvicorn's other implementation keeps headers of any length."""
+    return uvicorn.Config(app, http="h11", log_level="warning", lifespan="on", timeout_graceful_shutdown=5)
 
 
 class _GuardedApp:

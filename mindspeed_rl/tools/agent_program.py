@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -137,26 +138,34 @@ class AgentProgram:
             reported = await run_in_thread(partial(_read_result, folder, ended.output))
             if not self._keys.grader:
                 return reported
-            grade = await self._grade(_fill(self._keys.grader, values, "grader"), work, env, deadline)
+            grade = await self._grade(values, work, env, deadline)
             return ProgramResult(grade.reward, {**reported.metrics, **grade.metrics}, reported.output)
 
-    async def _grade(self, command: list[str], folder: Path, env: Mapping[str, str], deadline: float) -> ProgramResult:
-        """Return the report of the grader. Files at which it hangs, or which crash it, are the sample's doing: 0.
+    async def _grade(
+        self, values: Mapping[str, Any], folder: Path, env: Mapping[str, str], deadline: float
+    ) -> ProgramResult:
+        """Return the report of the grader. Files at which it hangs, fails or crashes are the sample's doing: 0.
+
+        Where its command has {proof}, which is a new text for each sample, only output with this text counts.
 
         Raises:
-            ProgramError: it does not start, or reports that it failed.
+            ProgramError: it does not start, or its report has an error.
         """
+        proof = secrets.token_urlsafe(16)
+        demands_proof = values.get("proof") is None and any("proof" in _PLACE.findall(word) for word in self._keys.grader)
+        command = _fill(self._keys.grader, {**values, "proof": proof} if demands_proof else values, "grader")
         try:
             # a program that has used all its time leaves some for the grader
             graded = await self._execute(command, folder, env, max(deadline, time.monotonic() + _GRADER_LIMIT_S))
         except _LateError:
             return ProgramResult(0.0)
         grade = _read_last_line(graded.output)
-        if grade is not None:
+        if grade is not None and (not demands_proof or grade.get("proof") == proof):
             return _read_report(grade, "the grader's last line")
-        if graded.status > 1:
-            raise ProgramError(f"the grader: {graded.describe()}")
-        return ProgramResult(float(graded.status == 0))
+        if graded.status > 1:  # code of the sample that the grader imports can end it so, and so can an error of its own
+            _LOG.warning("the grader: %s; the reward is 0", graded.describe())
+        is_right = graded.status == 0 and (not demands_proof or proof in graded.output.split())
+        return ProgramResult(float(is_right), {"grader_errors": float(graded.status > 1)})
 
     @asynccontextmanager
     async def _open_folder(self) -> AsyncIterator[Path]:

@@ -186,8 +186,9 @@ class RecordingEndpoint:
         listening = socket.socket()
         listening.bind(("127.0.0.1", 0))
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        # its other implementation keeps headers of any length, which everyone on this machine can send
         config = uvicorn.Config(
-            self, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
+            self, http="h11", log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=2
         )
         self._server = Server(config)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))

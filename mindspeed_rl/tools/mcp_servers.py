@@ -363,4 +363,4 @@ def _describe(error: BaseException) -> str:
     """Return the first exception of a group as text."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
-    return f"{type(error).__name__}: {error}"[:300]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]

@@ -23,6 +23,7 @@ from mindspeed_rl.rewards.totals import compute_reward_metrics, list_components,
 from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
+from mindspeed_rl.trainers.old_policy import RECORDED_DIFFERENCE
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions
 
@@ -48,6 +49,7 @@ class TrainBatch:
         loss_mask: [B, R] bool; tokens that train.
         kl_coef: KL coefficient of this iteration.
         has_old_log_probs, has_ref_log_probs: rows have these columns.
+        old_column: column with the log-probs of the old policy.
         has_ratios: the update leaves the log-probs of its last step in the rows.
         marked: [B, R] bool; tokens that the loss has chosen (`PolicyLoss.marks`); None for a loss that chooses none.
     """
@@ -60,6 +62,7 @@ class TrainBatch:
     kl_coef: float
     has_old_log_probs: bool
     has_ref_log_probs: bool
+    old_column: str
     has_ratios: bool
     marked: Tensor | None = None
 
@@ -170,7 +173,7 @@ class Advantages:
             self.entropy_threshold = entropy_threshold(shards, objective.top_entropy_quantile) if loss_mask.any() else 0.0
         written = {"advantages": advantages, "returns": returns, "scored_mask": response_mask, "loss_mask": loss_mask}
         if self._marks is not None:
-            old_log_probs = ragged(batch["old_log_probs"]).pad(0.0, width)
+            old_log_probs = ragged(batch[self._schedule.old_policy.column]).pad(0.0, width)
             generator = torch.Generator().manual_seed(self._seed * 1_000_003 + iteration)  # the same after a resume
             written["marked_tokens"] = self._marks(advantages, old_log_probs, loss_mask, objective, generator)
         self._plane.put(
@@ -183,8 +186,9 @@ class Advantages:
             young,
             loss_mask,
             kl_coef,
-            has_old_log_probs=self._schedule.computes_old_log_probs(iteration),
+            has_old_log_probs=self._schedule.computes_old_log_probs(iteration) or self._schedule.old_policy.was_computed,
             has_ref_log_probs=self._schedule.needs_ref,
+            old_column=self._schedule.old_policy.column,
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
@@ -192,12 +196,37 @@ class Advantages:
             observer(prepared)
         return metrics
 
+    def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
+        """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.
+
+        Returns:
+            RECORDED_DIFFERENCE and `_max` of the tokens of the weights that train, else of older ones, which differ by what was
+            learnt since too; True where they are of the weights that train.
+        """
+        columns = ["old_log_probs", "rollout_log_probs", "response_mask", "weight_versions"]
+        batch, _ = self._plane.get("compute_advantage", columns, indexes=range(count), timeout_s=self._timeout_s)
+        newest, older, admission = list[Tensor](), list[Tensor](), self._schedule.admission
+        # between two weight syncs the engine has the weights of an earlier iteration
+        version, is_synced = admission.version(iteration), iteration % admission.sync_step == 0
+        for row in range(count):
+            computed, recorded, mask, versions = (torch.as_tensor(batch[name][row]) for name in columns)
+            distance, is_newest = (computed.float() - recorded.float()).abs(), (versions == version) & is_synced
+            newest.append(distance[mask.bool() & is_newest])
+            older.append(distance[mask.bool() & ~is_newest])
+        metrics, is_current = Metrics(), any(map(len, newest))
+        distance = torch.cat(newest if is_current else older)
+        if len(distance):
+            metrics.add_mean(f"{RECORDED_DIFFERENCE}_mean", float(distance.double().sum()), len(distance))
+            metrics.add_max(f"{RECORDED_DIFFERENCE}_max", float(distance.max()))
+        return metrics, is_current
+
     def _list_columns(self) -> list[str]:
         """Return the columns that the estimator and the masks read."""
         objective = self._schedule.objective
+        reads_old = objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs
         some = {
             "ref_log_probs": objective.kl_place == "reward",
-            "old_log_probs": objective.kl_place == "reward" or self._marks is not None or "squared_probs" in objective.needs,
+            self._schedule.old_policy.column: reads_old,
             "values": "values" in objective.needs,
             "squared_probs": "squared_probs" in objective.needs,
             "entropies": objective.masks_by_entropy,
@@ -211,7 +240,7 @@ class Advantages:
         objective, width = self._schedule.objective, response_mask.size(1)
         tensors: dict[str, Any] = {"scored": scored}
         if objective.kl_place == "reward":
-            old, ref = (ragged(batch[name]).pad(0.0, width) for name in ("old_log_probs", "ref_log_probs"))
+            old, ref = (ragged(batch[name]).pad(0.0, width) for name in (self._schedule.old_policy.column, "ref_log_probs"))
             kl = torch.where(response_mask, kl_penalty(old, ref, objective.kl, clamp=objective.kl_clamp), 0.0)
             tensors |= {"kl": kl, "kl_coef": kl_coef}
             metrics.add_mean("reward/kl", kl.sum().item(), response_mask.sum().item())

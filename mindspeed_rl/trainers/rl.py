@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
@@ -59,8 +61,7 @@ class RLTrainer(TrainingLoop):
                     collect(actors.compute_log_probs("ref", num_rows))
                 if schedule.has_teachers:
                     collect(actors.compute_teacher_log_probs(num_rows))
-                if schedule.computes_old_log_probs(iteration):
-                    collect(actors.compute_log_probs("actor", num_rows))
+                self._compute_old_log_probs(iteration)
                 if schedule.has_critic:
                     collect(actors.compute_values(num_rows))
                 self._compute_advantages(iteration)
@@ -116,6 +117,14 @@ class RLTrainer(TrainingLoop):
         if not self.schedule.saves(iteration):
             self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
         return True
+
+    def _compute_old_log_probs(self, iteration: int) -> None:
+        """Let the trainer compute the old policy's log-probs, of all rows, of some as a check of recorded ones, or of none."""
+        schedule, compare = self.schedule, partial(self.advantages.compare_log_probs, iteration)
+        needs_all = schedule.computes_old_log_probs(iteration)
+        for count in schedule.old_policy.passes(iteration, needs_all=needs_all, compare=compare):
+            self.collect(self.actors.compute_log_probs("actor", count))
+        self.metrics.merge(schedule.old_policy.metrics)
 
     def _compute_advantages(self, iteration: int) -> None:
         """Add advantages, returns and loss masks to the rows."""

@@ -55,7 +55,13 @@ from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
-from mindspeed_rl.trainers.prompt_loader import PromptLoader, describe_order, describe_prompts, load_prompts
+from mindspeed_rl.trainers.prompt_loader import (
+    PromptLoader,
+    describe_data,
+    describe_order,
+    describe_prompts,
+    load_prompts,
+)
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
@@ -91,6 +97,7 @@ class RLInputs:
         held_out: None without evaluation.
         num_devices: number of devices of all roles.
         summary: lines for the console.
+        card: description of the prompts.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
     """
@@ -103,6 +110,7 @@ class RLInputs:
     resume: ResumePoint
     num_devices: int
     summary: str
+    card: str
     judge: ServedJudge | None = None
     images: str = ""
 
@@ -178,7 +186,8 @@ def check_rl(run: Run) -> RLInputs:
     judge = None
     if run.rl.served_judge is not None:
         judge = ServedJudge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit), tokenizer)
-    lines, images = [prompts.describe()], ""
+    card = describe_data(run, prompts, held_out, tokenizer)
+    lines, images = [card], ""
     if (rules := read_image_rules(run.models["actor"])) is not None:
         rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
         images = describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
@@ -190,7 +199,7 @@ def check_rl(run: Run) -> RLInputs:
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
     run = with_absolute_paths(run)
-    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, judge, images)
+    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, card, judge, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:

@@ -22,6 +22,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
 from mindspeed_rl.observability.run_files import EXAMPLES
+from mindspeed_rl.redaction import hide_known
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.advantages import TrainBatch
@@ -54,7 +55,8 @@ class _CompletionWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             for completion in completions[: self.limit]:
-                file.write(json.dumps({"iteration": iteration, **completion.to_record()}, ensure_ascii=False) + "\n")
+                record = {"iteration": iteration, **completion.to_record()}
+                file.write(hide_known(json.dumps(record, ensure_ascii=False)) + "\n")
 
 
 def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
@@ -81,7 +83,7 @@ class RolloutLogger(RunLogger):
             for index, (item, response, result) in enumerate(examples):
                 texts = {"prompt": str(decode(item["prompt_ids"])), "response": str(decode(response))}
                 record = {"iteration": iteration, "index": index, **texts, "label": item["label"], "reward": result.total}
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+                file.write(hide_known(json.dumps(record, ensure_ascii=False, default=str)) + "\n")
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.
@@ -152,7 +154,7 @@ class RolloutLogger(RunLogger):
         """Return the completions with the ratios of the update's last step, and the tokens that it clipped."""
         objective, count = self._run.objective, len(completions)
         assert objective is not None  # there is a rollout
-        columns = ["update_log_probs", "old_log_probs"]
+        columns = ["update_log_probs", batch.old_column]
         rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=_TIMEOUT_S)
         advantages, mask = batch.advantages[:count], batch.inputs.response_mask[:count]
         new, old = (ragged(rows[name]).pad(0.0, advantages.size(1)) for name in columns)

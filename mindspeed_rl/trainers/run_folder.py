@@ -18,7 +18,7 @@ from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.observability.report import LivePage, write_report
 from mindspeed_rl.observability.run_files import read_lines
-from mindspeed_rl.redaction import hide_in_configuration
+from mindspeed_rl.redaction import find_in_configuration, hide_in_configuration, hide_in_text, remember_secrets
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
@@ -78,7 +78,7 @@ class _RunReport:
             self._run.folder,
             hide_in_configuration(dataclasses.asdict(cfg)),
             title=cfg.config_name,
-            outcome=outcome,
+            outcome=hide_in_text(outcome),
             results=self._evaluation,
             config_set=hide_in_configuration(cfg.as_written()),
             planned_iterations=self._run.plan.train_iters,
@@ -110,6 +110,7 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_Run
         set_up_logging(folder / "run.log")
     except OSError as error:
         raise ValueError(f"run_dir: {folder} cannot be written to: {error.strerror}") from None
+    remember_secrets(find_in_configuration(dataclasses.asdict(run.config)))
     report, outcome = _RunReport(run, advisor), "failed"
     try:
         with _advise_on_memory(advisor):
@@ -121,7 +122,7 @@ def report_outcome(run: Run, advisor: RunAdvisor | None = None) -> Iterator[_Run
     except BaseException as error:
         outcome = f"failed: {type(error).__name__}: {error}"
         with _warn_of_full_disk(folder), (folder / "run.log").open("a", encoding="utf-8") as log:
-            traceback.print_exc(file=log)  # the console shows one line
+            log.write(hide_in_text(traceback.format_exc()))  # the console shows one line
         raise
     finally:
         report.finish(outcome)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,60 +12,8 @@ from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.trainers.admission import Admission
+from mindspeed_rl.trainers.old_policy import Agreement, OldPolicy
 from mindspeed_rl.workers.update_plan import UpdatePlan
-
-
-class DisagreementError(RuntimeError):
-    """Trainer and rollout engine disagree about the log-probs of the same tokens."""
-
-
-#: mean difference of log-probs that `log_probs_diff_limit: auto` accepts, by format. Rounding gives 3e-7 in float32 (the toy of
-#: `new`) and 0.05 in bfloat16 (SmolLM2-135M), both on the CPU.
-_MEAN_DIFFERENCE = {"float32": 0.05, "bfloat16": 0.5}
-#: times that `log_probs_diff_limit` is larger where the engine has matrices in int8: a product of normal numbers is wrong by
-#: 1.1 % in int8 and by 0.28 % in bfloat16
-_QUANTIZED_DIFFERENCE = 4.0
-
-
-@dataclass(frozen=True)
-class _Agreement:
-    """How far trainer and rollout engine may differ about the log-probs of the same tokens.
-
-    Attributes:
-        metric: what is compared with the limit.
-        measure: the metric in words.
-        source: where the limit comes from, in words.
-    """
-
-    metric: str
-    measure: str
-    limit: float
-    source: str
-
-    @classmethod
-    def choose(cls, run: Run) -> _Agreement | None:
-        """Return the limit of a run; None where it has none."""
-        limit, exact = run.rl.log_probs_diff_limit, not run.config.actor_config.bf16 and run.generate.dtype == "float32"
-        if limit is None:
-            return None
-        factor = 1.0 if run.generate.quantization is None else _QUANTIZED_DIFFERENCE
-        if limit == "auto":
-            kind = "float32" if exact else "bfloat16"
-            allowed = factor * _MEAN_DIFFERENCE[kind]
-            source = f"the {allowed:g} that log_probs_diff_limit auto allows in {kind}"
-            return cls("rollout/log_probs_diff_mean", "in the mean", allowed, source)
-        scaled = "" if factor == 1.0 else f" ({factor:g} times the key: the engine is in int8)"
-        return cls("rollout/log_probs_diff_max", "", factor * limit, f"log_probs_diff_limit {factor * limit:g}{scaled}")
-
-    def check(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Raise DisagreementError where the results of an iteration differ by more."""
-        difference = results.get(self.metric)
-        if difference is not None and difference > self.limit:
-            amount = f"{difference:.3g} {self.measure}".strip()
-            raise DisagreementError(
-                f"iteration {iteration + 1}: log-probs of trainer and rollout engine differ by {amount}, more than "
-                f"{self.source}: other weights, or another precision."
-            )
 
 
 def _resolve_admission(run: Run) -> Admission:
@@ -114,6 +60,7 @@ class Schedule:
         kl: controller of the KL coefficient.
         admission: how far the rollout may be ahead of training.
         objective: the loss and its inputs.
+        old_policy: where the log-probs of the old policy come from.
         needs_ref, needs_old_log_probs, has_critic, has_teachers: forward passes of an iteration.
         evaluates_first: there is something to evaluate on: a dataset for it, or the part that `split` holds back.
     """
@@ -132,7 +79,9 @@ class Schedule:
         self.admission = _resolve_admission(run)
         # later steps of an iteration compare a policy that has been updated, and tokens may be of earlier weights
         is_comparable = plan.on_policy and self.admission.bound == 0
-        self._agreement = _Agreement.choose(run) if is_comparable else None
+        recorded = objective.reads_rollout_policy and objective.old_log_probs_check_fraction > 0
+        self._agreement = Agreement.choose(run) if is_comparable and not recorded else None
+        self.old_policy = OldPolicy.choose(run)
         self.needs_ref = objective.needs_ref
         self.needs_old_log_probs = objective.needs_old_log_probs(on_policy=plan.on_policy)
         self.has_critic = objective.has_critic
@@ -154,7 +103,7 @@ class Schedule:
     def update_plan(self, iteration: int, entropy_threshold: float | None) -> UpdatePlan:
         """Return the plan of the actor's update in this iteration."""
         optional = {
-            "old_log_probs": self.needs_old_log_probs,
+            "old_log_probs": self.needs_old_log_probs or self.old_policy.was_computed,
             "ref_log_probs": self.objective.loss_reads_ref,
             "entropies": "entropies" in self.objective.needs,
             "marked_tokens": self.objective.loss.marks is not None,
@@ -180,7 +129,8 @@ class Schedule:
         """Return True where completions are written of an update whose ratios are not all 1."""
         rl = self._rl
         due = rl.log_completions and is_due(iteration + 1, rl.log_completions_interval)
-        return due and self.needs_old_log_probs and self.trains_actor(iteration)
+        has_ratios = self.needs_old_log_probs or self.objective.reads_rollout_policy
+        return due and has_ratios and self.trains_actor(iteration)
 
     def trains_actor(self, iteration: int) -> bool:
         """Return False while only the critic learns."""

@@ -59,7 +59,7 @@ class SupervisedWorker(DeviceWorker):
         config = self.config = cfg.actor_config
         model_plan = run.models["actor"].plan
         tokenizer = load_tokenizer_of(config, run.models["actor"].source)
-        self.stage = _make_stage(config, tokenizer)
+        self.stage = _make_stage(run.data_config, tokenizer)
         self.stage.image_rules = read_image_rules(run.models["actor"])
         init_distributed(config, model_plan.layout.vpp)
         self.flops = ModelFlops.count(model_plan.architecture, model_plan.model_config)

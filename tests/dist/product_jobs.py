@@ -217,16 +217,15 @@ class OwnFleet:
         role.offloader.onload(params=True)
         return {name: value.float().numpy() for name, value in full_weights(role.engine).items()}
 
-    def _read_adapters(self) -> dict[str, np.ndarray]:
-        """The actor's adapters by the names of PEFT; nothing where there are none, or where PEFT has no such form."""
-        role = self._worker.actor
+    def _read_adapters(self, name: str, role: Any) -> dict[str, np.ndarray]:
+        """Adapters of a role by the names of PEFT; nothing where there are none."""
         settings = LoraSettings.from_config(role.config)
-        if settings is None or role.config.moe_grouped_gemm:
+        if settings is None:
             return {}
-        folder = self._run.folder.parent / f"adapters_{len(self.records)}"
+        folder = self._run.folder.parent / f"adapters_{name}_{len(self.records)}"
         save_peft(role.model, settings, folder, "")
         named = load_file(folder / "adapter_model.safetensors")
-        return {name.removeprefix("base_model.model."): value.numpy() for name, value in named.items()}
+        return {key.removeprefix("base_model.model."): value.float().numpy() for key, value in named.items()}
 
     def _start_record(self) -> None:
         if self._record:
@@ -238,7 +237,8 @@ class OwnFleet:
         """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
         found = []
         for weight in list_local_weights(self._worker.actor.model):
-            bits = weight.tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+            # a copy: a storage that numpy has seen can't be emptied, which offloading does
+            bits = weight.tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
             shards = (weight.num_shards, weight.shard) if any(one.dim is not None for one in weight.op.splits) else (1, 0)
             found.append(((weight.op.hf, *shards), hashlib.sha256(bits).hexdigest()))
         return found
@@ -247,11 +247,12 @@ class OwnFleet:
 
     def push_weights(self, version: int) -> list[WorkerReport]:
         """The end of an iteration, and what comes before the first."""
-        roles, weights = self._worker.roles, {}
+        roles = self._worker.roles
+        weights: dict[str, Any] = {"adapters": {}}
         for name, role in (("actor", roles.actor), ("ref", roles.ref), ("critic", roles.critic)):
             if role is not None:
                 weights[name] = self._read_weights(role)
-        weights["adapters"] = self._read_adapters()
+                weights["adapters"][name] = self._read_adapters(name, role)
         if self._record:
             self.records.append(self._record | {"after": weights, "composition": self._composition.steps})
             self.records[-1]["copies"] = self._digest()

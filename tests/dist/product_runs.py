@@ -316,7 +316,6 @@ class ProductRun:
         """Why the update has no reference."""
         reasons = {
             "the update is random": {"dropout"},
-            "PEFT has no adapters of grouped experts": {"lora", "grouped_experts"},
         }
         return "; ".join(reason for reason, names in reasons.items() if names <= self.names)
 

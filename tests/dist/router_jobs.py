@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from prefix_jobs import grouped_rows
 from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows
@@ -71,7 +70,7 @@ def collect_gradients(engine: TrainEngine) -> dict[str, Any]:
     kept = [parameter.data.clone() for parameter in parameters]
     for parameter in parameters:
         parameter.data.copy_(parameter.main_grad)
-    gradients = {name: tensor.numpy().astype(np.float32) for name, tensor in full_weights(engine).items()}
+    gradients = {name: tensor.float().numpy() for name, tensor in full_weights(engine).items()}
     for parameter, data in zip(parameters, kept):
         parameter.data.copy_(data)
     return gradients

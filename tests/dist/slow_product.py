@@ -33,16 +33,17 @@ _MUON_TOLERANCE = 1e-2
 class PredictingModel(SlowModel):
     """A model with prediction layers, which transformers has as a model of more layers."""
 
-    def __init__(self, folder: str, temperature: float, margins: Margins) -> None:
+    def __init__(self, folder: str, temperature: float, margins: Margins, *, detaches: bool) -> None:
         self._plain = tiny_prediction.Predicting.build("mimo")
         self.model = torch.nn.ModuleList([self._plain.model, self._plain.parts]).double().eval()
         self._plain.model.get_input_embeddings().padding_idx = None
         self._temperature, self.margins, self._is_critic = temperature, margins, False
         self.predicted: list[Tensor] = []
+        self._detaches = detaches
         self.load({name: value.numpy() for name, value in load_file(Path(folder, "model.safetensors")).items()})
 
     def compute_log_softmax(self, tokens: Tensor) -> Tensor:
-        first, self.predicted = self._plain.logits(tokens)
+        first, self.predicted = self._plain.logits(tokens, detaches=self._detaches)
         return (first / self._temperature).log_softmax(-1)
 
     def named_parameters(self) -> dict[str, tuple[torch.nn.Parameter, Any]]:
@@ -109,7 +110,10 @@ class MuonReference:
 
 
 class LoraReference:
-    """AdamW for the matrices A and B of W = W_0 + s B A; modules that Megatron has in one share A (arXiv:2106.09685)."""
+    """AdamW for the matrices A and B of W = W_0 + s B A; modules that Megatron has in one share A (arXiv:2106.09685).
+
+    The head of a critic, which is new, trains as a whole.
+    """
 
     def __init__(self, model: SlowModel, keys: Mapping[str, Any]) -> None:
         self._model, self._scale = model, keys["lora_alpha"] / keys["lora_r"]
@@ -117,6 +121,7 @@ class LoraReference:
         self._a: dict[str, torch.nn.Parameter] = {}
         self._b: dict[str, torch.nn.Parameter] = {}
         self._owners: dict[str, str] = {}
+        self._heads = [weight for name, weight in model.model.named_parameters() if name == "score.weight"]
 
     def load(self, adapters: Mapping[str, np.ndarray]) -> None:
         """Take the adapters of the run before an iteration, of which A belongs to several modules where it is the same."""
@@ -141,7 +146,7 @@ class LoraReference:
         self._base = {module: self._weight(module).detach() - self._delta(module).detach() for module in self._owners}
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [*self._a.values(), *self._b.values()]
+        return [*self._a.values(), *self._b.values(), *self._heads]
 
     def _weight(self, module: str) -> Tensor:
         weight, part = self._weights[f"{module}.weight"]
@@ -198,7 +203,8 @@ class SlowIteration(SlowRun):
 
     def _open(self, role: str, temperature: float) -> SlowModel:
         if role not in self.models and self.product.model == "predicting":
-            self.models[role] = PredictingModel(self.folders[role], temperature, self.margins)
+            detaches = self.training.get("mtp_detach_heads", True)
+            self.models[role] = PredictingModel(self.folders[role], temperature, self.margins, detaches=detaches)
         model = super()._open(role, temperature)
         if role in self.before:
             model.load(self.before[role])
@@ -245,7 +251,7 @@ class SlowIteration(SlowRun):
             for experts in self.experts[index]:
                 for layer in experts or ():
                     layer[-1] = -1
-        if logits is not None:
+        if logits is not None and model is self.actor:
             self.step_chosen += chosen
             self._add_predictions(index, predicted)
         return result
@@ -291,10 +297,10 @@ class SlowIteration(SlowRun):
 
     def _optimizer(self, model: SlowModel, group: str) -> Any:
         is_new = group not in self.optimizers
-        if group == "actor_config" and self.run.keys[group].get("lora_target_modules"):
+        if self.run.keys[group].get("lora_target_modules"):
             if is_new:
                 self.optimizers[group] = LoraReference(model, self.run.keys[group])
-            self.optimizers[group].load(self.before["adapters"])
+            self.optimizers[group].load(self.before["adapters"][group.removesuffix("_config")])
             return self.optimizers[group]
         plain = super()._optimizer(model, group)
         keys = self.run.keys[group]
@@ -315,6 +321,10 @@ class SlowIteration(SlowRun):
         return Step({}, float(norm))
 
 
+class InconclusiveError(Exception):
+    """The run shows nothing: a choice in it is close to a tie, or nothing trains; another draw does."""
+
+
 class Comparison:
     """A run against its reference.
 
@@ -330,11 +340,15 @@ class Comparison:
         self._is_rough = bool(run.keys["megatron_training"]["bf16"])
         self._models: dict[str, SlowModel] = {}
         self._optimizers: dict[str, Any] = {}
-        self._lost = False
+        self._trained = False
         self.notes: list[str] = []
 
     def check(self, reports: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the records of a job (of all ranks), after those of an earlier one."""
+        """Compare the records of a job (of all ranks), after those of an earlier one.
+
+        Raises:
+            InconclusiveError: another run of these ingredients is needed.
+        """
         records, before = reports[0]["records"], None
         number = reports[0]["start"]
         metrics = {line["iteration"]: line for line in reports[0]["metrics"]}
@@ -353,6 +367,15 @@ class Comparison:
             except AssertionError as error:
                 raise AssertionError(f"iteration {number}: {error}") from error
             before = record["after"]
+
+    def check_that_it_shows(self) -> None:
+        """Check that something of the run was compared.
+
+        Raises:
+            InconclusiveError: no step of the actor had a gradient.
+        """
+        if not self._trained and not self._run.why_no_update:
+            raise InconclusiveError("nothing trains")
 
     def _check_copies(self, digests: Sequence[Sequence[tuple[Any, str]]], number: int) -> None:
         copies: dict[Any, set[str]] = {}
@@ -393,25 +416,21 @@ class Comparison:
         expected |= {"ref_log_probs": slow.ref_log_probs} if "ref_log_probs" in columns else {}
         expected |= {"values": slow.values} if slow.has_critic else {}
         if slow.margins.smallest < TIE:
-            self.notes.append(f"a tie before the update: {slow.margins.where}")
-            self._lose_state()
-            return None
+            raise InconclusiveError(f"a tie before the update: {slow.margins.where}")
         for name, values in expected.items():
             for number, (result, right) in enumerate(zip(columns[name], values, strict=True)):
                 near = {"rtol": 0.1, "atol": 0.3} if self._is_rough else {"rtol": 5e-4, "atol": 1e-4}
                 np.testing.assert_allclose(result, right.numpy(), **near, err_msg=f"{name} of row {number}")
         if reason := run.why_no_update:
             self.notes.append(reason)
-            self._lose_state()
-            return None
+            return
         steps = record["steps"]
-        critic_steps = slow.update_critic(steps) if slow.has_critic else []
+        critic_steps = slow.update_critic(steps, groups["update_critic"][: len(steps)]) if slow.has_critic else []
         trains = bool(record["update_actor"])
         actor_steps = slow.update_actor(steps, groups["update_actor"][: len(steps)]) if trains else []
         if slow.margins.smallest < TIE:
-            self.notes.append(f"a tie in the update: {slow.margins.where}")
-            self._lose_state()
-            return None
+            raise InconclusiveError(f"a tie in the update: {slow.margins.where}")
+        self._trained |= any(not step.is_skipped and step.norm > 1e-4 for step in actor_steps)
         if slow.has_critic:
             self._check_steps("critic", record["update_critic"], critic_steps)
             self._check_weights("critic", record["after"]["critic"], before["critic"], slow.critic)
@@ -420,11 +439,10 @@ class Comparison:
             self._check_weights("actor", record["after"]["actor"], before["actor"], slow.actor)
         self._check_reference(before, record["after"], metrics)
         if self._is_rough:
-            return None
+            return
         for name, value in slow.metrics().items():
             name = {"mtp_loss": "actor/mtp_loss"}.get(name, name)
             assert math.isclose(metrics[name], value, rel_tol=2e-3, abs_tol=5e-5), (name, metrics[name], value)
-        return None
 
     def _check_rows(self, slow: SlowIteration, columns: Mapping[str, Any]) -> None:
         """Rewards are those of the tokens; log-probs of the engine those of its weights."""
@@ -434,11 +452,6 @@ class Comparison:
             difference = np.abs(columns["rollout_log_probs"][index] - slow.log_probs[index].numpy())[mask]
             assert difference.max(initial=0.0) < limit, f"rollout_log_probs of row {index} differ by {difference.max()}"
             self._run.check_reward(row, columns["rewards"][index], columns, index)
-
-    def _lose_state(self) -> None:
-        """Compare no weights after a step any more: the reference's optimizers have not seen all gradients."""
-        self._optimizers.clear()
-        self._lost = True
 
     def _check_reference(self, before: Mapping[str, Any], after: Mapping[str, Any], metrics: Mapping[str, float]) -> None:
         """The reference follows the actor as far as it is told to, or stays."""
@@ -470,7 +483,7 @@ class Comparison:
     def _check_weights(self, name: str, after: Any, before: Any, model: SlowModel) -> None:
         expected = model.named(gradients=False)
         tolerance = _MUON_TOLERANCE if self._run.keys[f"{name}_config"].get("optimizer") == "muon" else _TOLERANCE
-        if self._is_rough or self._lost:
+        if self._is_rough:
             return  # an update is smaller than a bit of the weights
         moved = np.sqrt(sum(np.square(expected[key] - before[key]).sum() for key in expected if key in before))
         for key, value in after.items():

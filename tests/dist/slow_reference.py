@@ -547,14 +547,15 @@ class SlowRun:
                 loss = loss + coeff * weight * balance
         return loss
 
-    def update_critic(self, steps: list[list[int]]) -> list[Step]:
-        """Make all steps of the critic."""
+    def update_critic(self, steps: list[list[int]], groups: list[list[tuple[int, ...]]]) -> list[Step]:
+        """Make all steps of the critic; for the arguments see `update_actor`."""
         optimizer, results, limit = self._optimizer(self.critic, "critic_config"), [], self.rl["cliprange_value"]
-        for rows in steps:
+        for rows, micro_batches in zip(steps, groups):
             total, count = torch.zeros((), dtype=torch.float64), sum(int(self.train[index].sum()) for index in rows)
+            logits: list[Any] = []
             for index in rows:
                 mask = self.train[index]
-                values = self._read(self.critic, index)[0][mask]
+                values = self._read(self.critic, index, logits=logits)[0][mask]
                 old, returns = self.values[index][mask], self.returns[index][mask]
                 plain, bounded = (values - returns) ** 2, (old + (values - old).clamp(-limit, limit) - returns) ** 2
                 outside = (values - old).abs() > limit
@@ -563,7 +564,8 @@ class SlowRun:
                 self._add("critic/vf_clipfrac", ((bounded > plain) & outside).double())
             self.sums["critic/vf_loss"][0] += float(total.detach())
             self.sums["critic/vf_loss"][1] += count
-            results.append(self._step(self.critic, optimizer, total / max(count, 1), "critic_config", is_skipped=count == 0))
+            loss = total / max(count, 1) + self._router_loss(logits, micro_batches)
+            results.append(self._step(self.critic, optimizer, loss, "critic_config", is_skipped=count == 0))
         return results
 
     def _optimizer(self, model: SlowModel, group: str) -> torch.optim.Optimizer:

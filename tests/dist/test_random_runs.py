@@ -99,7 +99,7 @@ def _check(run: RandomRun, ranks: Callable[[int], Ranks], folders: dict[str, str
     expected |= {"ref_log_probs": slow.ref_log_probs} if "ref_log_probs" in columns else {}
     expected |= {"values": slow.values} if slow.has_critic else {}
     trains = "update_actor" in report
-    critic_steps = slow.update_critic(steps) if slow.has_critic else []
+    critic_steps = slow.update_critic(steps, groups["update_critic"][: len(steps)]) if slow.has_critic else []
     actor_steps = slow.update_actor(steps, groups["update_actor"][: len(steps)]) if trains else []
     if slow.margins.smallest < TIE:
         return slow.margins.where

@@ -87,7 +87,7 @@ ONE_PROCESS = {
     "recompute uniform": {"keys": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2}},
     "recompute block": {"keys": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}},
     "recompute selective": {"keys": {"recompute_granularity": "selective"}},
-    "chunked loss": {"keys": {"loss_chunk_size": 3}},
+    "chunked loss": {"keys": {"loss_chunk_size": 3, "loss_vocab_chunk_size": 7}},
     "distributed optimizer": {"keys": {"use_distributed_optimizer": True}},
 }
 
@@ -111,7 +111,7 @@ TWO_PROCESSES: dict[str, tuple[str, dict[str, Any]]] = {
     "TP2 tied": ("tied", {"keys": TP}),
     "TP2 untied": ("untied", {"keys": TP}),
     "TP2 SP tied": ("tied", {"keys": SP}),
-    "TP2 SP untied": ("untied", {"keys": SP}),
+    "TP2 SP untied": ("untied", {"keys": SP | {"loss_vocab_chunk_size": 7}}),
     "TP2 SP padded": ("tied", {"keys": SP, "packed": False}),
     "TP2 SP recompute": ("tied", {"keys": SP | FULL_RECOMPUTE}),
     "TP2 distributed optimizer": ("tied", {"keys": TP | ZERO}),

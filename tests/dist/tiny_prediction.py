@@ -129,8 +129,16 @@ class Predicting:
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
-    def logits(self, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits [length, vocabulary] of the model and of every prediction layer, for one row [length]."""
+    def logits(self, ids: Tensor, *, detaches: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """Logits [length, vocabulary] of the model and of every prediction layer, for one row [length].
+
+        Args:
+            detaches: those of the prediction layers have no gradient of embedding, decoder and head.
+        """
+
+        def stop(value: Tensor) -> Tensor:
+            return value.detach() if detaches else value
+
         inner, total = self.model.model, self.model.config.num_hidden_layers
         self.model.config.num_hidden_layers = self.num_layers
         layers, inner.layers = inner.layers, inner.layers[: self.num_layers]
@@ -141,10 +149,10 @@ class Predicting:
         length, predicted = len(ids), []
         positions = torch.arange(length)[None]
         mask = torch.full((length, length), torch.finfo(torch.float32).min).triu(1)[None, None]
-        first = self.model.lm_head(hidden)[0]
+        first, hidden = self.model.lm_head(hidden)[0], stop(hidden)
         for index, part in enumerate(self.parts):
             later = torch.cat([ids[index + 1 :], ids.new_zeros(min(index + 1, length))])[:length]
-            both = [part.embedding_norm(inner.embed_tokens(later[None])), part.hidden_norm(hidden)]
+            both = [part.embedding_norm(stop(inner.embed_tokens(later[None]))), part.hidden_norm(hidden)]
             hidden = inner.layers[self.num_layers + index](
                 part.projection(torch.cat(both, -1)),
                 attention_mask=mask,
@@ -152,5 +160,5 @@ class Predicting:
                 position_embeddings=inner.rotary_emb(hidden, positions),
             )
             hidden = part.final_norm(hidden[0] if isinstance(hidden, tuple) else hidden)
-            predicted.append(self.model.lm_head(hidden)[0])
+            predicted.append(nn.functional.linear(hidden, stop(self.model.lm_head.weight))[0])
         return first, predicted

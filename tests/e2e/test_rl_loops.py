@@ -14,8 +14,8 @@ from ray.actor import ActorMethod
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.cli.parity import replay
+from mindspeed_rl.trainers.old_policy import DisagreementError
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
-from mindspeed_rl.trainers.schedule import DisagreementError
 
 if TYPE_CHECKING:
     from rl_world import Run, World

@@ -228,3 +228,41 @@ def test_log_probs_of_servers_differ_by_nothing_in_an_exact_run(task: Path, tmp_
         assert command.wait(300) != 0
         assert "does not fit the run: its log-probs" in command.output
         assert "mindspeed-rl rollout --config-name" in command.output
+
+
+RECORDED = "rl_config.old_log_probs=rollout"
+
+
+@pytest.mark.slow
+def test_recorded_log_probs_train_as_computed_ones_where_these_are_exact(task: Path, tmp_path: Path) -> None:
+    # two steps a rollout: the second has another ratio
+    keys = [*ONE_PROCESS, "rl_config.exact_log_probs=true", "rl_config.mini_batch_size=4", iterations(2)]
+    computed = finished(task, tmp_path / "computed", *keys)
+    recorded = finished(task, tmp_path / "recorded", *keys, RECORDED)
+    for ours, theirs in zip(recorded.metrics, computed.metrics, strict=True):
+        assert ours["rollout/old_log_probs_diff_max"] == 0.0
+        for name in ("grpo/score/mean", "actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
+            assert ours[name] == theirs[name]
+        assert "timing/old_log_p" in ours  # of the rows that are checked
+    weights = [
+        {name: file.get_tensor(name) for file in [safe_open(path, "pt")] for name in file.keys()}
+        for run in (recorded, computed)
+        for path in sorted((run.folder / "save" / "hf").rglob("*.safetensors"))
+    ]
+    assert len(weights) >= 2 and len(weights) % 2 == 0
+    for ours, theirs in zip(weights[: len(weights) // 2], weights[len(weights) // 2 :], strict=True):
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_an_asynchronous_run_on_recorded_log_probs_resumes_and_falls_back(task: Path, tmp_path: Path) -> None:
+    keys = [*SERVER, RECORDED, "rl_config.trainer_mode=async", "rl_config.max_off_policy_threshold=1"]
+    finished(task, tmp_path, *keys, iterations(3))
+    # a bound that rounding breaks: the trainer's log-probs are taken, and the run says so
+    bound = ["rl_config.log_probs_diff_limit=1e-12", "rl_config.old_log_probs_fallback=trainer"]
+    second = finished(task, tmp_path, *keys, *bound, iterations(5))
+    assert [record["iteration"] for record in consumed(second)] == [1, 2, 3, 4, 5]
+    compared = [record for record in second.metrics[3:] if "rollout/old_log_probs_diff_mean" in record]
+    assert compared and all(record["rollout/old_log_probs_computed"] == 1.0 for record in compared)
+    assert "the trainer's are taken (rl_config.old_log_probs_fallback)" in second.output
+    assert all("rollout/old_log_probs_computed" not in record for record in second.metrics[:3])

@@ -15,6 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,24 @@ def _import_rollout() -> None:
     importlib.import_module("mindspeed_rl.rollout.vllm_engine")
 
 
+@dataclass(frozen=True)
+class _OnDevice:
+    """Imports on a device of another kind: vllm-ascend reads it once."""
+
+    soc: str
+    prepare: Callable[[], None]
+
+    def __call__(self) -> None:
+        os.environ["NPU_SIM_SOC"] = self.soc
+        self.prepare()
+
+
 #: of programs that train, by their mode
 _TRAINING: dict[str, Callable[[], None]] = {"cpu": _import_on_cpu, "npu": _import_alone, "mindspeed": _import_mindspeed}
+
+
+#: of other programs
+_ALONE: dict[str, Callable[[], None]] = {"rollout": _import_rollout, "selectors": _import_rollout}
 
 
 def _run(connection: Connection) -> None:
@@ -100,7 +117,9 @@ def run_ranks(program: str, world_size: int, settings: dict[str, Any] | None = N
             or files of communicators are left.
     """
     settings = settings or {}
-    prepare = _TRAINING[settings["mode"]] if "mode" in settings else _import_rollout if program == "rollout" else _import_device
+    prepare = _TRAINING[settings["mode"]] if "mode" in settings else _ALONE.get(program, _import_device)
+    if "NPU_SIM_SOC" in os.environ:
+        prepare = _OnDevice(os.environ["NPU_SIM_SOC"], prepare)
     with tempfile.TemporaryDirectory(prefix="npu-sim-", dir="/dev/shm") as folder:
         common = {name: value for name, value in os.environ.items() if name.startswith("NPU_SIM_")} | {
             "MASTER_ADDR": "127.0.0.1",

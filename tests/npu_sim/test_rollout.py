@@ -146,3 +146,56 @@ def test_latent_attention_has_its_heads_on_two_dies() -> None:
     first, second = run_ranks("rollout", 2, LATENT | {"tensor_parallel": 2, "rounds": 1})
     assert first["tokens"] == second["tokens"] and first["equal"] == second["equal"] == [True]
     assert first["worst"] < 1e-4 and all(first["same_greedy"])
+
+
+#: keys that change no token, by a run with all that the rules allow together
+SAME_TOKENS: dict[str, dict[str, Any]] = {
+    "prefixes are shared, nothing more is freed in sleep": {"enable_prefix_caching": True, "sleep_mode_extra_cleanup": False},
+    "HCCL's buffers are freed in sleep": {"sleep_mode_extra_cleanup": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME_TOKENS)
+def test_keys_that_change_no_token(name: str, alone: dict[str, Any]) -> None:
+    (report,) = run_ranks("rollout", 1, {"dtype": "float32", "generate": SAME_TOKENS[name]})
+    assert report["tokens"] == alone["tokens"] and report["worst"] < 1e-4
+    assert report["equal"] == [True, True] and report["other_weights_differ"]
+
+
+#: (name of a device, its number, its kind)
+DEVICES = [("Ascend910B3", 224, "A2"), ("Ascend910_9391", 250, "A3"), ("Ascend950DT_9582", 260, "A5")]
+#: (devices that share experts, tokens of the step) -> exchange on A2, A3, 950, by the rules written in vllm-ascend's docstring
+EXCHANGES: dict[tuple[int, int], tuple[str, str, str]] = {
+    (1, 8): ("ALLGATHER", "ALLGATHER", "ALLGATHER"),
+    (4, 8): ("ALLGATHER", "MC2", "MC2"),
+    (4, 100): ("ALLGATHER", "ALLTOALL", "ALLGATHER"),
+    (16, 8): ("MC2", "MC2", "MC2"),
+    (16, 100): ("ALLGATHER", "ALLTOALL", "ALLTOALL"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "number", "kind"), DEVICES)
+def test_each_device_is_taken_for_what_it_is_and_chooses_its_exchange(
+    device: str, number: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", device)
+    steps, column = list(EXCHANGES), [name for _, _, name in DEVICES].index(kind)
+    settings = {"steps": steps, "capacity": 16, "top_k": 8}
+    (report,) = run_ranks("selectors", 1, settings)
+    assert report == [number, kind, [EXCHANGES[step][column] for step in steps], None]
+    (report,) = run_ranks("selectors", 1, settings | {"infer_moe_token_dispatcher_type": "allgather"})
+    assert report[2:] == [["ALLGATHER"] * len(steps), None]
+
+
+@pytest.mark.slow
+def test_an_a3_that_exchanges_by_all_gather_samples_the_tokens_of_a_single_process(
+    all_experts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_SOC", "Ascend910_9391")
+    layout = {"sharing": 2, "prompts": [[0, 1, 2], [3]], "rounds": 1}
+    keys = {"generate": {"infer_moe_token_dispatcher_type": "allgather"}}
+    for numbers, report in zip(layout["prompts"], run_ranks("rollout", 2, EXPERTS | layout | keys), strict=True):
+        assert report["tokens"] == [all_experts["tokens"][number] for number in numbers]
+        assert report["worst"] < 1e-4 and report["equal"] == [True]

@@ -36,6 +36,17 @@ def test_the_smoke_script_compares_training_steps_with_the_cpu(tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.skipif("MINDSPEED_SRC" not in os.environ, reason="MINDSPEED_SRC does not point to a checkout of MindSpeed")
+def test_the_smoke_script_compares_rollout_and_trainer_with_experts_over_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NPU_SIM_MEMORY_GIB", "4")
+    code, report = smoke(tmp_path / "report.md", "experts")
+    assert code == 0, report
+    assert report.count("| passed |") == 2
+
+
+@pytest.mark.slow
 def test_a_failing_step_is_reported_and_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NPU_SIM_DEVICES", "1")  # the second rank has no device
     code, report = smoke(tmp_path / "report.md", "hccl,device")

@@ -100,6 +100,31 @@ def test_grpo_runs_as_a_command(changes: tuple[str, ...], task: Path, tmp_path: 
     check(finished(task, tmp_path, *COMMON, *changes, timeout_s=LIMIT_S))
 
 
+#: run file of the tests on the CPU -> keys
+OTHERS: dict[str, tuple[str, ...]] = {
+    "ppo_tiny_cpu": (
+        *layout(1, micro_batch_size=16),
+        "critic_config.save=null",
+        "critic_config.tensor_model_parallel_size=1",
+        "critic_config.micro_batch_size=16",
+        "critic_config.bf16=true",
+        "generate_config.update_weight_mode=delta",
+        "rl_config.actor_forward_micro_batch_size=8",
+        "rl_config.ref_forward_micro_batch_size=8",
+        "rl_config.use_dynamic_bsz=false",
+    ),
+    "dapo_tiny_cpu": layout(1),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_file_runs_as_a_command(name: str, task: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Command, "config", name)
+    critic = [f"critic_config.load={task / 'model'}"] if "ppo" in name else []
+    check(finished(task, tmp_path, *COMMON, *OTHERS[name], *critic, timeout_s=LIMIT_S))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sharing"), [("qwen3-moe", 1), ("deepseek-v3", 2)])
 def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sharing: int) -> None:
@@ -133,6 +158,17 @@ def test_prediction_layers_train_in_a_command_that_resumes(tmp_path: Path) -> No
     for name in ("eh_proj", "self_attn.o_proj"):
         change = after[f"model.layers.2.{name}.weight"].float() - before[f"model.layers.2.{name}.weight"].float()
         assert 5e-3 < change.abs().max() < 4 * 5e-3
+
+
+@pytest.mark.slow
+def test_drafts_of_prediction_layers_follow_every_weight_sync(tmp_path: Path) -> None:
+    from test_prediction_run import _DRAFTS, predicting_task
+
+    keys = ["+megatron_training.mtp_num_layers=1", "+megatron_training.mtp_loss_scaling_factor=1.0"]
+    keys += ["rl_config.use_prefix_grouper=false", *_DRAFTS, *layout(1)]
+    command = finished(predicting_task(tmp_path / "task"), tmp_path, *COMMON, *keys, timeout_s=LIMIT_S)
+    check(command)
+    assert all(record["rollout/draft_acceptance"] > 0 for record in command.metrics if "rollout/draft_acceptance" in record)
 
 
 @pytest.mark.slow

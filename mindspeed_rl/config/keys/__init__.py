@@ -34,7 +34,8 @@ ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "
 PATH_KEYS = frozenset(
     "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "
     "ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path eplb_token_save_path "
-    "vllm_server_token_file dump_path profile_save_path runtime_env_path wandb_save_dir swanlab_save_dir run_dir".split()
+    "vllm_server_token_file dump_path profile_save_path runtime_env_path wandb_save_dir swanlab_save_dir run_dir "
+    "optimizer_offload_path".split()
 )
 
 

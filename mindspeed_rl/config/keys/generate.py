@@ -78,6 +78,12 @@ class GenerateConfig:
         "keep experts unsplit and spread them over all devices of the replicas that share them",
         "专家保持完整，分散到共享它们的各副本的全部设备上", on_resume="exact")
 
+    infer_moe_token_dispatcher_type: Literal["auto", "allgather"] = key("auto",
+        "exchange of tokens between these experts: auto is vllm-ascend's choice, MC2 in small steps on A3 and 950, and on A2 "
+        "from 16 devices on; allgather in every step, by plain collectives",
+        "这些专家之间如何交换 token：auto 由 vllm-ascend 选择（A3 与 950 的小批用 MC2，A2 从 16 个设备起）；"
+        "allgather 每一步都用普通集合通信", needs=("enable_expert_parallel", (True,)), only_on="npu", on_resume="exact")
+
     max_num_seqs: int = key(1,
         "responses that are generated at the same time in one replica; when omitted: its part of a rollout",
         "一个副本同时生成的回答数", range=Bounds(1, 10**6), elsewhere="vllm_max_num_seqs", on_resume="exact")
@@ -149,6 +155,11 @@ class GenerateConfig:
         "further arguments of vLLM's engine, by vLLM's names; those that this suite sets are refused",
         "vLLM 引擎的其他参数，名称同 vLLM；由本套件设置的会被拒绝", elsewhere="vllm_engine_kwargs engine_kwargs.vllm",
         on_resume="exact")
+    sleep_mode_extra_cleanup: bool | None = key(None,
+        "a sleeping engine also frees its HCCL buffers and graphs, and makes them anew when it wakes up; unset: without graphs "
+        "(enforce_eager), whose capture would take minutes at each wake-up",
+        "引擎睡眠时也释放 HCCL 缓冲与计算图，唤醒时重新建立；不设时仅在不捕获计算图（enforce_eager）时开启，"
+        "否则每次唤醒都要重新捕获", only_on="npu", on_resume="exact")
     additional_config: AnyGroup | None = key(None, "vllm-ascend's own settings, by its names, next to this suite's",
         "vllm-ascend 自己的设置，名称同 vllm-ascend，与本套件设置的并用", only_on="npu", on_resume="exact")
     expert_map_path: str | None = key(None, "JSON file with the experts of each device", "说明哪个设备放哪些专家的 JSON 文件",

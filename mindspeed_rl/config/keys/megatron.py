@@ -46,8 +46,8 @@ _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PromptColumns:
-    """Columns of raw prompts; without a name the handler's column is read, an empty name switches the column off."""
+class _DataColumns:
+    """Columns of raw data; without a name the handler's column is read, an empty name switches the column off."""
 
     prompt: str | None = key(None, "column of the question, or of the chat messages", "问题或对话消息所在的列",
         elsewhere="prompt_key input_key", on_resume="order")
@@ -56,6 +56,15 @@ class _PromptColumns:
         on_resume="order")
     system: str | None = key(None, "column of the system prompt", "system prompt 的列", on_resume="order")
     history: str | None = key(None, "column of earlier [question, answer] pairs", "先前 [问, 答] 对的列", on_resume="order")
+    messages: str | None = key(None, "supervised stages: column of the conversation, or of the messages before both answers",
+        "监督阶段：对话（或两个回答之前的消息）所在的列", on_resume="order")
+    tools: str | None = key(None, "supervised stages: column of the schemas of tools", "监督阶段：工具 schema 所在的列",
+        on_resume="order")
+    chosen: str | None = key(None, "pairs: column of the better answer", "成对数据：较好回答所在的列", on_resume="order")
+    rejected: str | None = key(None, "pairs: column of the worse answer", "成对数据：较差回答所在的列", on_resume="order")
+    label: str | None = key(None, "kto: column of whether the answer is desirable", "kto：回答是否可取所在的列",
+        on_resume="order")
+    text: str | None = key(None, "pretrain: column of the document", "pretrain：文档所在的列", on_resume="order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,14 +72,15 @@ class _DataKeys:
     """Data, tokenizer and sample layout."""
 
     data_path: str | list[str | float] | None = key(None,
-        "prefix of the indexed dataset; a list alternates weights and prefixes. Prompts may also be a raw file, a folder or "
-        "hf://owner/name (ms:// for ModelScope), each followed by [start:stop] or #count where a part is read",
-        "索引数据集的前缀；列表为权重与前缀交替。prompt 也可以是原始文件、文件夹或 hf://owner/name"
-        "（ModelScope 为 ms://），其后可加 [start:stop] 或 #count", elsewhere="dataset dataset_name prompt_data train_files",
+        "raw data: a file, a folder, a.jsonl,b.jsonl or hf://owner/name (ms:// for ModelScope), followed by [start:stop] or "
+        "#count where a part is read; or the prefix of an indexed dataset. In pretrain a list alternates weights and data",
+        "原始数据：文件、文件夹、a.jsonl,b.jsonl 或 hf://owner/name（ModelScope 为 ms://），其后可加 [start:stop] 或 #count；"
+        "也可以是索引数据集的前缀。pretrain 阶段的列表为权重与数据交替",
+        elsewhere="dataset dataset_name prompt_data train_files",
         upstream=("reads indexed datasets only", "只读索引数据集"), on_resume="order")
-    eval_data_path: str | None = key(None, "prefix of the held-out dataset; unset: the part that split holds back, if any",
-        "留出集的前缀；不设时为 split 留出的部分（如有）", elsewhere="val_dataset eval_dataset val_files eval_prompt_data",
-        on_resume="exact")
+    eval_data_path: str | None = key(None, "held-out data, raw or a prefix; unset: the part that split holds back, if any",
+        "留出数据：原始数据或前缀；不设时为 split 留出的部分（如有）",
+        elsewhere="val_dataset eval_dataset val_files eval_prompt_data", on_resume="exact")
     eval_num_prompts: int | None = key(None, "held-out prompts of one evaluation; all when unset",
         "一次评测用的留出 prompt 数；不设为全部", range=Range.ROWS, on_resume="exact")
     split: str | None = key(None, "fractions of training, validation and test, for example 100,0,0; only the first trains",
@@ -86,28 +96,32 @@ class _DataKeys:
         on_resume="order")
     padded_vocab_size: int | None = key(None, "rows of the embedding; the model's vocabulary when unset",
         "嵌入的行数；不设时为模型的词表大小", range=Range.WIDTH, on_resume="fixed")
-    prompt_type: str | None = key(None, "chat template of the prompts", "prompt 用的对话模板",
+    prompt_type: str | None = key(None, "chat template of raw data", "原始数据所用的对话模板",
         elsewhere="chat_template template", on_resume="order")
     prompt_type_path: str = key("configs/model/templates.json", "file with further chat templates", "放有其他对话模板的文件",
         on_resume="order")
-    map_keys: _PromptColumns | None = key(None, "raw prompts: columns by preprocessing's names, {prompt: question, query: ''}",
-        "原始 prompt：按预处理的名字给出列名，{prompt: question, query: ''}", on_resume="order")
-    handler_name: str | None = key(None, "raw prompts: the handler that reads them; found by their columns when unset",
-        "原始 prompt：读取它的 handler；不设时按列名判断", on_resume="order")
+    map_keys: _DataColumns | None = key(None, "raw data: columns by preprocessing's names, {prompt: question, query: ''}",
+        "原始数据：按预处理的名字给出列名，{prompt: question, query: ''}", on_resume="order")
+    handler_name: str | None = key(None, "raw data: the handler that reads it; found by the columns when unset",
+        "原始数据：读取它的 handler；不设时按列名判断", on_resume="order")
     enable_thinking: bool | None = key(None,
-        "raw prompts: thinking mode of the chat template; the template's default when unset",
-        "原始 prompt：对话模板是否开启思考；不设时随模板默认", on_resume="order")
+        "raw data: thinking mode of the chat template; the template's default when unset",
+        "原始数据：对话模板是否开启思考；不设时随模板默认", on_resume="order")
     chat_template_kwargs: AnyGroup | None = key(None,
-        "further arguments of the tokenizer's chat template (prompt_type hf), by the names that it reads, for raw prompts and "
+        "further arguments of the tokenizer's chat template (prompt_type hf), by the names that it reads, for raw data and "
         "the turns of agents: {enable_thinking: false}",
-        "tokenizer 自带对话模板（prompt_type 为 hf）的其他参数，用于原始 prompt 与智能体的各轮，名称以模板为准："
+        "tokenizer 自带对话模板（prompt_type 为 hf）的其他参数，用于原始数据与智能体的各轮，名称以模板为准："
         "{enable_thinking: false}", elsewhere="apply_chat_template_kwargs data.apply_chat_template_kwargs", on_resume="order")
     system_prompt: str | None = key(None, "raw prompts: system prompt of every row that has none",
         "原始 prompt：行中没有 system prompt 时所用的 system prompt", elsewhere="system default_system", on_resume="order")
-    on_bad_row: Literal["error", "skip"] = key("error", "raw prompts: reaction to a malformed row",
-        "原始 prompt：遇到格式错误的行怎么办", on_resume="order")
-    image_folder: str | None = key(None, "raw prompts: folder of images with relative paths; unset: the working directory",
-        "原始 prompt：相对路径的图像所在的文件夹；不设时为当前目录", elsewhere="image_dir media_dir", on_resume="order")
+    on_bad_row: Literal["error", "skip"] = key("error", "raw data: reaction to a malformed row",
+        "原始数据：遇到格式错误的行怎么办", on_resume="order")
+    append_eod: bool = key(False,
+        "raw data of supervised stages: an end token after each document, and after each sample without one",
+        "监督阶段的原始数据：在每篇文档、以及没有结束符的样本之后加上结束 token",
+        stages="pretrain sft dpo simpo cpo orpo kto orm", on_resume="order")
+    image_folder: str | None = key(None, "raw data: folder of images with relative paths; unset: the working directory",
+        "原始数据：相对路径的图像所在的文件夹；不设时为当前目录", elsewhere="image_dir media_dir", on_resume="order")
     min_pixels: int | None = key(None,
         "smaller images are enlarged to this area, in pixels; unset: the limit of the model's processor",
         "更小的图像放大到这一像素数；不设时用模型自带的下限", range=Range.TOKENS, on_resume="order")
@@ -311,10 +325,21 @@ class _MemoryKeys:
     swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
         "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
         on_resume="exact")
+    optimizer_offload_fraction: float = key(0.0,
+        "share of the parameters whose optimizer states are off the device and are updated by the host's processors; 0: none, "
+        "1: all",
+        "优化器状态不放在设备上、由主机 CPU 更新的参数所占的比例；0：没有，1：全部", range=Range.FRACTION, on_resume="exact")
+    optimizer_offload_path: str | None = key(None,
+        "folder on a local disk whose file has these states; unset: host memory",
+        "本地磁盘上的文件夹，这些状态放在其中的文件里；不设则放在主机内存", needs=("optimizer_offload_fraction", "set"),
+        on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
         range=Range.TOKENS, on_resume="exact")
+    loss_vocab_chunk_size: int | None = key(None,
+        "entries of a rank's part of the vocabulary whose logits exist at the same time; unset: all of them",
+        "同时存在 logits 的词表项数（每个 rank 自己那部分词表）；不设则为全部", range=Range.TOKENS, on_resume="exact")
     fp32_lm_head: bool | None = key(None,
         "logits of a bf16 model in float32, in the rollout engine too; unset: where that is measured and the head then takes "
         "less than a tenth of an update's products",
@@ -516,6 +541,14 @@ class MegatronConfig(
         if self.moe_tp_extend_ep:
             return self.expert_model_parallel_size * self.tensor_model_parallel_size, 1
         return self.expert_model_parallel_size, self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+
+    @property
+    def adds_head_to_main_grad(self) -> bool:
+        """True where the head's gradient is added to the gradients' buffer chunk by chunk.
+
+        Megatron's reduction during the backward pass needs it as a tensor.
+        """
+        return not self.overlap_grad_reduce
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ class ModelKeys:
 
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = key("learned_absolute",
         "kind of position information", "位置信息的种类", on_resume="exact")
-    rotary_base: int = key(10000, "base of the rotary frequencies", "旋转频率的底数", range=Range.WIDTH, needs=_ROPE,
+    rotary_base: int = key(10000, "base of the rotary frequencies", "旋转频率的底数", range=Bounds(1, 10**10), needs=_ROPE,
         on_resume="exact")
     rope_scaling_type: Literal["llama3", "yarn", "linear", "plm", "longrope"] | None = key(None,
         "stretching of rotary frequencies for long sequences", "长序列时旋转频率如何拉伸", needs=_ROPE, on_resume="exact")

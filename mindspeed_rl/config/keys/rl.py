@@ -29,6 +29,7 @@ _DYNAMIC = ("use_dynamic_bsz", (True,))
 _ADAPTIVE = ("kl_ctrl_type", ("adaptive",))
 _TOOLS = ("multi_turn_enable", (True,))
 _QUEUE = ("data_strategy", ("tq", "transfer_queue", "queue"))
+_RECORDED = ("old_log_probs", ("rollout",))
 _MISMATCH = ("rollout_importance_sampling_mode", tuple(CORRECTIONS))
 _SYNC_REF = ("sync_ref_model", (True,))
 _ASYNC = ("trainer_mode", ("async",))
@@ -414,6 +415,23 @@ class _LossKeys:
         elsewhere="tis_clip rollout_is_threshold vllm_importance_sampling_cap", on_resume="exact")
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", "掩蔽形式的下界",
         needs=_MISMATCH, on_resume="exact")
+    old_log_probs: Literal["trainer", "rollout"] = key("trainer",
+        "log-probs of the old policy, to which the ratio of the loss compares: trainer: computed by the trainer before the "
+        "update; rollout: recorded by the rollout engine when it sampled, which saves that pass and makes the ratio correct "
+        "for the difference of the two and for older weights too",
+        "损失中比值所对照的旧策略的对数概率：trainer：训练器在更新前计算；rollout：取推理引擎采样时记录的值，省去这一遍前向，"
+        "比值因此也修正训练与推理之差以及旧权重的影响", elsewhere="bypass_mode use_rollout_logprobs", on_resume="exact")
+    old_log_probs_check_fraction: float = key(0.1,
+        "fraction of the rows whose old log-probs the trainer computes as well before the update, the first ones; "
+        "`rollout/old_log_probs_diff_mean` tells how far they are from the recorded ones; 0: none",
+        "在更新前由训练器也计算旧对数概率的行的比例，取最前面的行；`rollout/old_log_probs_diff_mean` 给出与记录值的差；"
+        "0：不检查",
+        range=Range.FRACTION, needs=_RECORDED, on_resume="exact")
+    old_log_probs_fallback: Literal["stop", "warn", "trainer"] = key("stop",
+        "what follows where the two differ by more than log_probs_diff_limit: the run stops, says so and goes on, or computes "
+        "the trainer's log-probs of all rows of the iteration and takes those",
+        "两者之差超过 log_probs_diff_limit 时：停止运行；提示后继续；或由训练器重新计算本次迭代所有行的对数概率并采用之",
+        needs=_RECORDED, on_resume="exact")
     log_rollout_offpolicy_metrics: bool = key(True, "log the difference between trainer and rollout engine",
         "记录训练器与推理引擎相差多少", on_resume="exact")
     log_probs_diff_limit: Literal["auto"] | float | None = key("auto",
@@ -645,9 +663,9 @@ class AgentKeys:
         "程序的环境变量（地址之外）；{column} 同 command，${NAME} 取运行环境中的同名变量",
         needs=("command", "set"), on_resume="in_flight")
     grader: list[str] = key([],
-        "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1 and 1 is 0, or a last "
-        "line of JSON has `reward`",
-        "程序结束后在样本文件夹中打分的命令：退出码 0 得 1 分、1 得 0 分，或最后一行 JSON 中有 `reward`",
+        "command that grades a sample in its folder, after the program: exit status 0 is a reward of 1, any other is 0, or a "
+        "last line of JSON has `reward`",
+        "程序结束后在样本文件夹中打分的命令：退出码 0 得 1 分、其他得 0 分，或最后一行 JSON 中有 `reward`",
         needs=("command", "set"), on_resume="in_flight")
     timeout_s: float = key(1800.0, "seconds of one sample", "一个样本的秒数", range=Range.WAIT_S, on_resume="in_flight")
     memory_gib: float = key(4.0, "memory of the processes of one sample", "一个样本的进程可用的内存",

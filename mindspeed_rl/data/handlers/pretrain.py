@@ -13,7 +13,7 @@ from mindspeed_rl.data.handlers.base import Draft, EncodedRow, Handler, HandlerS
 from mindspeed_rl.data.templates import Rendering, Turn
 
 
-class _PretrainHandler(Handler):
+class DocumentHandler(Handler):
     """Base of the pretraining handlers: a subclass names its columns and gives the text of each.
 
     The tokenizer's own special tokens are added (a Llama tokenizer begins each document with BOS, Qwen adds none). With
@@ -60,7 +60,7 @@ class _PretrainHandler(Handler):
         return total, total
 
 
-class GeneralPretrainHandler(_PretrainHandler):
+class GeneralPretrainHandler(DocumentHandler):
     """The `--json-keys` columns as they are; map_keys may say which column of the data a key stands for."""
 
     def known_columns(self, settings: HandlerSettings) -> Mapping[str, object]:
@@ -79,7 +79,7 @@ class GeneralPretrainHandler(_PretrainHandler):
         return texts
 
 
-class SingleTextHandler(_PretrainHandler):
+class SingleTextHandler(DocumentHandler):
     """Base of the handlers that make one text of several columns and write it as `text`."""
 
     def __init__(self, settings: HandlerSettings) -> None:

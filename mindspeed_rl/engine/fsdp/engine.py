@@ -274,5 +274,7 @@ class FsdpEngine:
     def _run(
         self, micro_batch: MicroBatch, outputs: HeadOutputs | None = None, temperature: float | None = None
     ) -> tuple[Tensor, ...]:
-        temperature = temperature or self.temperature
-        return self.model.module(Request(micro_batch, temperature, self.config.loss_chunk_size, outputs or self.outputs))
+        config, temperature = self.config, temperature or self.temperature
+        return self.model.module(
+            Request(micro_batch, temperature, config.loss_chunk_size, config.loss_vocab_chunk_size, outputs or self.outputs)
+        )

@@ -34,13 +34,14 @@ class Request:
 
     Attributes:
         temperature: logits are divided by it.
-        chunk_size: tokens with logits in memory at one time.
+        chunk_size, vocab_chunk_size: see `VocabHead`.
         outputs: results of the head.
     """
 
     micro_batch: MicroBatch
     temperature: float
     chunk_size: int
+    vocab_chunk_size: int | None
     outputs: HeadOutputs
 
 
@@ -73,6 +74,7 @@ class PolicyModule(nn.Module):
                 padding=max(weight.size(0) - self.vocab_size, 0),
                 softcap=self._softcap,
                 in_float32=self._in_float32,
+                vocab_chunk_size=request.vocab_chunk_size,
             ),
             select=_select,
             align=lambda values: align_values(values, micro_batch, None),

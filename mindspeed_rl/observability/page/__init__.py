@@ -270,12 +270,12 @@ def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[
     pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
 
     def gain(pair: tuple[JsonObject, JsonObject]) -> float:
-        return float(pair[1]["reward"] or 0.0) - float(pair[0]["reward"] or 0.0)
+        return float(pair[1].get("reward") or 0.0) - float(pair[0].get("reward") or 0.0)
 
     pairs.sort(key=gain, reverse=True)
     # also one that has not improved: it shows what is left to learn
     chosen = pairs if len(pairs) <= count else [*pairs[: count - 1], pairs[-1]]
-    return [{"prompt": a["prompt"], "label": a["label"], "before": a, "after": b} for a, b in chosen]
+    return [{"prompt": a["prompt"], "label": a.get("label"), "before": a, "after": b} for a, b in chosen]
 
 
 def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
@@ -380,6 +380,7 @@ def _collect_timeline(run: RunFiles) -> dict[str, object]:
         ]
         for event in events
     ]
+    rows |= {event["tid"]: f"worker {event['tid']}" for event in events if event["tid"] not in rows}
     return {"rows": [rows[tid] for tid in sorted(rows)], "tids": sorted(rows), "bars": bars}
 
 

@@ -406,7 +406,8 @@ def _warn_about_drafts(cfg: RunConfig) -> Iterator[str]:
 
 
 def _warn_about_old_tokens(rl: RLConfig) -> Iterator[str]:
-    if rl.rollout_importance_sampling_mode is not None or rl.off_policy_token_limit == 0:
+    is_corrected = rl.rollout_importance_sampling_mode is not None or rl.old_log_probs == "rollout"
+    if is_corrected or rl.off_policy_token_limit == 0:
         return
     key, is_off_policy = {
         "one_step_off": ("trainer_mode one_step_off", True),

@@ -30,11 +30,11 @@ def explain(run: Run) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `length` (of a run in passes over its prompts) and `unchecked`, which the command
-    fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that the file omits and that follow
-    from it, each with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time
-    or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing`
-    (needed to start).
+    `dispatch_sizes`; `resources`; `formula`; `data` (the card of the data), `length` (of a run in passes over its prompts) and
+    `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that
+    the file omits and that follow from it, each with its value and source); `earlier_names` (keys by deprecated names);
+    `warnings` (settings that cost time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not
+    in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     cfg, sizes, violations = run.config, run.sizes, validate(run)
@@ -67,6 +67,7 @@ def explain(run: Run) -> Report:
         ),
         "resources": {} if sizes is None else _describe_resources(run, sizes),
         "formula": formula(run),
+        "data": "",
         "length": "",
         "unchecked": "",
         "samples": _describe_samples(run),
@@ -92,6 +93,7 @@ def report_failure(errors: list[str]) -> Report:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "data": "",
         "length": "",
         "unchecked": "",
         "samples": "",
@@ -183,6 +185,7 @@ def _render_resources(resources: Report) -> str:
 
 #: part of the report -> its title and its text, in the order of the page
 _SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "data": ("Data", _indent),
     "batch": ("", _render_batch),
     "dispatch_sizes": ("Rows that leave the data plane at once", _table),
     "resources": ("", _render_resources),
@@ -407,8 +410,9 @@ def _list_update_phases(
     if objective.distillation is not None:
         devices, holds = _describe_teachers(objective.distillation, sizes, dedicated.get("teacher", shared))
         yield "teacher_log_probs", devices, holds
-    if objective.needs_old_log_probs(on_policy=sizes.on_policy):
-        yield "old_log_probs", shared, f"actor on Megatron {actor}"
+    if share := objective.old_log_probs_share(on_policy=sizes.on_policy):
+        part = f", {share:g} of the rows as a check" if objective.reads_rollout_policy else ""
+        yield "old_log_probs", shared, f"actor on Megatron {actor}{part}"
     if critic is not None:
         yield "values", dedicated.get("critic", shared), f"critic on Megatron {_engine(critic)}"
     yield "advantages", "host", rl.adv_estimator

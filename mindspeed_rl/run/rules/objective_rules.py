@@ -206,6 +206,7 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
         if value is not None and not bounds.contain(value):
             yield violate_range(f"rl_config.{name}", value, bounds)
     yield from _losses(rl, objective)
+    yield from _recorded_old_policy(rl, objective)
     reads_covariance = objective.loss.reads is not None and objective.loss.may_read("clip_cov_lb")
     if reads_covariance and rl.clip_cov_lb >= rl.clip_cov_ub:
         text = "[clip_cov_lb] must be below [clip_cov_ub]: no token is between them"
@@ -222,6 +223,36 @@ def _algorithm_keys(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
     if low is not None and correction and not correction.may_read("rollout_importance_sampling_threshold_min"):
         text = f"[{low_key}] bounds the masking modes only; it has no effect with {mode}"
         yield violate("correction_lower_bound", text, {low_key: None}, keys={"rollout_importance_sampling_mode": mode})
+
+
+def _recorded_old_policy(rl: RLConfig, objective: Objective) -> Iterator[Broken]:
+    """Check the keys of a run whose old policy is what the rollout engine recorded."""
+    if not objective.reads_rollout_policy:
+        return
+    recorded = {"old_log_probs": "rollout"}
+    if objective.correction is not None and objective.loss.has_ratio:
+        yield violate(
+            "recorded_policy_correction",
+            f"[rollout_importance_sampling_mode] has no place with [old_log_probs] and loss_type {objective.loss_type}: its "
+            "ratio is to the rollout engine already, and a weight would count the difference twice; a loss without a ratio "
+            "(gpg) takes the weight",
+            {"rollout_importance_sampling_mode": None, "old_log_probs": "trainer"},
+            keys={"loss_type": objective.loss_type},
+        )
+    if needed := sorted(objective.needs & {"entropies", "squared_probs"}):
+        yield violate(
+            "recorded_policy_pass",
+            f"[old_log_probs:is] saves no pass here: this run needs {' and '.join(needed)} of the trainer's pass over all rows",
+            {"old_log_probs": "trainer"},
+        )
+    if rl.old_log_probs_fallback != "stop" and (not rl.old_log_probs_check_fraction or rl.log_probs_diff_limit is None):
+        yield violate(
+            "recorded_policy_fallback",
+            "[old_log_probs_fallback] needs rows that are compared, [old_log_probs_check_fraction], and a bound, "
+            "[log_probs_diff_limit]",
+            {"old_log_probs_fallback": "stop"},
+            keys=recorded,
+        )
 
 
 def _losses(rl: RLConfig, objective: Objective) -> Iterator[Broken]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.redaction import hide_in_configuration
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def list_keys_on_resume(cfg: RunConfig) -> dict[str, object]:
     """Return the values that a run which resumes from a checkpoint of this one is compared with, by dotted name."""
     shared = "megatron_training" if cfg.is_supervised else "actor_config"
     groups = {name: getattr(cfg, name) for name in ("critic_config", "rl_config", "generate_config")}
-    return record_keys({shared: cfg.actor_config} | {name: group for name, group in groups.items() if group is not None})
+    keys = record_keys({shared: cfg.actor_config} | {name: group for name, group in groups.items() if group is not None})
+    return hide_in_configuration(keys)  # a checkpoint has no secrets
 
 
 def find_changes(saved: Mapping[str, object], values: Mapping[str, object]) -> list[KeyChange]:
@@ -66,7 +68,7 @@ def find_changes(saved: Mapping[str, object], values: Mapping[str, object]) -> l
     Parts of a model's shape that one side does not set follow its config.json, the length follows train_epochs, and the start
     of a run that had its weights in `load` is now in pretrained_checkpoint.
     """
-    changes = []
+    changes, saved = [], hide_in_configuration(saved)  # earlier versions wrote all values
     for name in saved.keys() & values.keys():
         group, _, key = name.partition(".")
         on_resume = collect_keys()[f"megatron_training.{key}" if group in ROLE_GROUPS else name].on_resume

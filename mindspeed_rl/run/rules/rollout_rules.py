@@ -17,7 +17,14 @@ from mindspeed_rl.run.rules.violation import Broken, needs, violate
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
 #: settings of vllm-ascend that this suite makes: without them weights could not be updated, or a key of its own decides
-_OWN_SETTINGS = ("refresh", "weight_nz_mode", "enable_sleep_mode_extra_cleanup", "eplb_config", "rl_config")
+#: settings of vllm-ascend that are set by this suite -> what to do
+_OWN_SETTINGS = {
+    "refresh": "remove it",
+    "weight_nz_mode": "remove it",
+    "enable_sleep_mode_extra_cleanup": "use generate_config.sleep_mode_extra_cleanup",
+    "eplb_config": "use generate_config.expert_map_path",
+    "rl_config": "remove it; of its settings, generate_config.sleep_mode_extra_cleanup is a key",
+}
 _BY_KEY = "use the key generate_config.{}"
 _BY_ROLLOUT = "weights, samples and log-probabilities of a rollout depend on it"
 #: arguments of vLLM's engine that keys of this suite decide, or that its rollouts rely on -> what to do
@@ -116,9 +123,11 @@ def _obstacles_of_recording(run: Run) -> Iterator[str]:
     if sizes is None or not sizes.can_divide or objective is None:
         return
     if not objective.needs_old_log_probs(on_policy=sizes.on_policy):
+        recorded = objective.reads_rollout_policy
+        reason = "old_log_probs is rollout" if recorded else "each rollout is followed by one optimizer step"
         yield (
-            "it records in the pass of the old log-probabilities, and this run makes none, because each rollout is "
-            "followed by one optimizer step; R3 needs no such pass"
+            "it records in the pass of the old log-probabilities, and this run makes none, because "
+            f"{reason}; R3 needs no such pass"
         )
 
 
@@ -173,10 +182,16 @@ def _turns(run: Run) -> Iterator[Broken]:
 def _engine_settings(run: Run) -> Iterator[Broken]:
     """Check settings that go to the engine under its own names, and the number of tokens of a step."""
     generate, sizes = run.generate, "cudagraph_capture_sizes"
-    for name in _OWN_SETTINGS:
-        if name in (generate.additional_config or {}):
-            instead = "use generate_config.expert_map_path" if name == "eplb_config" else "remove it"
+    additional = generate.additional_config or {}
+    for name, instead in _OWN_SETTINGS.items():
+        if name in additional:
             yield _own_setting(f"additional_config.{name}", f"is set by this suite; {instead}")
+    if additional.get("enable_fused_mc2"):
+        text = "keeps the weights of experts in the NZ layout, which no weight sync can write; remove it"
+        yield _own_setting("additional_config.enable_fused_mc2", text)
+    if run.config.platform == "npu" and generate.kv_cache_dtype != "auto":
+        text = "[kv_cache_dtype:is] is not available on npu: vllm-ascend's attention writes keys and values as they are"
+        yield violate("npu_kv_cache_dtype", text, {"kv_cache_dtype": "auto"})
     if generate.cudagraph_capture_sizes is not None and sizes in (generate.compilation_config or {}):
         both = f"generate_config.compilation_config.{sizes}"
         text = f"[{sizes}:name] and {both} are both set; keep one of them"
@@ -367,7 +382,7 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
         (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
-        *(() if _is_dense(run) or not actor.num_experts else _exact_experts(run)),
+        *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
         (
             cfg.platform == "npu" and not actor.npu_deterministic and "false",
@@ -375,6 +390,10 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
+        (
+            actor.loss_vocab_chunk_size,
+            *("actor_config.loss_vocab_chunk_size", ": the engine adds up the whole vocabulary at once"),
+        ),
         (generate.quantization, "generate_config.quantization", ""),
         (generate.kv_cache_dtype != "auto" and generate.kv_cache_dtype, "generate_config.kv_cache_dtype", ""),
         (generate.drafts and "...", "generate_config.speculative_config", ": a step has several tokens of a response"),

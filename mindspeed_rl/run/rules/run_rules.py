@@ -406,6 +406,24 @@ def _muon(run: Run) -> Iterator[Broken]:
                 )
 
 
+#: keys that leave states of the optimizer on the device, or bring them there -> the reason
+_UNLIKE_OFFLOADED = {
+    "swap_optimizer": "it brings all states to the device in each step, and the host computes none of them",
+    "reuse_fp32_param": "it keeps half of each float32 weight in the bf16 weight on the device",
+}
+
+
+def _offloaded_optimizer(run: Run) -> Iterator[Broken]:
+    """Check that one key decides where the states of the optimizer are."""
+    cfg = run.config
+    for role, config in {"actor_config": cfg.actor_config, "critic_config": cfg.critic_config}.items():
+        key = f"{role}.optimizer_offload_fraction"
+        for name, reason in _UNLIKE_OFFLOADED.items():
+            if config is not None and config.optimizer_offload_fraction and getattr(config, name):
+                text = f"[{key}] excludes [{role}.{name}]: {reason}"
+                yield violate("offloaded_optimizer", text, {f"{role}.{name}": False, key: 0.0})
+
+
 def _mindspeed(run: Run) -> Iterator[Broken]:
     """Check what MindSpeed's optimizers need, which the workers would find."""
     cfg = run.config
@@ -446,7 +464,8 @@ _PUSH = "generate_config.lora_push"
 @needs("generate_config")
 def _pushed_adapters(run: Run) -> Iterator[Broken]:
     """Check that the rollout engine can hold the adapters."""
-    actor, metadata, merged = run.config.actor_config, run.config.model_metadata.get("actor_config"), {_PUSH: "merged"}
+    actor, metadata = run.config.with_shape("actor_config"), run.config.model_metadata.get("actor_config")
+    merged = {_PUSH: "merged"}
     if run.generate.lora_push == "merged":
         return
     if not actor.lora_target_modules:
@@ -562,6 +581,7 @@ RUN_RULES = (
     _pushed_adapters,
     _shared_backbone,
     _muon,
+    _offloaded_optimizer,
     _mindspeed,
     _profiler,
     _dumps,

@@ -82,6 +82,10 @@ def main() -> None:
         import simulator
 
         simulator.install()
+        if settings.get("adamw_of_the_host"):
+            from simulator.fused import round_adamw_as_the_host
+
+            round_adamw_as_the_host()
     if "MINDSPEED_SRC" in os.environ:
         sys.path.insert(0, os.environ["MINDSPEED_SRC"])
 

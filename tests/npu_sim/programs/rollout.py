@@ -5,6 +5,7 @@ Every drawn token's log-prob is computed once more by transformers on the CPU, w
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -69,14 +70,17 @@ def main() -> None:
     """Ranks of one replica, or of replicas that share experts, and what each of them reports.
 
     Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
-    sharing (replicas that share experts; without it each has all of them), prompts (of each rank, the numbers of those it
-    answers).
+    generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
+    (of each rank, the numbers of those it answers).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
     from mindspeed_rl import adaptors, platform
     from mindspeed_rl.config import GenerateConfig
+    from mindspeed_rl.platform.environment import EXPERTS_EXCHANGE_VARIABLE
 
+    if exchange := settings.get("generate", {}).get("infer_moe_token_dispatcher_type"):  # as the driver sets it for workers
+        os.environ[EXPERTS_EXCHANGE_VARIABLE] = exchange
     device = platform.select("npu")
     adaptors.apply("rollout")
     device.set_device(rank)
@@ -110,6 +114,7 @@ def main() -> None:
         speculative_config=settings.get("drafts"),
         quantization=settings.get("quantization"),
     )
+    config = dataclasses.replace(config, **settings.get("generate", {}))
     engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
     if not settings.get("cast_prompts", True):
         keep_float32()

@@ -322,6 +322,18 @@ def _fused_adamw(
         apply_adam_w(*tensors, maximum, state_steps[index], lr, beta1, beta2, weight_decay, eps, amsgrad, maximize)
 
 
+def _fused_adamw_of_the_host(params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps, **settings) -> None:
+    calls["aten::_fused_adamw_"] += 1
+    tensors = ([cpu_view(tensor) for tensor in row] for row in (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs))
+    steps = [cpu_view(step) if step.device.type == "npu" else step for step in state_steps]
+    torch._fused_adamw_(*tensors, [step.float() for step in steps], **settings)
+
+
+def round_adamw_as_the_host() -> None:
+    """Compute AdamW on the device by torch's kernel of the host: a run that moves states to the host then changes no bit."""
+    _aten.impl("_fused_adamw_", _fused_adamw_of_the_host, "PrivateUse1", allow_override=True)
+
+
 KERNELS: dict[str, Callable] = {
     "npu_fusion_attention": _attention,
     "npu_fusion_attention_grad": _attention_backward,

@@ -461,9 +461,20 @@ def _without_triton(module: ModuleType) -> None:
     module.HAS_TRITON = False
 
 
+#: beginning of the name of a device -> the kind for which vllm-ascend is built
+DEVICE_TYPES = {"Ascend910B": "A2", "Ascend910_93": "A3", "Ascend950": "A5"}
+
+
+def _kind_of_device(module: ModuleType) -> None:
+    """The wheel for x86_64 is built for an A2; everything else it knows by this name."""
+    name = os.environ.get("NPU_SIM_SOC", "Ascend910B3")
+    module.__device_type__ = next(kind for beginning, kind in DEVICE_TYPES.items() if name.startswith(beginning))
+
+
 #: module of vllm or vllm-ascend -> what happens to it once it has run
 AFTER_IMPORT = {
     "vllm_ascend.worker.block_table": _slot_mapping,
+    "vllm_ascend._build_info": _kind_of_device,
     "vllm_ascend.utils": _without_custom_operators,
     "vllm.triton_utils.importing": _without_triton,
 }

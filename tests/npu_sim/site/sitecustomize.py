@@ -41,6 +41,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "torch_npu": _simulated_device,
     "mindspeed.megatron_adaptor": _mindspeed_operators,
     "vllm_ascend.worker.block_table": _part_of_vllm,
+    "vllm_ascend._build_info": _part_of_vllm,
     "vllm_ascend.utils": _part_of_vllm,
     "vllm.triton_utils.importing": _part_of_vllm,
 }

@@ -609,3 +609,38 @@ def test_the_count_is_known_before_the_model_has_run(loss_type):
             for outputs, entropy in ((log_probs, arrays["entropy"]), (np.zeros_like(log_probs), np.zeros_like(log_probs)))
         ]
         assert counts[0] == counts[1] > 0
+
+
+def test_recorded_log_probs_as_the_old_policy_by_hand():
+    """Two tokens of a clipped loss, and of the plain policy gradient with weights (verl's bypass mode, both of its losses)."""
+    log_probs = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    recorded = torch.tensor([[-1.5, -1.9]], dtype=torch.float64)
+    advantages, mask = torch.tensor([[2.0, -1.0]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    batch = PolicyBatch(log_probs, advantages, mask, rollout_log_probs=recorded)
+
+    clipped = policy_loss(batch, objective("dapo", old_log_probs="rollout"))
+    ratios = [math.exp(0.5), math.exp(-0.1)]
+    # the first is above 1.2, the second within the clip range
+    expected = -1.2 * 2.0 + ratios[1] * 1.0
+    assert clipped.loss_sum.item() == pytest.approx(expected, rel=1e-12)
+    metrics = merge([clipped.metrics]).results()
+    assert metrics["rollout/log_probs_diff_mean"] == pytest.approx((0.5 + 0.1) / 2)
+
+    chosen = objective("gpg", old_log_probs="rollout", rollout_correction="token_truncate", rollout_threshold=1.5)
+    weighted = policy_loss(batch, chosen)
+    (gradient,) = torch.autograd.grad(weighted.loss_sum, log_probs)
+    # -w A log pi with w = min(pi / mu, 1.5), which has no gradient
+    torch.testing.assert_close(gradient, torch.tensor([[-1.5 * 2.0, ratios[1] * 1.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("loss_type", sorted(set(POLICY_LOSSES) - {"gpg", "online_dpo"}))
+def test_every_ratio_may_be_to_recorded_log_probs(loss_type):
+    log_probs, arrays = random_arrays(3)
+    arrays["rollout"] = np.minimum(arrays["rollout"], -1e-3)
+    recorded = {**arrays, "old": None}
+    loss, gradient = loss_and_gradient(log_probs, recorded, settings_for(loss_type, old_log_probs="rollout"))
+    # the naive loops read them as the old policy's
+    computed, options = {**arrays, "old": arrays["rollout"]}, settings_for(loss_type)
+    assert loss == pytest.approx(naive.policy_loss(log_probs, log_probs, computed, options), rel=1e-10, abs=1e-12)
+    expected = naive.gradient(lambda moved: naive.policy_loss(moved, log_probs, computed, options), log_probs)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6, atol=1e-8)

@@ -35,3 +35,16 @@ def test_a_loss_of_sequences_has_one_ratio_for_each() -> None:
     ratio, _ = ratios_of(loss_type="gspo")
     torch.testing.assert_close(ratio[0], torch.full((3,), math.exp(2 * math.log(1.5) / 3)))
     torch.testing.assert_close(ratio[1, :2], torch.full((2,), math.exp((math.log(0.5) + math.log(1.1)) / 2)))
+
+
+def test_recorded_log_probs_are_the_old_policy_where_no_others_were_computed() -> None:
+    recorded = torch.tensor([[0.1, -0.2, 0.3], [0.0, 0.4, 0.0]])
+    rows = batch()
+    objective = build_objective(RLConfig(old_log_probs="rollout"), "ray_grpo", max_response_length=3, group_size=2)
+    rows.old_log_probs, rows.rollout_log_probs = None, recorded
+    ratio, _ = compute_update_ratios(rows, objective)
+    torch.testing.assert_close(ratio[rows.mask], (rows.log_probs - recorded).exp()[rows.mask])
+    # those that the trainer computed take their place
+    rows.old_log_probs = torch.zeros(2, 3)
+    ratio, _ = compute_update_ratios(rows, objective)
+    torch.testing.assert_close(ratio[rows.mask], rows.log_probs.exp()[rows.mask])

@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
+from mindspeed_rl.checkpoint.trained_template import TrainedTemplate, read_trained_prompt_type
 from mindspeed_rl.config import MegatronConfig
 
 OWN = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}{{ 'assistant: ' }}"
@@ -48,6 +48,10 @@ def export(tmp_path: Path, base: Path, **keys: Any) -> Path:
     return made
 
 
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "mindspeed_rl.json"}
+
+
 def read(folder: Path) -> tuple[str, str, Any]:
     """(end token, prompt of a conversation, ids at which generation stops)."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -75,7 +79,7 @@ def test_a_chat_template_in_the_settings_of_the_tokenizer_does_not_stay(tmp_path
 def test_the_models_own_template_stays_as_it_is(tmp_path: Path, prompt_type: str | None) -> None:
     base = make_model(tmp_path / "base")
     made = export(tmp_path, base, prompt_type=prompt_type, tokenizer_name_or_path=str(base))
-    assert {path.name: path.read_bytes() for path in made.iterdir()} == {p.name: p.read_bytes() for p in base.iterdir()}
+    assert files_of(made) == files_of(base)
 
 
 def test_a_template_that_writes_what_the_models_own_writes_changes_nothing(tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ def test_a_template_that_writes_what_the_models_own_writes_changes_nothing(tmp_p
     entry = {key: value for key, value in TEMPLATE.items() if key not in ("stop_words", "replace_eos")}
     (tmp_path / "same.json").write_text(json.dumps([entry | {"format_system": {"slots": ["{{content}}", ["eos_token"]]}}]))
     made = export(tmp_path, base, prompt_type="mine", prompt_type_path=str(tmp_path / "same.json"))
-    assert {path.name: path.read_bytes() for path in made.iterdir()} == {p.name: p.read_bytes() for p in base.iterdir()}
+    assert files_of(made) == files_of(base)
 
 
 def test_a_tokenizer_of_another_folder_is_exported_with_its_template_and_end_token(tmp_path: Path) -> None:
@@ -103,6 +107,19 @@ def test_an_adapter_has_tokenizer_and_settings_where_they_differ_from_the_bases(
         folder.mkdir()
         config = MegatronConfig(prompt_type=prompt_type, prompt_type_path=str(tmp_path / "templates.json"))
         TrainedTemplate.from_config(config, base).write_beside_adapter(folder)
-    assert list(same.iterdir()) == []
+    assert files_of(same) == {} and read_trained_prompt_type(same) == "hf"
     assert read(adapter) == ("<|im_end|>", "Q hi A a<|im_end|>Q a A ", [1, 0])
     assert not (adapter / "config.json").exists()
+
+
+@pytest.mark.parametrize(("prompt_type", "recorded"), [("mine", "hf"), ("hf", "hf"), ("empty", "empty"), (None, None)])
+def test_an_export_records_how_the_training_rendered_prompts(
+    tmp_path: Path, prompt_type: str | None, recorded: str | None
+) -> None:
+    path = str(tmp_path / "templates.json") if prompt_type == "mine" else ""
+    made = export(tmp_path, make_model(tmp_path / "base"), prompt_type=prompt_type, prompt_type_path=path)
+    assert read_trained_prompt_type(made) == recorded
+    assert json.loads((made / "mindspeed_rl.json").read_text())["base_model"] == str(tmp_path / "base")
+    (made / "mindspeed_rl.json").write_text('{"prompt_type": "qwen"}')
+    with pytest.raises(ValueError, match="prompt_type is 'qwen', but must be hf or empty"):
+        read_trained_prompt_type(made)

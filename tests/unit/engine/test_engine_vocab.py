@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from mindspeed_rl.algorithms.distillation import compute_divergence
 from mindspeed_rl.engine.vocab import VocabHead, compute_squared_probs, compute_top_log_probs, compute_vocab_log_probs
@@ -33,13 +37,15 @@ def inputs(tokens: int = 11, vocab: int = 37, padding: int = 0) -> tuple[torch.T
 @pytest.mark.parametrize("padding", [0, 5])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("uses_entropy", [False, True])
+@pytest.mark.parametrize("vocab_chunk_size", [None, 1, 10, 36])
 def test_values_and_gradients_equal_log_softmax(
-    temperature: float, padding: int, softcap: float | None, uses_entropy: bool
+    temperature: float, padding: int, softcap: float | None, uses_entropy: bool, vocab_chunk_size: int | None
 ) -> None:
     hidden, weight, labels = inputs(padding=padding)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    got = compute_vocab_log_probs(*ours, labels, VocabHead(temperature, 4, padding, softcap))
+    head = VocabHead(temperature, 4, padding, softcap, vocab_chunk_size=vocab_chunk_size)
+    got = compute_vocab_log_probs(*ours, labels, head)
     expected = reference(*theirs, labels, temperature, padding, softcap)
     direction = torch.randn(2, 11, generator=torch.Generator().manual_seed(3))
     for (log_probs, entropy), row in ((got, direction), (expected, direction.double())):
@@ -57,8 +63,8 @@ def test_sums_of_squared_probabilities_equal_those_of_the_softmax(settings: dict
     if "softcap" in settings:
         logits = settings["softcap"] * torch.tanh(logits / settings["softcap"])
     expected = (logits / settings.get("temperature", 1.0)).softmax(-1).square().sum(-1)
-    for chunk_size in (4, 1000):
-        got = compute_squared_probs(hidden, weight, VocabHead(chunk_size=chunk_size, **settings))
+    for chunk_size, rows in itertools.product((4, 1000), (None, 1, 10)):
+        got = compute_squared_probs(hidden, weight, VocabHead(chunk_size=chunk_size, vocab_chunk_size=rows, **settings))
         torch.testing.assert_close(got, expected.float(), rtol=1e-5, atol=1e-7)
 
 
@@ -91,10 +97,11 @@ def test_no_tokens_give_empty_results_and_zero_gradients() -> None:
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def test_huge_logits_stay_finite() -> None:
+@pytest.mark.parametrize("vocab_chunk_size", [None, 3])
+def test_huge_logits_stay_finite(vocab_chunk_size: int | None) -> None:
     hidden, weight, labels = inputs()
     hidden = (hidden * 1e3).requires_grad_()
-    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels)
+    log_probs, entropy = compute_vocab_log_probs(hidden, weight, labels, VocabHead(vocab_chunk_size=vocab_chunk_size))
     (log_probs.sum() + entropy.sum()).backward()
     assert log_probs.isfinite().all() and entropy.isfinite().all() and hidden.grad.isfinite().all()
 
@@ -108,6 +115,47 @@ def test_half_precision_inputs_are_computed_in_float32_and_keep_their_gradient_t
     torch.testing.assert_close(log_probs.detach(), expected, rtol=0, atol=0.1)
     log_probs.sum().backward()
     assert half[0].grad.dtype == half[1].grad.dtype == torch.bfloat16
+
+
+class _Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([t for t in tree_leaves(tree) if isinstance(t, torch.Tensor)] for tree in ((args, kwargs), result))
+        old = {tensor.untyped_storage().data_ptr() for tensor in given}
+        new = [tensor.numel() for tensor in made if tensor.untyped_storage().data_ptr() not in old]
+        self.numel = max([self.numel, *new])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_chunk_size", [None, 1000, 8999])
+def test_the_heads_gradient_is_added_to_megatrons_without_a_tensor_of_its_size(
+    dtype: torch.dtype, vocab_chunk_size: int | None
+) -> None:
+    hidden, weight, labels = inputs(vocab=9000, padding=5)
+    hidden, weight = hidden.to(dtype), torch.nn.Parameter(weight.to(dtype))
+    weight.main_grad = torch.full(weight.shape, 0.5)  # of micro-batches before this one
+    theirs = [hidden.double().requires_grad_(), weight.detach().double().requires_grad_()]
+    head = VocabHead(0.6, 4, 5, 3.0, vocab_chunk_size=vocab_chunk_size, adds_to_main_grad=True, in_float32=True)
+    largest = _Largest()
+    for _ in range(2):
+        leaf = hidden.clone().requires_grad_()
+        with largest:
+            log_probs, entropy = compute_vocab_log_probs(leaf, weight, labels, head)
+            (log_probs.sum() - 0.3 * entropy.sum()).backward()
+    # the smaller of HEAD_ROWS and the chunk of the vocabulary
+    assert largest.numel <= max(16 * min(8192, vocab_chunk_size or 9000), 4 * 9000) < weight.numel()
+    assert weight.grad is None
+    log_probs, entropy = reference(*theirs, labels, 0.6, 5, 3.0)
+    (log_probs.sum() - 0.3 * entropy.sum()).backward()
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for mine, true in ((weight.main_grad, 0.5 + 2 * theirs[1].grad), (leaf.grad, theirs[0].grad)):
+        assert float((mine.double() - true).norm()) < tolerance * float(theirs[1].grad.norm())
+    assert torch.equal(weight.main_grad[-5:], torch.full((5, 16), 0.5))
 
 
 @pytest.mark.parametrize("vocab", [37, 9000])  # one block of converted rows, and two
@@ -133,15 +181,17 @@ def test_a_float32_head_does_not_round_logits_of_bfloat16_weights(vocab: int, so
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("vocab_chunk_size", [None, 10])
 def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient(
-    temperature: float, softcap: float | None
+    temperature: float, softcap: float | None, vocab_chunk_size: int | None
 ) -> None:
     hidden, weight, labels = inputs(padding=5)
     ids = torch.randint(0, 32, (11, 6), generator=torch.Generator().manual_seed(5))
     ids[2, 4:] = -1
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
-    got = compute_vocab_log_probs(*ours, labels, VocabHead(temperature, 4, 5, softcap), others=ids)
+    head = VocabHead(temperature, 4, 5, softcap, vocab_chunk_size=vocab_chunk_size)
+    got = compute_vocab_log_probs(*ours, labels, head, others=ids)
     logits = theirs[0] @ theirs[1][:32].t()
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     expected = (logits / temperature).log_softmax(-1)
@@ -158,8 +208,9 @@ def test_log_probs_at_the_ids_of_a_teacher_equal_log_softmax_with_their_gradient
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
 @pytest.mark.parametrize(("k", "softcap"), [(6, None), (32, None), (32, 3.0), (40, None)])
+@pytest.mark.parametrize("vocab_chunk_size", [None, 10])
 def test_a_divergence_by_chunks_is_that_of_full_log_softmaxes_with_its_gradient(
-    kind: str, k: int, softcap: float | None
+    kind: str, k: int, softcap: float | None, vocab_chunk_size: int | None
 ) -> None:
     hidden, weight, labels = inputs(padding=5)
     teacher_logits = 3 * torch.randn(11, 32, generator=torch.Generator().manual_seed(6))
@@ -179,7 +230,7 @@ def test_a_divergence_by_chunks_is_that_of_full_log_softmaxes_with_its_gradient(
         got = compute_vocab_log_probs(
             *ours,
             labels,
-            VocabHead(0.8, 4, 5, softcap),
+            VocabHead(0.8, 4, 5, softcap, vocab_chunk_size=vocab_chunk_size),
             others=ids,
             teacher=teacher,
             divergence=judge,
@@ -212,9 +263,10 @@ def test_a_divergence_of_no_tokens_is_empty() -> None:
 
 
 @pytest.mark.parametrize("k", [1, 5, 32, 40])
-def test_the_top_tokens_equal_a_sorted_log_softmax(k: int) -> None:
+@pytest.mark.parametrize("vocab_chunk_size", [None, 3, 33])
+def test_the_top_tokens_equal_a_sorted_log_softmax(k: int, vocab_chunk_size: int | None) -> None:
     hidden, weight, _ = inputs(padding=5)
-    log_probs, ids = compute_top_log_probs(hidden, weight, k, VocabHead(0.7, 4, 5))
+    log_probs, ids = compute_top_log_probs(hidden, weight, k, VocabHead(0.7, 4, 5, vocab_chunk_size=vocab_chunk_size))
     values, order = (hidden @ weight[:32].t() / 0.7).log_softmax(-1).sort(-1, descending=True)
     count = min(k, 32)
     assert log_probs.shape == ids.shape == (11, k)

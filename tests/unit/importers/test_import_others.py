@@ -90,7 +90,7 @@ def test_a_file_of_options_says_its_trainer_by_its_options(tmp_path: Path) -> No
         ("--use_adaptive_entropy", "an adaptive entropy bonus"),
         ("--reward_funcs my.rewards.polite", "a function in TRL's form"),
         ("--lr_scheduler_type cosine_with_restarts", "its form"),
-        ("--use_peft", "PEFT's default layers"),
+        ("--use_peft --model_name_or_path microsoft/phi-4", "PEFT's default layers"),
         ("--no_such_option 1", "no option of TRL 1.16.0"),
     ],
 )
@@ -163,7 +163,7 @@ def test_mindspeed_llm_trains_prediction_layers_behind_the_last_norm() -> None:
     command = LLM.replace("--stage dpo", "--stage sft --calculate-per-token-loss") + "--mtp-num-layers 1 "
     training = take("mindspeed-llm", command + "--mtp-after-norm --mtp-loss-scaling-factor 0.3").tree["megatron_training"]
     assert (training["mtp_num_layers"], training["mtp_loss_scaling_factor"], training["mtp_detach_heads"]) == (1, 0.3, False)
-    fail("mindspeed-llm", command, "read states before the last norm; --mtp-after-norm is available")
+    fail("mindspeed-llm", command, "but is before the last norm in MindSpeed-LLM; --accept prediction_states takes")
     fail("mindspeed-llm", LLM + "--num-nextn-predict-layers 1", "of release 2.0")
     fail("mindspeed-llm", LLM + "--mtp-num-layers 1 --mtp-after-norm", "in stages pretrain, sft and RL")
 
@@ -323,6 +323,41 @@ def test_corrections_of_openrlhf_have_their_names(kind: str, threshold: str, exp
     run = take("openrlhf", f"{OPENRLHF} {words}{kind} --algo.advantage.is_correction_threshold {threshold}")
     keys = ("mode", "threshold", "threshold_min")
     assert tuple(run.tree["rl_config"].get(f"rollout_importance_sampling_{key}") for key in keys) == expected
+
+
+def test_a_lower_bound_of_the_weights_is_a_number_that_is_accepted_by_name() -> None:
+    openrlhf = OPENRLHF + "--algo.advantage.estimator reinforce --algo.advantage.is_correction_enable "
+    slime = SLIME + "--num-rollout 5 --use-tis --tis-clip 5 --tis-clip-low 0.5 "
+    for project, command in (("openrlhf", openrlhf), ("slime", slime)):
+        fail(project, command, "importance_sampling would be token_truncate 5 here, but is token_truncate 5, at least 0.5 in")
+        assert take(project, command, "importance_sampling").tree["rl_config"]["rollout_importance_sampling_threshold"] == 5.0
+
+
+def test_the_critic_of_openrlhf_has_an_optimizer_of_its_own() -> None:
+    critic = take("openrlhf", OPENRLHF).tree["critic_config"]
+    # cosine_with_min_lr ends at min_lr_ratio of the critic's rate; the critic starts from the reward model
+    assert (critic["lr"], critic["min_lr"], critic["load"]) == (9e-6, pytest.approx(9e-7), "r")
+    words = "--critic.adam.weight_decay 0.1 --critic.max_norm 0.5 --critic.adam.betas 0.8 0.9 --critic.lr_scheduler constant"
+    critic = take("openrlhf", f"{OPENRLHF} {words}").tree["critic_config"]
+    assert (critic["weight_decay"], critic["clip_grad"], critic["adam_beta1"], critic["adam_beta2"]) == (0.1, 0.5, 0.8, 0.9)
+    assert critic["lr_decay_style"] == "constant"
+
+
+def test_a_reward_function_of_openrlhf_is_a_module_that_replaces_the_model() -> None:
+    command = OPENRLHF.replace("--reward.model_name_or_path r", "--reward.remote_url examples/mine.py")
+    run = take("openrlhf", command)
+    assert run.tree["rl_config"]["reward_funcs"] == ["examples.mine:reward_func"]
+    assert "reward_model" not in run.tree["rl_config"] and run.tree["critic_config"]["load"] == "m"
+    run = take("openrlhf", command.replace("examples/mine.py", "/x/mine.py"))
+    assert run.tree["rl_config"]["reward_funcs"] == ["mine:reward_func"]
+    assert "PYTHONPATH=/x" in run.translated["--reward.remote_url"]
+    fail("openrlhf", command.replace("examples/mine.py", "http://10.0.0.1:5000/get_reward"), "is no Python file")
+
+
+def test_scores_that_openrlhf_normalizes_and_a_factor_of_truncated_ones_are_named() -> None:
+    fail("openrlhf", OPENRLHF + "--reward.normalize_enable", "reward_scale would be as they are scored here, but is mean and")
+    # 0 is the factor of a truncated response's reward, not "off"
+    fail("openrlhf", OPENRLHF + "--reward.stop_properly_penalty_coef 0.0", "rewards of truncated responses")
 
 
 def test_the_form_of_openrlhfs_scripts_is_a_document_of_a_variable() -> None:

@@ -276,6 +276,19 @@ def test_cpo_and_orpo_are_stages_without_a_reference() -> None:
     assert "--label_smoothing" in refusal("--rlhf_type cpo --label_smoothing 0.1", base)
 
 
+def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
+    key = "megatron_training.optimizer_offload_fraction"
+    base = "megatron sft --model models/base --dataset rows.jsonl --train_iters 5"
+    cases = {
+        "--optimizer_cpu_offload true": 1.0,
+        "--optimizer_cpu_offload true --optimizer_offload_fraction 0.4": 0.4,
+        "--optimizer_offload_fraction 0.4": None,
+        "--optimizer_cpu_offload false": None,
+    }
+    for words, expected in cases.items():
+        assert imported(words, base).get(key) == expected
+
+
 def test_muon_has_the_defaults_of_megatron_swift() -> None:
     base = "megatron sft --model models/base --dataset rows.jsonl --train_iters 5"
     names = ("optimizer", "muon_momentum", "muon_tp_mode", "muon_scale_mode", "muon_num_ns_steps")

@@ -63,6 +63,22 @@ def test_the_learning_rate_is_constant_and_decays_only_where_it_is_written() -> 
         assert [plan.lr_first, plan.lr_10, plan.lr_last] == pytest.approx([0.0, *expected], rel=1e-6)
 
 
+def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
+    option, key = f"{A}.optim.override_optimizer_config.", "optimizer_offload_fraction"
+    cases: dict[str, object] = {
+        f"+{option}optimizer_cpu_offload=True +{option}optimizer_offload_fraction=0.4": 0.4,
+        f"+{option}optimizer_cpu_offload=True": 0.0,  # the default of Megatron's class
+        f"+{option}optimizer_cpu_offload=False +{option}optimizer_offload_fraction=1": None,
+        f"+{option}optimizer_offload_fraction=1": None,
+    }
+    for words, expected in cases.items():
+        assert imported(words).get(f"megatron_training.{key}") == expected
+    critic = f"+critic.optim.override_optimizer_config.optimizer_cpu_offload=True {option}optimizer_cpu_offload=False"
+    critic += " +critic.optim.override_optimizer_config.optimizer_offload_fraction=1"
+    run = imported(f"algorithm.adv_estimator=gae critic.model.path=models/base {critic}")
+    assert values(run, f"critic_config.{key}", f"megatron_training.{key}") == [1, None]
+
+
 def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
     run = imported(
         f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "
@@ -326,7 +342,9 @@ def test_rollout_corrections() -> None:
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
-    assert "old_policy would be actor here, but is rollout engine in verl" in refusal(f"{prefix}.bypass_mode=True")
+    recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
+    assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
+    assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
     bypass = f"{prefix}.bypass_mode=True"
     assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
     assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
@@ -343,8 +361,8 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         "rollout.total_rollout_steps=6400 async_training.staleness_threshold=0.5 async_training.trigger_parameter_sync_step=4 "
         "async_training.require_batches=2 async_training.partial_rollout=True data.val_files=/d/test.parquet "
     )
-    settings = ImportSettings(rewards=REWARDS, accepted=frozenset({"old_policy"}))
-    run = import_command(PROJECT, command, settings)
+    run = import_command(PROJECT, command, ImportSettings(rewards=REWARDS))
+    assert run.get("rl_config.old_log_probs") == "rollout"
     names = "trainer_mode max_off_policy_threshold parameter_sync_step partial_rollout mini_batch_size".split()
     assert values(run, *(f"rl_config.{name}" for name in names)) == ["async", 0.5, 4, True, 32]
     batch = ("global_batch_size", "train_iters", "eval_interval")
@@ -361,7 +379,7 @@ def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
         ("rollout.total_rollout_steps=10", "at least the 64 prompts"),
     ):
         with pytest.raises(ConfigError, match=sentence):
-            import_command(PROJECT, f"{command}{word}", settings)
+            import_command(PROJECT, f"{command}{word}", ImportSettings(rewards=REWARDS))
 
 
 def test_ppo_has_a_critic_with_its_own_rate() -> None:
@@ -395,7 +413,33 @@ def test_the_reward_follows_the_source_of_the_data() -> None:
     assert "verl's reward for the data_source codecontests" in error
     run = imported("custom_reward_function.path=rewards/mine.py custom_reward_function.name=score")
     assert run.get("rl_config.verifier_function") == ["rewards.mine:score"]
-    assert "outside the working directory" in refusal("custom_reward_function.path=/x/mine.py")
+    run = imported("custom_reward_function.path=/x/mine.py")
+    assert run.get("rl_config.verifier_function") == ["mine:compute_score"]
+    assert "PYTHONPATH=/x" in run.translated["custom_reward_function.path"]
+    assert "no Python file" in refusal("custom_reward_function.path=mine")
+
+
+def test_veomni_has_ulysses_experts_and_a_cosine_of_its_own() -> None:
+    words = f"model_engine=veomni {A}.veomni.ulysses_parallel_size=2 {A}.veomni.expert_parallel_size=4 {A}.optim.lr=1e-6 "
+    run = imported(words + f"{A}.veomni.router_replay.mode=R2 {A}.optim.lr_min=1e-7 {A}.grad_clip=0.3")
+    training = run.tree["megatron_training"]
+    assert (training["context_parallel_size"], training["expert_model_parallel_size"]) == (2, 4)
+    # config/optim/veomni.yaml: cosine, clip_grad 1.0; the engine reads optim.clip_grad alone
+    assert (training["lr_decay_style"], training["min_lr"], training["clip_grad"]) == ("cosine", 1e-7, 1.0)
+    assert run.get("rl_config.router_replay.mode") == "R2"
+    assert run.plans is not None and (run.plans[0].cp, run.plans[0].ep, run.plans[0].dp) == (2, 4, 4)
+    assert "a decay that ends before the run" in refusal(words + f"{A}.optim.lr_decay_ratio=0.5")
+    assert imported(words + f"{A}.optim.lr_scheduler_type=constant").tree["megatron_training"]["lr_decay_style"] == "constant"
+
+
+def test_several_files_are_read_one_after_another_with_the_reward_of_each_row() -> None:
+    run = imported("data.train_files=[gsm8k/a.parquet,math/b.parquet] data.val_files=[gsm8k/c.parquet,math/d.parquet]")
+    assert run.get("megatron_training.data_path") == "gsm8k/a.parquet,math/b.parquet"
+    assert run.get("megatron_training.eval_data_path") == "gsm8k/c.parquet,math/d.parquet"
+    assert run.get("rl_config.verifier_function") == ["verl_default"]
+    # both are of one source
+    run = imported("data.train_files=[gsm8k/a.parquet,gsm8k/b.parquet]")
+    assert run.get("rl_config.verifier_function") == ["verl_gsm8k"]
 
 
 def test_models_of_images_are_those_that_there_are() -> None:
@@ -436,8 +480,7 @@ def test_the_length_is_verls() -> None:
         (f"{M}.mtp.enable=True {M}.mtp.enable_rollout=True {M}.mtp.method=eagle3", "as drafts by the method eagle3"),
         (f"{A}.megatron.override_transformer_config.mtp_num_layers=2", "another number of prediction layers"),
         ("algorithm.adv_estimator=gae critic.model.path=m critic.model.mtp.enable_train=True", "prediction layers of a critic"),
-        (f"{A}.strategy=veomni", "the training engine veomni"),
-        ("data.train_files=[a.parquet,b.parquet]", "2 files"),
+        (f"{A}.strategy=torchtitan", "the training engine torchtitan; fsdp, veomni, megatron are"),
         ("trainer.v1.trainer_mode=separate_async", "asynchronous trainers"),
         ("reward_model.reward_manager=prime", "the reward manager prime"),
         (f"{M}.external_lib=mine", "modules that are imported"),

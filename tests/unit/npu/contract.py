@@ -4,7 +4,7 @@
 makes it again from wheels and source trees, which need not be installed:
 
     python tests/unit/npu/contract.py --torch-npu 2.9.0=WHEEL 2.10.0.post4=WHEEL 2.13.0=WHEEL \
-        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL --vllm 0.23.0=WHEEL 0.32.0=SITE_PACKAGES \
+        --vllm-ascend 0.18.0=WHEEL 0.23.0=WHEEL 0.30.0rc2=SDIST --vllm 0.23.0=WHEEL 0.32.0=SITE_PACKAGES \
         --mindspeed core_r0.16.0=FOLDER core_r0.17.0=FOLDER core_r0.18.0=FOLDER \
         --megatron 0.16.1=SITE_PACKAGES 0.17.1=WHEEL 0.18.0=WHEEL
 """
@@ -15,6 +15,7 @@ import argparse
 import ast
 import json
 import re
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterator
@@ -314,6 +315,10 @@ def _unpacked(source: str, into: Path) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    if path.name.endswith(".tar.gz"):  # a release without wheels; its package is one folder further in
+        with tarfile.open(path) as archive:
+            archive.extractall(into, [member for member in archive if member.name.endswith(".py")], filter="data")
+        return into / path.name.removesuffix(".tar.gz")
     with zipfile.ZipFile(path) as wheel:
         members = [name for name in wheel.namelist() if name.endswith((".py", "libtorch_npu.so")) or "/_C." in name]
         wheel.extractall(into, members)
@@ -324,8 +329,9 @@ def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
     """Signatures of the used names in one torch_npu."""
     tree = SourceTree(folder)
     schemas = operator_schemas(folder / "torch_npu" / "lib" / "libtorch_npu.so")
-    binary = b"".join(path.read_bytes() for path in (folder / "torch_npu").glob("_C*.so"))
     library = (folder / "torch_npu" / "lib" / "libtorch_npu.so").read_bytes()
+    # the module of some releases only loads the library, which then has its names
+    binary = library + b"".join(path.read_bytes() for path in (folder / "torch_npu").glob("_C*.so"))
     record: dict[str, str] = {}
     for name in sorted(names):
         last = name.split(".")[-1]
@@ -352,6 +358,8 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
         re.findall(r"additional_config\[[\"'](\w+)", text)
     )
     keys |= set(re.findall(r"_get_config_value\(\s*additional_config,\s*[\"'](\w+)", text))
+    config = _top_level(ast.parse((folder / "vllm_ascend" / "ascend_config.py").read_text()))
+    keys |= set(_fields(config["AscendConfig"]))  # from 0.27 on, where unknown ones are errors
     variables = set(re.findall(r"[\"'](VLLM_ASCEND_\w+|VLLM_BATCH_INVARIANT|VLLM_VERSION)[\"']", text))
     worker = ast.parse((folder / "vllm_ascend" / "worker" / "worker.py").read_text())
     methods = next(node for node in worker.body if isinstance(node, ast.ClassDef) and node.name == "NPUWorker")
@@ -363,6 +371,15 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
     latent = (folder / "vllm_ascend" / "attention" / "mla_v1.py").read_text()
     kernel = next(node for node in ast.parse(latent).body if isinstance(node, ast.ClassDef) and node.name == "AscendMLAImpl")
     defaults = re.search(r"class EplbConfig.*?_defaults = \{(.*?)\n    \}", text, re.DOTALL)
+    balancer = _fields(config["EplbConfig"]) or re.findall(r"[\"'](\w+)[\"']:", defaults[1] if defaults else "")
+    context = (folder / "vllm_ascend" / "ascend_forward_context.py").read_text()
+    proposers = [ast.parse(path.read_text()) for path in (folder / "vllm_ascend" / "spec_decode").glob("*proposer.py")]
+    joins = [
+        node.name
+        for tree in proposers
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and "_maybe_share_lm_head" in _top_level(node)
+    ]
     sampler = _top_level(ast.parse((folder / "vllm_ascend" / "sample" / "sampler.py").read_text()))
     kept = ("sleep", "wake_up", "init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
     return {
@@ -370,12 +387,24 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
         "environment": sorted(variables),
         "worker": {name: calls[name] for name in kept if name in calls},
         "sampler": {"random_sample": _arguments(sampler["random_sample"])},
-        "eplb_config": sorted(re.findall(r"[\"'](\w+)[\"']:", defaults[1])),
+        "eplb_config": sorted(balancer),
+        "rl_config": sorted(_fields(config["RlConfig"])) if "RlConfig" in config else [],
+        "drafts": sorted(joins),
+        "exchange": {
+            "select_moe_comm_method": _arguments(_top_level(ast.parse(context))["select_moe_comm_method"]),
+            "types": sorted(re.findall(r"^    (\w+) = \d", context, re.M)),
+        },
         "latent_attention": {
             "process_weights_after_loading": _arguments(_top_level(kernel)["process_weights_after_loading"]),
             "attributes": sorted(set(re.findall(r"self\.(W_UV|W_UK_T|kv_b_proj)\b", latent))),
         },
     }
+
+
+def _fields(node: ast.AST) -> list[str]:
+    """Names of the fields of a dataclass."""
+    body = node.body if isinstance(node, ast.ClassDef) else []
+    return [item.target.id for item in body if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)]
 
 
 def record_vllm(folder: Path) -> dict[str, object]:

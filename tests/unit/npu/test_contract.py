@@ -31,7 +31,13 @@ ASCEND_GLOBAL_LOG_LEVEL
 #: kept in runtime_env.yaml for older releases of vllm-ascend, and said to be so
 OLD_VARIABLES = {"VLLM_ASCEND_ENABLE_TOPK_OPTIMIZE"}
 #: variable -> first release of vllm-ascend that no longer reads it
-REMOVED_VARIABLES = {"VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE": (0, 25)}
+REMOVED_VARIABLES = {
+    "VLLM_ASCEND_ENABLE_MATMUL_ALLREDUCE": (0, 25),
+    "VLLM_ASCEND_ENABLE_NZ": (0, 27),
+    "VLLM_ASCEND_ENABLE_FUSED_MC2": (0, 27),
+    "VLLM_ASCEND_ENABLE_MLAPO": (0, 27),
+    "VLLM_ASCEND_BALANCE_SCHEDULING": (0, 27),
+}
 
 #: file -> releases of a package that it is imported for; something that only they have guards the import
 GUARDED = {"mindspeed_rl/engine/lora_experts.py": {"megatron": {"0.16.1"}}}
@@ -110,9 +116,14 @@ def test_our_code_imports_nothing_from_vllm_ascend_but_its_sampler() -> None:
 
 def test_every_additional_config_key_exists_in_the_releases_that_get_it() -> None:
     for version, names in RECORD["vllm_ascend"].items():
-        row = vllm_ascend._row_for(vllm_ascend._ADDITIONAL_CONFIG, vllm_ascend._parse_release(version))
+        release = vllm_ascend._parse_release(version)
+        row = vllm_ascend._row_for(vllm_ascend._ADDITIONAL_CONFIG, release)(True)
         assert set(row) <= set(names["additional_config"]), version
-        assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"]
+        assert set(row.get("rl_config", ())) <= set(names["rl_config"]), version
+        # without the variable, `rl_config.enabled` turns NZ off
+        assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"] or "rl_config" in row, version
+        assert vllm_ascend._row_for(vllm_ascend._DRAFT_PROPOSERS, release)[1] in names["drafts"], version
+        assert "ALLGATHER" in names["exchange"]["types"], version
         assert names["worker"]["wake_up"] == "(tags=None)" and names["worker"]["sleep"] == "(level=1)"
 
 

@@ -8,6 +8,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,20 @@ class AscendExperts(nn.Module):
 
     def weight_loader(self, parameter: nn.Parameter, loaded: torch.Tensor, expert: int) -> None:
         parameter.data[expert].copy_(loaded)
+
+
+class Proposer:
+    """What makes drafts by prediction layers, each with a head of its own; vllm-ascend compares its bits with the policy's."""
+
+    def __init__(self, method: str) -> None:
+        self.method, self.joined = method, 0
+        layer = nn.Module()
+        layer.shared_head = nn.ModuleDict({"norm": nn.Linear(HIDDEN, HIDDEN)})
+        layer.shared_head.head = nn.Linear(HIDDEN, 3)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(1, 1), layer])})
+
+    def _maybe_share_lm_head(self, model: object) -> None:
+        self.joined += 1
 
 
 class LatentKernel:
@@ -91,14 +106,20 @@ class Engine:
 def push(
     hooks: vllm_ascend.VllmAscendHooks, layer: AscendExperts, inner: int, offset: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loads numbered checkpoint tensors between the steps of the hooks."""
+    hooks.before_load(layer)
+    loaded = fill(layer, inner, offset)
+    hooks.after_load(layer)
+    return loaded
+
+
+def fill(layer: AscendExperts, inner: int, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Loads numbered checkpoint tensors through each parameter's own loader, as vLLM models do."""
     w13 = torch.arange(EXPERTS * 2 * inner * HIDDEN, dtype=torch.float32).view(EXPERTS, 2 * inner, HIDDEN) + offset
     w2 = torch.arange(EXPERTS * HIDDEN * inner, dtype=torch.float32).view(EXPERTS, HIDDEN, inner) - offset
-    hooks.before_load(layer)
     for expert in range(EXPERTS):
         layer.w13_weight.weight_loader(layer.w13_weight, w13[expert], expert)
         layer.w2_weight.weight_loader(layer.w2_weight, w2[expert], expert)
-    hooks.after_load(layer)
     return w13, w2
 
 
@@ -128,6 +149,30 @@ def test_expert_weights_reach_the_kernels_layout_after_every_push(inner: int) ->
         hooks.restore_cache(engine)
     assert layer.w13_weight.untyped_storage().data_ptr() == storage, "the memory pool's own tensors must be written"
     assert engine.slept == [1, 1, 1] and engine.awake == ["weights", "kv_cache"] * 3
+
+
+class WithDrafts(nn.Module):
+    """A model next to the prediction layers that make its drafts, which `wake_up` does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.draft = AscendExperts(INNER), AscendExperts(INNER)
+
+
+@pytest.mark.parametrize("transposes", [True, False], ids=["wake_up transposes", "wake_up leaves the layout"])
+def test_experts_of_a_draft_are_laid_out_for_themselves(transposes: bool) -> None:
+    both, hooks = WithDrafts(), vllm_ascend.VllmAscendHooks()
+    engine = Engine(both.target if transposes else nn.Linear(1, 1))
+    for offset in range(4):
+        hooks.before_load(both)
+        loaded = [fill(layer, INNER, sign * offset) for layer, sign in ((both.target, 1.0), (both.draft, -1.0))]
+        hooks.after_load(both)
+        for layer, tensors in zip((both.target, both.draft), loaded):
+            assert_kernels_see(layer, *tensors)
+        assert len(hooks.unpack(both)) == 4
+        hooks.restore_cache(engine)
+        hooks.release(engine)
+        hooks.restore_weights(engine)
 
 
 def test_latent_attention_multiplies_with_the_pushed_weights() -> None:
@@ -170,12 +215,36 @@ def test_a_dense_model_may_wake_up_without_a_push() -> None:
 
 
 def test_additional_config_has_only_keys_of_the_release() -> None:
-    table = vllm_ascend._ADDITIONAL_CONFIG
-    assert "weight_nz_mode" not in vllm_ascend._row_for(table, (0, 18))
-    assert vllm_ascend._row_for(table, (0, 22)) == vllm_ascend._row_for(table, (0, 18))
-    assert vllm_ascend._row_for(table, (0, 23))["weight_nz_mode"] == 0
+    assert additional((0, 18)) == additional((0, 22)) == {"refresh": True}
+    assert additional((0, 23)) == additional((0, 26))
+    assert additional((0, 23)) == {"refresh": True, "weight_nz_mode": 0, "enable_sleep_mode_extra_cleanup": True}
+    # unknown keys are errors there, and `enabled` sets the other two
+    assert additional((0, 27)) == additional((0, 30)) == {"rl_config": {"enabled": True, "sleep_mode_extra_cleanup": True}}
     with pytest.raises(ValueError, match="0.11 is older than 0.18"):
-        vllm_ascend._row_for(table, (0, 11))
+        additional((0, 11))
+
+
+@pytest.mark.parametrize(("key", "eager", "cleans"), [
+    (None, True, True),
+    (None, False, False),  # else each wake-up captures all graphs again
+    (True, False, True),
+    (False, True, False),
+])  # fmt: skip
+def test_a_sleeping_engine_frees_more_unless_it_has_graphs(key: bool | None, eager: bool, cleans: bool) -> None:
+    keys = {"enforce_eager": eager, "sleep_mode_extra_cleanup": key}
+    assert additional((0, 23), **keys)["enable_sleep_mode_extra_cleanup"] is cleans
+    assert additional((0, 28), **keys)["rl_config"]["sleep_mode_extra_cleanup"] is cleans
+
+
+def test_extra_cleanup_that_a_release_does_not_have_is_refused() -> None:
+    assert additional((0, 18), sleep_mode_extra_cleanup=False) == {"refresh": True}
+    with pytest.raises(ValueError, match=r"sleep_mode_extra_cleanup \(true\) is not available in vllm-ascend 0\.18"):
+        additional((0, 18), sleep_mode_extra_cleanup=True)
+
+
+def additional(release: tuple[int, int], **keys: Any) -> dict[str, Any]:
+    """The settings of vllm-ascend for these keys in a release."""
+    return vllm_ascend.VllmAscendHooks(release).engine_arguments(GenerateConfig(**keys))["additional_config"]
 
 
 def expert_map(path: Path, *layers: list[list[int]]) -> Path:
@@ -204,13 +273,13 @@ def test_an_expert_map_reaches_the_engine(tmp_path: Path) -> None:
     assert "eplb_config" not in hooks.engine_arguments(GenerateConfig())["additional_config"]
     additional = hooks.engine_arguments(GenerateConfig(expert_map_path=path))["additional_config"]
     assert additional["eplb_config"] == {"expert_map_path": path}
-    assert "eplb_config" not in vllm_ascend._ADDITIONAL_CONFIG[0, 23]
 
 
 def test_settings_of_vllm_ascend_come_beside_those_that_weight_updates_need() -> None:
     config = GenerateConfig(additional_config={"enable_cpu_binding": True})
     additional = vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(config)["additional_config"]
-    assert additional == {"enable_cpu_binding": True, **vllm_ascend._ADDITIONAL_CONFIG[0, 23]}
+    own = vllm_ascend.VllmAscendHooks((0, 23)).engine_arguments(GenerateConfig())["additional_config"]
+    assert additional == {"enable_cpu_binding": True, **own}
 
 
 def test_an_expert_map_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -231,14 +300,11 @@ def test_a_release_that_nobody_looked_at_is_warned_of(monkeypatch: pytest.Monkey
         assert vllm_ascend._installed_release() == (0, 20)
 
 
-@pytest.mark.parametrize("version", ["0.26.0rc1", "0.30.0rc2"])
-def test_releases_whose_sleep_mode_is_another_are_refused_with_the_reason(
-    version: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("version", ["0.23.0.post1", "0.26.0rc1", "0.30.0rc2"])
+def test_releases_that_were_read_are_taken_without_a_word(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_ascend.importlib.metadata, "version", lambda name: version)
-    with pytest.raises(ValueError, match=r"is not supported \(from 0\.26 on wake_up leaves .*install one of 0\.18, 0\.23"):
-        vllm_ascend._installed_release()
-    assert stack.examine_stack({"vllm-ascend": version}).ok is False
+    assert vllm_ascend._installed_release() == vllm_ascend._parse_release(version)
+    assert stack.examine_stack({"vllm-ascend": version}).members[0].state != "refused"
 
 
 def test_expert_weights_in_a_layout_of_another_release_stop_the_run() -> None:
@@ -264,7 +330,7 @@ def test_an_environment_that_breaks_weight_updates_is_refused(environment: dict[
         vllm_ascend.check_environment(environment)
 
 
-def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     placeholder = types.ModuleType("flash_attn")
     placeholder.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)  # what MindSpeed leaves
     monkeypatch.setitem(sys.modules, "flash_attn", placeholder)
@@ -277,6 +343,18 @@ def test_a_placeholder_among_the_modules_is_not_found_as_a_package(monkeypatch: 
     for name in ("vllm_ascend", "vllm_ascend.sample"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     monkeypatch.setitem(sys.modules, sampler.__name__, sampler)
-    vllm_ascend.VllmAscendHooks().before_build("run")
+    drafts = types.ModuleType("vllm_ascend.spec_decode.llm_base_proposer")
+    drafts.AscendSpecDecodeBaseProposer = Proposer  # type: ignore[attr-defined]
+    for name in ("vllm_ascend.spec_decode", drafts.__name__):
+        monkeypatch.setitem(sys.modules, name, drafts)
+    hooks = vllm_ascend.VllmAscendHooks((0, 23))
+    hooks.before_build("run")
+    hooks.before_build("run")  # of another engine in the process
+    proposer, policy = Proposer("mtp"), types.SimpleNamespace(lm_head=nn.Linear(HIDDEN, 3))
+    proposer._maybe_share_lm_head(policy)
+    assert proposer.model["layers"][1].shared_head.head is policy.lm_head and proposer.joined == 1
+    proposer = Proposer("eagle")
+    proposer._maybe_share_lm_head(policy)
+    assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None

@@ -412,6 +412,22 @@ def test_the_window_of_a_swapped_optimizer_is_counted_in_its_step() -> None:
     assert wide.host is not None and wide.host.owners["optimizer"] == pytest.approx(8.19e9 * 12, rel=0.01)
 
 
+@pytest.mark.parametrize(("fraction", "folder"), [(0.25, None), (1.0, None), (1.0, "/nvme")])
+def test_states_that_the_host_updates_are_counted_there(fraction: float, folder: str | None) -> None:
+    keys = {"actor_config__tensor_model_parallel_size": 1, "actor_config__pipeline_model_parallel_size": 1}
+    keys |= {"rl_config__actor_resource": {"num_npus": 1}, "generate_config__offload_train_optimizer": False}
+    keys |= {"actor_config__optimizer_offload_fraction": fraction, "actor_config__optimizer_offload_path": folder}
+    plan = planned("grpo_qwen3_8b_A3", **keys)
+    update = next(phase for phase in plan.groups[0].phases if phase.name == "update")
+    # main weights and two moments of 8.19e9 parameters, 4 bytes each
+    states = 8.19e9 * 12
+    assert update.owners.get("optimizer", 0) == pytest.approx((1 - fraction) * states, rel=0.01)
+    assert plan.host is not None
+    assert plan.host.owners.get("optimizer", 0) == pytest.approx(fraction * states if folder is None else 0, rel=0.01)
+    assert plan.host.disk == pytest.approx(states if folder else 0, rel=0.01)
+    assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in plan.host.format()) == (folder is not None)
+
+
 def test_the_engines_share_is_of_what_a_process_sees() -> None:
     plan = planned("grpo_qwen25_7b_A3")  # gpu_memory_utilization 0.4, of 64 GiB less the driver's 2.73
     generate = next(phase for phase in plan.groups[0].phases if phase.name == "generate").owners

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from patience import patient
 from ports import find_free_port
 
-from mindspeed_rl.platform.rendezvous import give_up, meet, open_store, reach
+from mindspeed_rl.platform.rendezvous import count_strangers, give_up, meet, naming_strangers, open_store, reach
 from mindspeed_rl.runtime.process import ProcessSettings, WorkerProcess
 
 
@@ -101,3 +102,35 @@ def test_ranks_of_several_machines_and_servers_of_other_commands_meet_at_a_port(
     settings = ProcessSettings("x:Y", (), None, "cpu", 2, 1, Path("unused"))
     host, port = WorkerProcess(settings, 0).address(is_private=False)
     assert (host, port > 0) == ("127.0.0.1", True)
+
+
+#: listening on 127.0.0.1:8000 (1F40); a connection of user 65534 and of user 1000 to it, one to another port, a closed one
+TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
+   0: 0100007F:1F40 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000        0 11 1 0 100 0 0 10 0
+   1: 0100007F:9C40 0100007F:1F40 01 00000000:00000000 00:00000000 00000000 65534        0 12 1 0 20 4 30 10 -1
+   2: 0100007F:9C41 0100007F:1F40 01 00000000:00000000 00:00000000 00000000  1000        0 13 1 0 20 4 30 10 -1
+   3: 0100007F:9C42 0100007F:1F41 01 00000000:00000000 00:00000000 00000000 65534        0 14 1 0 20 4 30 10 -1
+   4: 0100007F:9C43 0100007F:1F40 06 00000000:00000000 00:00000000 00000000     0        0 0 3 0 20 4 30 10 -1
+   5: 0100007F:1F40 0100007F:9C40 01 00000000:00000000 00:00000000 00000000  1000        0 15 1 0 20 4 30 10 -1
+"""
+
+
+def test_connections_of_other_users_to_a_socket_of_this_process_are_counted() -> None:
+    assert count_strangers([TCP], {"11", "15"}, 1000) == {65534: 1}
+    assert count_strangers([TCP], {"15"}, 1000) == {}
+    assert count_strangers(["", "sl\n", TCP, TCP], {"11"}, 1) == {65534: 2, 1000: 2}
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_the_error_of_a_group_that_is_not_complete_names_strangers() -> None:
+    connect = "import os, socket, sys; os.setuid(65534); s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+    connect += "print('here', flush=True); sys.stdin.read()"
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        words = [sys.executable, "-c", connect, str(door.getsockname()[1])]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+            assert stranger.stdout is not None and stranger.stdout.readline() == b"here\n"
+            with pytest.raises(RuntimeError, match=r"timed out; connections .*\(1 of user 65534\)"), naming_strangers():
+                raise RuntimeError("timed out")
+            stranger.communicate()
+        with pytest.raises(RuntimeError, match="^timed out$"), naming_strangers():
+            raise RuntimeError("timed out")

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.rewards import ACCURACIES, REWARDS, find, register
@@ -59,6 +60,17 @@ def test_a_function_gets_response_and_answer_by_verls_names() -> None:
     sample = RewardSample(response="42", response_ids=[5], label="42", columns={"data_source": "mine"})
     scorer = Scorer.build("own", compute_score, SETTINGS)
     assert scorer.to_values(scorer.call([sample], SETTINGS), 1) == [({"own": 1.0, "own/length": 2.0}, {})]
+
+
+def test_a_function_of_openrlhf_gets_queries_and_returns_rewards() -> None:
+    # reward_func(queries, prompts, labels) -> {"rewards", "scores", "extra_logs"}; a query is the prompt and the response
+    def reward_func(queries, prompts, labels, **kwargs):
+        rewards = [float(query[len(prompt) :] == label) for query, prompt, label in zip(queries, prompts, labels, strict=True)]
+        return {"rewards": torch.tensor(rewards), "scores": torch.zeros(len(rewards)), "extra_logs": {"x": 1}}
+
+    samples = [RewardSample(prompt="2+40=", response=text, response_ids=[5], label="42", columns={}) for text in ("42", "43")]
+    scorer = Scorer.build("own", reward_func, SETTINGS)
+    assert scorer.to_values(scorer.call(samples, SETTINGS), 2) == [({"own": 1.0}, {}), ({"own": 0.0}, {})]
 
 
 def test_without_a_reference_answer_other_functions_score() -> None:

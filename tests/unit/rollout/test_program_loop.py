@@ -287,7 +287,12 @@ def test_a_program_that_fails_hangs_or_takes_too_much_fails_its_sample_and_leave
         (["grep", "-qx", "{label}", "answer.txt"], 1.0, ""),
         (["grep", "-qx", "41", "answer.txt"], 0.0, ""),
         (["sh", "-c", 'echo tests: 3; echo "{{\\"reward\\": 0.75}}"'], 0.75, ""),
-        (["grep", "-qx", "42", "other.txt"], None, "the grader: it ended with status 2: grep: other.txt"),
+        (["sh", "-c", 'echo "{{\\"reward\\": null, \\"error\\": \\"no judge\\"}}"'], None, "no judge"),
+        (["sh", "-c", "echo {proof}"], 1.0, ""),
+        (["sh", "-c", "echo {proof}; exit 1"], 0.0, ""),
+        (["sh", "-c", ": {proof}; echo done"], 0.0, ""),
+        (["sh", "-c", 'echo "{{\\"reward\\": 0.75, \\"proof\\": \\"{proof}\\"}}"'], 0.75, ""),
+        (["sh", "-c", ': {proof}; echo "{{\\"reward\\": 0.75}}"; echo "{{\\"reward\\": 0.5, \\"proof\\": 1}}"'], 0.0, ""),
     ],
 )
 def test_a_grader_reads_what_the_program_left_in_its_folder(
@@ -295,6 +300,16 @@ def test_a_grader_reads_what_the_program_left_in_its_folder(
 ) -> None:
     (result,) = programmed(tmp_path, [{"do": "write"}], "42", grader=grader)
     assert result.final_reward == reward and failure in result.failure and bool(failure) == bool(result.failure)
+
+
+@pytest.mark.parametrize("status", [2, 3, 5, 126, 127, 255])
+def test_a_grader_that_code_of_the_sample_ends_gives_a_zero_and_a_line(
+    tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    # pytest ends with 2 where a file of the sample is no Python, and code that it imports may end it with any status
+    (result,) = programmed(tmp_path, [{"do": "write"}], "42", grader=["sh", "-c", f"echo broken >&2; exit {status}"])
+    assert (result.final_reward, result.failure, result.metrics["agent_grader_errors"]) == (0.0, "", 1.0)
+    assert f"the grader: it ended with status {status}: broken; the reward is 0" in caplog.text
 
 
 def test_a_service_is_called_for_each_sample(tmp_path: Path) -> None:

@@ -215,6 +215,28 @@ def test_a_body_that_is_too_long_is_refused_by_its_size() -> None:
     assert [status for _, status, _ in refused] == [413]
 
 
+def test_headers_without_end_are_cut_off_from_clients_without_a_key() -> None:
+    async def run() -> int:
+        endpoint = RecordingEndpoint()
+        await endpoint.start()
+        try:
+            url = endpoint.open(TurnTree(Task(PROMPT, SAMPLING, 5), Writer([]), settings(turns=ALONE)))
+            _, writer = await asyncio.open_connection("127.0.0.1", int(url.split(":")[2].partition("/")[0]))
+            writer.write(b"GET /nokey HTTP/1.1\r\nHost: x\r\nX: ")
+            for sent in range(16 << 8):
+                writer.write(b"a" * 4096)
+                await writer.drain()
+                if writer.transport.is_closing():
+                    return sent
+            return -1
+        except ConnectionError:
+            return 0
+        finally:
+            await endpoint.close()
+
+    assert asyncio.run(run()) >= 0
+
+
 def test_rewards_whose_sum_is_too_large_are_refused_and_the_ones_before_stay() -> None:
     async def run() -> tuple[list[int], float | None]:
         endpoint = RecordingEndpoint()

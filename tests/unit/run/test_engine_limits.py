@@ -40,6 +40,7 @@ def run(
             "mini_batch_size": 16,
             "n_samples_per_prompt": 12,
             "max_prompt_length": 32,
+            **changes.get("rl_config", {}),
         },
         "generate_config": {
             "infer_tensor_parallel_size": tensor,
@@ -93,14 +94,33 @@ def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Pa
     assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
 
 
-def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_nor_to_a_tower(tmp_path: Path) -> None:
-    def said(**actor: Any) -> str:
-        changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
-        pushed = run(tmp_path / "m", HYBRID, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
-        return str(next(item for item in validate(pushed) if item.rule == "lora_push_adapter"))
+#: names of the number of experts in config.json
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
-    assert "no adapters of gated delta nets" in said()
-    assert "no adapters of a vision tower" in said(freeze_vit=False)
+
+def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_experts_or_to_a_tower(tmp_path: Path) -> None:
+    def said(config: dict[str, Any], **actor: Any) -> str:
+        changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
+        pushed = run(tmp_path / "m", config, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
+        return str(next((item for item in validate(pushed) if item.rule == "lora_push_adapter"), None))
+
+    assert "no adapters of gated delta nets" in said(HYBRID)
+    assert "no adapters of a vision tower" in said(HYBRID, freeze_vit=False)
+    for name in EXPERTS:
+        assert "no adapters of experts" in said({**PLAIN, name: 4})
+    assert said(PLAIN) == "None"
+
+
+def test_exact_log_probs_know_the_experts_of_config_json(tmp_path: Path) -> None:
+    def said(config: dict[str, Any], mode: str) -> str:
+        rl = {"exact_log_probs": True, "router_replay": {"mode": mode}}
+        exact = run(tmp_path / "m", config, rl_config=rl)
+        return " ".join(str(item) for item in validate(exact) if item.rule == "exact_log_probs")
+
+    for name in EXPERTS:
+        assert "set R3, so that both sides choose the same experts" in said({**PLAIN, name: 4}, "disabled")
+        assert not said({**PLAIN, name: 4}, "R3")
+    assert not said(PLAIN, "disabled")
 
 
 def test_a_split_that_heads_or_mlp_do_not_follow_is_named(tmp_path: Path) -> None:

@@ -53,6 +53,17 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         "mindspeed_optimizer",
         ["swap_optimizer (true)", "reuse_fp32_param (true) to be false"],
     ),
+    (
+        {M: {"swap_optimizer": True, "optimizer_offload_fraction": 0.4}},
+        "offloaded_optimizer",
+        ["actor_config.optimizer_offload_fraction (0.4)", "swap_optimizer (true)", "brings all states to the device"],
+    ),
+    (
+        {"platform": "npu", M: {"reuse_fp32_param": True, "optimizer_offload_fraction": 1}},
+        "offloaded_optimizer",
+        ["optimizer_offload_fraction (1)", "reuse_fp32_param (true)", "bf16 weight"],
+    ),
+    ({M: {"optimizer_offload_fraction": 1.5}}, "range", ["optimizer_offload_fraction (1.5)", "at most 1"]),
     ({R: {"loss_type": "clip_cov", "clip_cov_lb": 6.0}}, "covariance_bounds", ["clip_cov_lb (6)", "clip_cov_ub (5)"]),
     ({R: {"loss_type": "real"}}, "groups_in_micro_batches", ["loss_type real", "micro_batch_size (4)", "multiple of 8"]),
     (
@@ -329,6 +340,21 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         {G: {"additional_config": {"weight_nz_mode": 2, "enable_cpu_binding": True}}},
         "own_engine_setting",
         ["additional_config.weight_nz_mode", "remove it"],
+    ),
+    (
+        {G: {"additional_config": {"enable_sleep_mode_extra_cleanup": True}}},
+        "own_engine_setting",
+        ["additional_config.enable_sleep_mode_extra_cleanup", "use generate_config.sleep_mode_extra_cleanup"],
+    ),
+    (
+        {G: {"additional_config": {"enable_fused_mc2": 1}}},
+        "own_engine_setting",
+        ["additional_config.enable_fused_mc2", "NZ layout", "remove it"],
+    ),
+    (
+        {"platform": "npu", G: {"kv_cache_dtype": "fp8"}},
+        "npu_kv_cache_dtype",
+        ["kv_cache_dtype fp8", "npu"],
     ),
     (
         {G: {"engine_kwargs": {"max_num_seqs": 4, "block_size": 32}}},

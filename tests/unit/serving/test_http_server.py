@@ -143,13 +143,17 @@ def test_calls_are_posts() -> None:
 
 
 class Server:
-    """uvicorn with the application, in a thread; `longest_gap_s` is the longest time in which its loop did nothing else."""
+    """uvicorn with the application, in a thread; `longest_gap_s` is the longest time in which its loop did nothing else.
+
+    `http`: implementation; "" for that of the command.
+    """
 
     def __init__(self, http: str, app: Any = None) -> None:
         self.longest_gap_s = 0.0
         # pyrefly: ignore[bad-argument-type]  # no request is made here
         app = app or _GuardedApp(RolloutService(Engine(), {"num_workers": 1}), None, "secret", "/rollout")
-        self._uvicorn = uvicorn.Server(uvicorn.Config(app, http=http, log_level="critical", lifespan="on"))
+        config = uvicorn.Config(app, http=http, log_level="critical", lifespan="on")
+        self._uvicorn = uvicorn.Server(config if http else standalone._build_settings(app))
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
@@ -188,6 +192,15 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     pytest.importorskip(request.param)
     with Server(request.param) as running:
         yield running
+
+
+@pytest.mark.parametrize("header", [b"a" * 4096, b"\r\nX-Y: " + b"a" * 4000])
+def test_headers_without_end_are_cut_off(header: bytes) -> None:
+    with Server("") as running, socket.create_connection(("127.0.0.1", running.port), timeout=patient(10)) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX: ")
+        with pytest.raises(OSError, match=r"."):
+            for _ in range(16 << 8):  # 16 MiB; what the kernel keeps is a part of it
+                client.sendall(header)
 
 
 def test_a_large_body_is_read_in_the_time_of_its_bytes(server: Server) -> None:

@@ -91,7 +91,7 @@ ELSEWHERE: dict[str, str] = {
     "adaptors/mindspeed.py": "hccl_group_buffer use_fused_ring_attention_update use_fused_moe_token_permute_and_unpermute",
     # of models of images, without config.json
     "models/model_keys.py": "model_type",
-    "adaptors/vllm_ascend.py": "expert_map_path additional_config",
+    "adaptors/vllm_ascend.py": "expert_map_path additional_config sleep_mode_extra_cleanup",
     # left off, which explain says with the reason
     "config/keys/megatron.py": "gemm_gradient_accumulation_fusion moe_alltoall_overlap_comm use_ascend_coc "
     "recompute_activation_function swap_attention reuse_fp32_param",
@@ -123,9 +123,10 @@ ELSEWHERE: dict[str, str] = {
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
     "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
+    "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
-    "engine/train_engine.py": "loss_chunk_size no_check_for_nan_in_loss_and_grad",
+    "engine/train_engine.py": "loss_chunk_size loss_vocab_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
     "models/layout.py": "num_layer_list noop_layers",
     "models/plan.py": "freeze_vit freeze_aligner "
@@ -152,6 +153,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
     "long_prompts image_folder limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
+    "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "
     "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
@@ -164,8 +166,9 @@ ELSEWHERE: dict[str, str] = {
     "run/models.py": "share_backbone refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
+    "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
-    "ref_model_mixup_alpha log_probs_diff_limit critic_warmup shuffle_mini_batch max_off_policy_threshold "
+    "ref_model_mixup_alpha critic_warmup shuffle_mini_batch max_off_policy_threshold "
     "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "

@@ -24,12 +24,13 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.admission import Admission
 from mindspeed_rl.trainers.group_rollout import GroupRollout
 from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.old_policy import DisagreementError
 from mindspeed_rl.trainers.prompt_groups import PromptGroup
 from mindspeed_rl.trainers.prompt_loader import PromptLoader
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.rollout import GroupFilter
-from mindspeed_rl.trainers.schedule import DisagreementError, Schedule, _resolve_admission
+from mindspeed_rl.trainers.schedule import Schedule, _resolve_admission
 
 PROMPTS, GROUP = 4, 2
 KEYS = [

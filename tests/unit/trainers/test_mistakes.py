@@ -300,11 +300,11 @@ SFT = ("sft_tiny_cpu", ["megatron_training.load=start/model", "megatron_training
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ("train.jsonl", ["is raw data", "mindspeed-rl preprocess --input train.jsonl", "AlpacaStyleInstructionHandler"]),
-        ("nothing", ["does not exist", "found no column at all"]),
+        ("nothing", ["does not exist", "give raw data"]),
+        ("trian.jsonl", ["does not exist", "did you mean 'train.jsonl'"]),
     ],
 )
-def test_raw_data_of_a_supervised_stage_names_the_command(
+def test_data_of_a_supervised_stage_that_cannot_be_read_is_named(
     data: str, words: list[str], here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = [*SFT[1], f"megatron_training.data_path={data}", "model.tiny_qwen25.num_layers=null"]

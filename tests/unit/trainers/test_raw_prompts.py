@@ -45,6 +45,13 @@ def test_columns_are_named_in_the_run_file(questions, tiny_model):
     assert prompts.describe() == "1 prompts of 2 rows (0 too long, 1 malformed)"
 
 
+def test_a_column_that_map_keys_names_as_the_answer_is_the_label_beside_other_columns(questions, tiny_model):
+    prompts = open_prompts(tiny_model, questions, MAP_KEYS, "on_bad_row=skip", "dataset_additional_keys=[level]")
+    assert prompts[0]["label"] == "2" and prompts[0]["columns"] == {"level": 3}
+    keys = ("map_keys={prompt: question, query: ''}", "on_bad_row=skip", "dataset_additional_keys=[level]")
+    assert open_prompts(tiny_model, questions, *keys)[0]["label"] is None
+
+
 def test_split_holds_prompts_back_for_the_evaluations(tmp_path, tiny_model):
     path = tmp_path / "ten.jsonl"
     path.write_text("".join(json.dumps({"question": f"{number}+0=", "answer": str(number)}) + "\n" for number in range(10)))

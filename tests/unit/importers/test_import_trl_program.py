@@ -1,0 +1,168 @@
+"""Programs that call a trainer of TRL: what a reader of the file would write as the command, and what only a run knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.rewards import REWARDS
+
+GRPO = '''
+import os
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+from trl.rewards import accuracy_reward
+
+raise SystemExit("a program that is imported or run")
+MODEL = "Qwen/Qwen3-4B"
+GROUP = 8
+
+def length_reward(completions, answer, **kwargs):
+    return [float(len(text)) + len(kwargs["level"][0]) for text in completions]
+
+def main():
+    dataset = load_dataset("owner/name", split="train").shuffle(seed=1)
+    config = GRPOConfig(
+        output_dir=f"out/{MODEL}", num_generations=GROUP, per_device_train_batch_size=GROUP // 2,
+        gradient_accumulation_steps=4, learning_rate=float(os.environ.get("LR", "2e-6")), max_steps=100, loss_type="grpo",
+        max_completion_length=2**10, beta=0.04,
+    )
+    config.temperature = 0.9
+    trainer = GRPOTrainer(model=MODEL, reward_funcs=[length_reward, accuracy_reward], args=config, train_dataset=dataset)
+    trainer.train()
+
+if __name__ == "__main__":
+    main()
+'''
+SFT = '''
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+model = AutoModelForCausalLM.from_pretrained("m", torch_dtype="bfloat16")
+tokenizer = AutoTokenizer.from_pretrained("m")
+tokenizer.pad_token = tokenizer.eos_token
+trainer = SFTTrainer(
+    model, args=SFTConfig(max_length=512, completion_only_loss=True, max_steps=10), processing_class=tokenizer,
+    train_dataset=load_dataset("json", data_files="rows.jsonl", split="train"),
+    peft_config=LoraConfig(task_type="CAUSAL_LM"),
+)
+'''
+
+
+def take(folder: Path, text: str, name: str = "mine.py", command: str = "{}", **variables: str) -> Import:
+    path = folder / name
+    path.write_text(text)
+    settings = ImportSettings(devices=8, rewards=REWARDS, variables=variables, folder=folder)
+    return import_command(PROJECTS["trl"], command.format(path), settings)
+
+
+def refuse(folder: Path, text: str, **variables: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        take(folder, text, **variables)
+    return str(caught.value)
+
+
+def test_a_program_is_the_command_with_the_same_values(tmp_path: Path) -> None:
+    run = take(tmp_path, GRPO)
+    command = (
+        "accelerate launch --num_processes 8 trl/scripts/grpo.py --model_name_or_path Qwen/Qwen3-4B --dataset_name owner/name "
+        "--output_dir out/Qwen/Qwen3-4B --num_generations 8 --per_device_train_batch_size 4 --gradient_accumulation_steps 4 "
+        "--learning_rate 2e-6 --max_steps 100 --loss_type grpo --max_completion_length 1024 --beta 0.04 --temperature 0.9 "
+        "--reward_funcs accuracy_reward --dataset_train_split train"
+    )
+    there = import_command(PROJECTS["trl"], command, ImportSettings(rewards=REWARDS)).tree
+    functions = ["mine:length_reward", "trl_accuracy"]
+    assert run.tree["rl_config"] == {**there["rl_config"], "reward_funcs": functions, "reward_weights": [1.0, 1.0]}
+    columns = {"dataset_additional_keys": ["solution", "answer", "level"]}
+    assert run.tree["megatron_training"] == {**there["megatron_training"], **columns}
+    assert run.tree["generate_config"] == there["generate_config"]
+
+
+def test_values_of_the_user_take_the_place_of_those_that_only_a_run_knows(tmp_path: Path) -> None:
+    assert take(tmp_path, GRPO, LR="5e-6").get("megatron_training.lr") == 5e-6
+    unknown = GRPO.replace("GROUP = 8", "GROUP = pick()")
+    assert "num_generations is pick(), which only a run knows; write --set num_generations=VALUE" in refuse(tmp_path, unknown)
+    run = take(tmp_path, unknown, num_generations="8", per_device_train_batch_size="4")
+    assert run.tree == take(tmp_path, GRPO).tree
+
+
+def test_adapters_of_peft_have_its_own_defaults(tmp_path: Path) -> None:
+    training = take(tmp_path, SFT).tree["megatron_training"]
+    # LoraConfig: r 8, lora_alpha 8, no dropout, q_proj and v_proj of these models; trl's command line has 16, 32 and 0.05
+    assert (training["lora_r"], training["lora_alpha"], training["lora_dropout"]) == (8, 8, 0.0)
+    assert training["lora_target_modules"] == ["linear_qkv"]
+    assert "rows.jsonl" in str(take(tmp_path, SFT).translated)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('dataset = load_dataset("owner/name", split="train").shuffle(seed=1)',
+         'dataset = load_dataset("owner/name", split="train")\n    dataset = dataset.map(str)',
+         r"the rows are changed by .map \(line 16\): write them to a file"),
+        ("    config.temperature = 0.9", "    if GROUP > 4:\n        config.temperature = 0.9",
+         "config.temperature is set in a branch or a loop; write --set temperature=VALUE"),
+        ('MODEL = "Qwen/Qwen3-4B"', 'MODEL = "a"\nif os.name:\n    MODEL = "b"', "model is MODEL, which a branch, a loop or"),
+        ("    trainer.train()", "    trainer.args.beta = 0.5\n    trainer.train()", "trainer.args.beta is set by code"),
+        ("    trainer.train()", "    setattr(config, 'beta', 0.5)\n    trainer.train()", "is set by code"),
+        ("beta=0.04", "beta=0.04, **extra()", r"\*\* extra\(\) cannot be read"),
+        ("train_dataset=dataset)", "train_dataset=dataset, rollout_func=f)", "rollout_func of the trainer is code"),
+        ("return [float(len(text))", 'return [float(len(text[0]["content"]))', "length_reward reads completions as messages"),
+        ("(completions, answer,", "(completions, trainer_state,", "reads trainer_state, which is not available"),
+        ('if __name__ == "__main__":\n    main()', "GRPOTrainer(model=MODEL)", "several trainers in lines"),
+        ("model=MODEL,", "model=build(),", "the model is made by build"),
+    ],
+)  # fmt: skip
+def test_what_only_a_run_has_is_named_with_its_line(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    assert old in GRPO
+    with pytest.raises(ConfigError, match=sentence):
+        take(tmp_path, GRPO.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    [
+        ('AutoTokenizer.from_pretrained("m")', 'AutoTokenizer.from_pretrained("other")', "and not the model's"),
+        ("tokenizer.pad_token = tokenizer.eos_token", "tokenizer.chat_template = 'x'", "chat_template is set by code"),
+        ('torch_dtype="bfloat16"', "quantization_config=q", "quantization_config of from_pretrained"),
+        ('task_type="CAUSAL_LM"', 'init_lora_weights="pissa"', "init_lora_weights of LoraConfig"),
+        ("trainer = ", "for p in f(model):\n    p.requires_grad = False\ntrainer = ", "p.requires_grad is set by code"),
+    ],
+)
+def test_a_changed_model_or_tokenizer_is_named(tmp_path: Path, old: str, new: str, sentence: str) -> None:
+    assert old in SFT
+    assert sentence in refuse(tmp_path, SFT.replace(old, new))
+
+
+def test_a_function_in_a_program_without_a_guard_would_start_it(tmp_path: Path) -> None:
+    text = GRPO.replace("def main():\n", "").replace("\n    ", "\n").replace('if __name__ == "__main__":\nmain()', "")
+    text = text.replace("\nreturn [float", "\n    return [float")
+    assert "importing it would start the training: move it to a module of its own" in refuse(tmp_path, text)
+
+
+def test_a_program_that_parses_a_command_has_the_options_of_the_command(tmp_path: Path) -> None:
+    text = '''
+from datasets import load_dataset
+from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser
+if __name__ == "__main__":
+    parser = TrlParser((ScriptArguments, SFTConfig, ModelConfig))
+    script_args, training_args, model_args = parser.parse_args_and_config()
+    training_args.completion_only_loss = True
+    dataset = load_dataset(script_args.dataset_name, name=script_args.dataset_config)
+    trainer = SFTTrainer(model=model_args.model_name_or_path, args=training_args,
+                         train_dataset=dataset[script_args.dataset_train_split])
+'''
+    options = "--model_name_or_path m --dataset_name d.jsonl --max_length 512 --max_steps 5"
+    command = f"accelerate launch --num_processes 4 {{}} {options}"
+    path = tmp_path / "my_sft.py"
+    path.write_text(text)
+    run = import_command(PROJECTS["trl"], command.format(path), ImportSettings(rewards=REWARDS, folder=tmp_path))
+    training = run.tree["megatron_training"]
+    assert (training["seq_length"], training["num_npus"], training["train_iters"]) == (512, 4, 5)

@@ -1,0 +1,63 @@
+"""Every switch of an NPU has a simulated run or a refusal; `tests/npu_sim/switches.py` finds all three."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from mindspeed_rl.config.keys.megatron import LEFT_OFF_FEATURES
+from mindspeed_rl.config.keys.schema import list_keys
+
+ROOT = Path(__file__).parents[3]
+SPEC = importlib.util.spec_from_file_location("npu_switches", ROOT / "tests" / "npu_sim" / "switches.py")
+switches = sys.modules["npu_switches"] = importlib.util.module_from_spec(SPEC)  # dataclasses look their module up
+SPEC.loader.exec_module(switches)
+
+#: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
+OPEN: dict[str, str] = {
+    "rl_config.exact_log_probs: true": "its operators are Triton's or compiled, and are not simulated",
+    "rl_config.router_replay: mode=R3": "vllm-ascend's record of routed experts was not looked at on the simulator",
+    "generate_config.enforce_eager: false": "the simulator captures no graphs",
+    "generate_config.cudagraph_capture_sizes: set": "the simulator captures no graphs",
+    "generate_config.lora_push: adapter": "vllm-ascend's products of adapters are compiled operators, and are not simulated",
+    "generate_config.expert_map_path: set": "static maps of the expert load balancer are not simulated",
+    "generate_config.eplb_token_collects: true": "vllm-ascend's record of routed experts was not looked at on the simulator",
+}
+
+
+def test_every_switch_has_a_run_or_a_refusal() -> None:
+    assert [str(switch) for switch in switches.list_open() if str(switch) not in OPEN] == []
+
+
+def test_what_is_said_to_have_no_run_has_none() -> None:
+    assert OPEN.keys() - {str(switch) for switch in switches.list_open()} == set()
+
+
+def test_the_switches_are_read_from_the_code() -> None:
+    listed = {(switch.key, switch.value) for switch in switches.list_switches()}
+    # by the table of MindSpeed's keys, an attribute in the engine, an argument of vLLM, a key that only NPUs read
+    assert {("swap_optimizer", "true"), ("recompute_modules", "moe_act"), ("enforce_eager", "false")} <= listed
+    assert {("infer_moe_token_dispatcher_type", "allgather"), ("tensor_model_parallel_size", "set")} <= listed
+    # a size of the model, a default, a number, a key of another platform, one of the host
+    assert not {"hidden_size", "lr", "kv_cache_memory_gib", "deterministic", "keep_last"} & {key for key, _ in listed}
+    assert ("bf16", "true") not in listed
+    keys = {name for group in switches.GROUPS.values() for name in list_keys(group)}
+    assert switches.ON_HOST.keys() <= keys and {key for key, _ in listed} <= keys
+
+
+def test_runs_are_found_through_the_names_that_a_test_uses() -> None:
+    runs = switches.list_runs()
+    swapped = runs["swap_optimizer", "true"]  # a constant, an argument, an override of a command
+    assert any(test.startswith("test_swapped_optimizer.py::test_a_checkpoint_goes_on") for test in swapped)
+    assert "test_training.py::test_grpo_runs_as_a_command" in swapped
+    assert ("swap_optimizer", "false") not in runs
+    assert switches.find_runs(switches.Switch("actor_config", "no_such_key", "true")) == ()
+
+
+def test_refusals_are_the_rules_own() -> None:
+    assert "which the device's kernels" not in (switches.find_refusal(switches.Switch("actor_config", "bf16", "false")) or "")
+    assert switches.find_refusal(switches.Switch("generate_config", "enforce_eager", "false")) is None
+    for name in LEFT_OFF_FEATURES:
+        refusal = switches.find_refusal(switches.Switch("actor_config", name, "true"))
+        assert refusal is not None and LEFT_OFF_FEATURES[name] in refusal
