@@ -39,7 +39,7 @@ class _EngineLimits:
 
     Attributes:
         role_keys: limits on keys of a role.
-        run_keys: limits on keys of the run, by dotted name, where the actor has the engine.
+        run_keys: limits on keys of the run, by dotted name, where any role has the engine.
         without_effect: keys of a role that it does not read -> reason.
         forms: sentence about a form of a model that it does not compute -> True for a model of this form.
         commands: commands that know only another engine's layers.
@@ -131,17 +131,18 @@ _LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
 
 
 def training_engine_rules(run: Run) -> Iterator[Broken]:
-    """Check each role against the limits of its engine, and the run against those of the actor's."""
-    cfg = run.config
+    """Check each role, and what all roles share, against the limits of its engine."""
+    cfg, engines = run.config, dict[str, None]()
     for group in _list_roles(cfg):
         role: MegatronConfig = getattr(cfg, group)
+        engines[role.engine] = None
         yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
-    engine = cfg.actor_config.engine
-    for path, limit in _LIMITS[engine].run_keys.items():
-        *groups, key = path.split(".")
-        holder: object = reduce(_read_group, groups, cfg)
-        if holder is not None:
-            yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
+    for engine in engines:
+        for path, limit in _LIMITS[engine].run_keys.items():
+            *groups, key = path.split(".")
+            holder: object = reduce(_read_group, groups, cfg)
+            if holder is not None:
+                yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
 
 
 def _read_group(holder: object, name: str) -> object:

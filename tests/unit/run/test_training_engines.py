@@ -84,6 +84,12 @@ def test_only_the_role_with_the_engine_is_limited() -> None:
     assert message.startswith("ref_config.recompute_granularity (selective) cannot be used with engine: fsdp")
 
 
+def test_what_all_roles_share_is_limited_by_the_engine_of_any() -> None:
+    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    found = _find_messages(ref_config=layout | {"engine": "fsdp"}, rl_config={"use_prefix_grouper": True})
+    assert [text.partition(" ")[0] for text in found if "engine: fsdp" in text] == ["rl_config.use_prefix_grouper"]
+
+
 def test_explain_lists_what_has_no_effect() -> None:
     keys = _FSDP | {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
     reasons = find_keys_without_effect(prompt_level(megatron_training=keys))
