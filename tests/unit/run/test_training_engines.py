@@ -22,9 +22,9 @@ _READ = set(
     "engine num_npus lr lr_decay_style lr_decay_iters lr_warmup_fraction lr_warmup_iters lr_warmup_init min_lr weight_decay "
     "clip_grad adam_beta1 adam_beta2 adam_eps no_check_for_nan_in_loss_and_grad load save save_interval save_hf keep_last "
     "ckpt_format load_iteration load_previous sigterm_grace_s finetune no_load_optim no_load_rng no_save_optim no_save_rng "
-    "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size fp32_lm_head "
-    "stage model "
-    "global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 npu_deterministic threads_per_worker "
+    "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size "
+    "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
+    "npu_deterministic threads_per_worker "
     "deterministic ai_framework log_interval eval_iters eval_interval skip_train".split()
 )
 
