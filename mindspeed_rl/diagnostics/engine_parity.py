@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from mindspeed_rl.scratch import scratch_folder
 from mindspeed_rl.workers.engines import PassSettings, build_engine
 
 #: keys of the comparison, whatever the run file has: one rank, float32, all weights
-_KEYS = {
+_KEYS: dict[str, Any] = {
     **dict.fromkeys(
         "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size".split(), 1
     ),
@@ -106,7 +107,7 @@ def single_rank_world(config: MegatronConfig) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def compare_engines(cfg: RunConfig, engines: Sequence[str], num_rows: int, num_tokens: int) -> list[Difference]:
+def compare_engines(cfg: RunConfig, engines: Sequence[Any], num_rows: int, num_tokens: int) -> list[Difference]:
     """Compute one step of a run's actor with each engine, and compare all others with the first; largest difference first.
 
     Args:

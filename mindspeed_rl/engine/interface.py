@@ -100,12 +100,14 @@ class Engine(Protocol):
     """
 
     config: MegatronConfig
-    device: torch.device
     shape: BatchShape
     outputs: HeadOutputs
     steps_per_iteration: int
     num_updates: int
     on_gradients: list[Callable[[], None]]
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def plan(self) -> ModelPlan: ...

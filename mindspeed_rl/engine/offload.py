@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -95,7 +96,7 @@ class StateOffloader(ABC):
         optimizer: None where the model does not train.
     """
 
-    optimizer: object | None
+    optimizer: Any
 
     def __init__(self) -> None:
         stream = platform.current().side_stream()

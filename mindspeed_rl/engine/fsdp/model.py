@@ -227,6 +227,8 @@ def _build_module(hf_config: PretrainedConfig) -> PreTrainedModel:
         if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
             setattr(hf_config, name, 0.0)
     model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED_ATTENTION)
+    # rows have no padding that trains, so that this token is one like all others, as in Megatron
+    cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         raise ValueError(f"{type(model).__name__} has a bias in its head, which this engine does not compute.")
