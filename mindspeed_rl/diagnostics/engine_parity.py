@@ -22,6 +22,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.checkpoint.block_fp8 import open_weights
 from mindspeed_rl.checkpoint.model_source import find_model
 from mindspeed_rl.config import MegatronConfig, RunConfig
+from mindspeed_rl.config.keys.megatron import EngineName
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.models.plan import ModelPlan, plan_model
@@ -107,7 +108,7 @@ def single_rank_world(config: MegatronConfig) -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def compare_engines(cfg: RunConfig, engines: Sequence[Any], num_rows: int, num_tokens: int) -> list[Difference]:
+def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int, num_tokens: int) -> list[Difference]:
     """Compute one step of a run's actor with each engine, and compare all others with the first; largest difference first.
 
     Args:

@@ -146,15 +146,15 @@ class _DataKeys:
         on_resume="exact")
 
 
-_Engine = Literal["megatron", "fsdp"]
-ENGINES: tuple[str, ...] = get_args(_Engine)
+EngineName = Literal["megatron", "fsdp"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ParallelKeys:
     """Parallelism: the split of a model over devices."""
 
-    engine: _Engine = key("megatron",
+    engine: EngineName = key("megatron",
         "what computes the role: megatron, or fsdp: transformers' own modules, a shard of all weights on each device",
         "由什么计算该角色：megatron；或 fsdp，即 transformers 自己的模块，每个设备存全部权重的一个分片",
         elsewhere="strategy", on_resume="fixed")
