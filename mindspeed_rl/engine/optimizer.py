@@ -100,10 +100,13 @@ def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
     return bool(mark) and (get_tower_part(inner) == "projector") == projects
 
 
-def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: MegatronConfig, optimizer: MegatronOptimizer | torch.optim.Optimizer, steps_per_iteration: int
+) -> OptimizerParamScheduler:
     """Build warm-up and decay, counted in optimizer steps.
 
     Args:
+        optimizer: Megatron's or torch's; the schedule sets the rates of its groups.
         steps_per_iteration: optimizer steps of one iteration; the schedule's keys count iterations.
 
     Raises:
@@ -124,7 +127,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     if warmup_steps >= decay_steps:
         raise ValueError(f"lr_warmup_iters: the warm-up takes {warmup_steps} steps, the full schedule only {decay_steps}.")
     return OptimizerParamScheduler(
-        optimizer,
+        cast(MegatronOptimizer, optimizer),
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,

@@ -21,6 +21,7 @@ from mindspeed_rl.planner.shapes import (
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes
 from mindspeed_rl.run.placement import Layout, Placement
+from mindspeed_rl.run.rules.training_engine_rules import check_command
 
 
 @dataclass(frozen=True)
@@ -256,6 +257,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
 
     def build(group: str, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
+        check_command(config, group, "plan")
         try:
             return Model.build(config, devices, trains=trains, is_scored=is_scored)
         except ValueError as error:

@@ -18,8 +18,8 @@ from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, TopLogProbs
+from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.lora import adapters_disabled
-from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -178,8 +178,8 @@ class TeacherPhases(_ModelWorker):
         self, role: Role, rows: Rows, chosen: Sequence[int], judgement: HeadOutputs | TopLogProbs
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the two outputs of a teacher for each of the chosen rows, on the last pipeline stage; collective."""
-        # replicas that share experts, or agree on a number of micro-batches, make their passes together
-        together = range(len(rows)) if role.model.transformer_config.num_moe_experts else chosen or [0]
+        # replicas that share experts, layers or the number of micro-batches make their passes together
+        together = range(len(rows)) if role.engine.passes_together else chosen or [0]
         role.offloader.onload(params=True)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
         temperature = self.run.rl.distillation.teacher_temperature

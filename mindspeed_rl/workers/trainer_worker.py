@@ -102,7 +102,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         run, mode = self.run, self.run.rl.router_replay.mode
         rules = read_image_rules(run.models["actor"])
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled", image_rules=rules)
-        self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
+        self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.megatron, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def resident_bytes(self) -> Mapping[str, int]:
@@ -194,8 +194,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         assert ref is not None
         self.actor.offloader.onload(params=True)
         ref.offloader.onload(params=True)
-        for name, weight in ref.stream.local_weights.items():
-            ref.engine.stored_weights.mix(weight, self.actor.stream.local_weights[name].value(), alpha)
+        actor_weights = self.actor.megatron_stream.local_weights
+        for name, weight in ref.megatron_stream.local_weights.items():
+            ref.megatron.stored_weights.mix(weight, actor_weights[name].value(), alpha)
         return self._report()
 
     # ------------------------------------------------------------------ checkpoints

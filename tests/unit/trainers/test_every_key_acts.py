@@ -160,6 +160,7 @@ ELSEWHERE: dict[str, str] = {
     "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
+    "workers/engines.py": "engine",
     "workers/server_rollout.py": "longest_first",
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
     "partial_rollout partial_rollout_max_split keep_spare_samples",
