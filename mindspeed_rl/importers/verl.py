@@ -153,6 +153,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"use_precision_aware_optimizer)",
         no_effect("copies overlap with the host's AdamW, which is torch's, and states are float32"),
     ),
+    (r"actor_rollout_ref\.actor\.megatron\.override_ddp_config\.grad_reduce_in_fp32", to(f"{ACTOR}.grad_reduce_in_fp32")),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
     (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),

@@ -79,6 +79,12 @@ def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
     assert values(run, f"critic_config.{key}", f"megatron_training.{key}") == [1, None]
 
 
+def test_gradients_in_bf16_are_the_actors() -> None:
+    option, key = f"+{A}.megatron.override_ddp_config.grad_reduce_in_fp32", "megatron_training.grad_reduce_in_fp32"
+    assert imported(f"{option}=False").get(key) is False
+    assert imported("").get(key) is None
+
+
 def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
     run = imported(
         f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "
