@@ -272,7 +272,7 @@ _OF_RAY = refused("an option of ray_gpt.py in another script")
 def _positions(run: Import, option: str, value: object) -> None:
     """Set positions that begin anew; rows of answers have them only next to attention inside samples."""
     of_answers = run.options.get("stage") is not None or bool(run.options.get("is_instruction_dataset"))
-    isolates = bool(run.options.get("reset_attention_mask")) or bool(run.options.get("neat_pack"))
+    isolates = bool(run.options.get("reset_attention_mask"))
     if not value or isolates or not of_answers:
         run.translate(option, {f"{ACTOR}.reset_position_ids": bool(value)})
     else:
@@ -290,6 +290,10 @@ def _dense_layers(run: Import, option: str, value: object) -> None:
 
 
 def _neat_pack(run: Import, option: str, value: object) -> None:
+    """Set packs whose samples see only themselves, as they do next to --reset-attention-mask alone."""
+    if value and not run.options.get("reset_attention_mask"):
+        run.translate(option, {f"{ACTOR}.pack": True}, "without --reset-attention-mask samples see each other")
+        return
     names = ("pack", "neat_pack", "reset_attention_mask")
     run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
 
@@ -322,7 +326,7 @@ _LLM: dict[str, Option] = {
     ),
     "first_k_dense_replace": by(_dense_layers, "-1 is none"),
     "stage": part("stage"),
-    "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
+    "neat_pack": by(_neat_pack, "pack, and neat_pack next to reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
     "context_parallel_algo": to(
         f"{ACTOR}.context_parallel_algo",
