@@ -169,7 +169,7 @@ class _FileStates:
         if not self._num_bytes:  # an empty file cannot be mapped
             return [torch.empty(0) for _ in self._sizes]
         # by its number, for it has no name
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
+        storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
         return [torch.empty(0).set_(storage, start, (size,)) for start, size in zip(self._starts, self._sizes)]
 
     def start_reading(self, item: _Slice, *, is_replaced: bool = False) -> None:
@@ -198,7 +198,7 @@ class _FileStates:
             RuntimeError: the disk failed; the states are lost.
         """
         for index, tensor in zip(buffer.item.states, buffer.tensors):
-            view, offset = memoryview(tensor.numpy()).cast("B"), 4 * (self._starts[index] + buffer.item.start)
+            view, offset = tensor.numpy().data.cast("B"), 4 * (self._starts[index] + buffer.item.start)
             while view:
                 try:
                     count = call(self._file.fileno(), [view], offset)
