@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -61,12 +61,12 @@ class GradientSums:
         """Replace Megatron's addition for parameters whose gradients are in bfloat16."""
         self._seed, self._step = seed, 0
         self._counts: dict[int, int] = {}
-        parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
+        # Megatron gives them `main_grad` and marks of its own
+        parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
         for index, parameter in enumerate(parameters):
-            marked = cast(Any, parameter)  # by Megatron
-            if marked.main_grad.dtype == torch.bfloat16:
+            if parameter.main_grad.dtype == torch.bfloat16:
                 # Megatron would add a tied head's again, for products that it fuses with the addition; no product here is
-                marked.zero_out_wgrad = False
+                parameter.zero_out_wgrad = False
                 parameter.register_hook(functools.partial(self._add, index, parameter))
 
     def start_step(self, step: int) -> None:

@@ -191,13 +191,13 @@ def _read_by_window(optimizer: MegatronOptimizer) -> _Gradients:
             yield group, _read_part(part)
 
 
-def _read_part(part: MegatronOptimizer) -> list[Tensor]:
+def _read_part(part: Any) -> list[Tensor]:
     # release 0.19 has the second name
     read = getattr(part, "get_main_grads_for_grad_norm", None) or cast(Any, part).get_grads_for_grad_norm
     return read()
 
 
-def _get_chain(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+def _get_chain(optimizer: MegatronOptimizer) -> list[Any]:
     return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
@@ -214,7 +214,8 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float, *, by_window: bool
         optimizer.step_with_ready_grads()
         return
     with contextlib.ExitStack() as stack:
-        for part in _list_parts(optimizer).values():
+        parts: list[Any] = list(_list_parts(optimizer).values())
+        for part in parts:
             for _ in windows(part):
                 part.prepare_grads()
                 _clip(part, norm)
@@ -226,7 +227,7 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float, *, by_window: bool
         optimizer.step_with_ready_grads()
 
 
-def _clip(part: MegatronOptimizer, norm: float) -> None:
+def _clip(part: Any, norm: float) -> None:
     if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
         clip_grads.clip_grad_by_total_norm_fp32(cast("list[Tensor]", parameters), part.config.clip_grad, norm)
 
