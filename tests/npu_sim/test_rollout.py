@@ -51,6 +51,11 @@ def test_sleep_gives_the_memory_back_and_waking_up_changes_no_token(alone: dict[
     assert alone["equal"] == [True, True]
 
 
+def test_sleep_keeps_no_copy_of_weights_that_a_push_replaces(alone: dict[str, Any]) -> None:
+    # the last sleep kept what no push writes: tables of angles, and what the one block of the pool has beside the weights
+    assert 0 < alone["kept_bytes"] < (2 << 20) - 0.9 * alone["weight_bytes"] and alone["equal"][-1]
+
+
 def test_other_weights_give_other_responses(alone: dict[str, Any]) -> None:
     assert alone["other_weights_differ"]
 
