@@ -3,8 +3,8 @@
 python packages.py constraints LINE         versions of a line (main, fallback, cann85, simulated), with the recorded ones
 python packages.py requirements LINE        what pip installs in one step, after vLLM without its requirements
 python packages.py pinned LINE PACKAGE      the version of one package
-python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index
-                                            and, for the metadata of vLLM's sources, an environment with torch
+python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index,
+                                            an environment with torch (the suite's own is one) and python3.X for each Python
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -150,6 +151,17 @@ def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
     return [entry for entry in common if name_of(entry)], re.findall(r'"([^"]+)"', table[1])
 
 
+def _find_python(version: str) -> str:
+    """Return an interpreter of this version that has pip, else this one: pip compares some packages with its own Python."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    python = shutil.which(f"python{version}")
+    if python and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        return python
+    print(f"no python{version} with pip is here: {sys.executable} resolves for it, where pip may fail", file=sys.stderr)
+    return sys.executable
+
+
 def _add_cpu_build(version: str, into: Path) -> None:
     """Write a stand-in for torch's CPU build, which has an index of its own, with the requirements of the aarch64 wheel."""
     needs = ("filelock", "typing-extensions>=4.10", "sympy>=1.13.3", "networkx>=2.5.1", "jinja2", "fsspec>=0.8.5", "setuptools")
@@ -197,7 +209,7 @@ def resolve(line: str, hosts: Sequence[Host], *, recorded: bool) -> dict[Host, d
                 "platform_machine": host.machine, "python_version": host.python, "python_full_version": f"{host.python}.9",
             }  # fmt: skip
             report = folder / "report.json"
-            command = [sys.executable, "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run"]
+            command = [_find_python(host.python), "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run"]
             command += ["--ignore-installed", "--use-feature", "fast-deps", "--only-binary", ":all:"]
             command += ["--target", str(folder / "none")]
             command += ["--find-links", scratch, "--report", str(report)]

@@ -97,7 +97,8 @@ ROWS = (
      ("test_training.test_prediction", "test_training.test_drafts_of")),
     ("Cost of a step, counted: no pass waits, forward asks for no more than plain Megatron",
      "一步的开销计数：前向反向中主机不等待，前向不超过原版 Megatron", ("test_cost.",)),
-    ("`tools/npu_smoke.sh`: device, HCCL, training steps", "`tools/npu_smoke.sh`：设备、HCCL、训练步", ("test_smoke.",)),
+    ("`tools/npu_smoke.sh`: device, HCCL, training steps, experts", "`tools/npu_smoke.sh`：设备、HCCL、训练步、专家",
+     ("test_smoke.",)),
 )  # fmt: skip
 
 #: what no test here can show
