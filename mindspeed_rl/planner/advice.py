@@ -175,6 +175,8 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         yield {"rl_config.update_max_packing_token_size": tokens}, "smaller micro-batches"
     elif (actor.micro_batch_size or 1) > 1:
         yield {"actor_config.micro_batch_size": 1}, "smaller micro-batches"
+    if actor.bf16 and actor.grad_reduce_in_fp32:
+        yield {"actor_config.grad_reduce_in_fp32": False}, "gradients are rounded to bf16"
     if cfg.platform != "cpu" and not (actor.swap_optimizer or actor.optimizer_offload_fraction):
         yield {"actor_config.swap_optimizer": True}, "the optimizer's state comes from host memory in every step"
         for fraction in (0.5, 1.0):

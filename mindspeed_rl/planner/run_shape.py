@@ -87,8 +87,9 @@ class Model:
         return elements.dense, elements.expert
 
     def gradients(self, elements: Elements) -> int:
-        """Return the bytes of the gradients, which are summed in float32 whatever the weights are."""
-        return 4 * sum(self._count_trained(elements)) if self.trains else 0
+        """Return the bytes of the gradients, which are summed in float32 unless the run file says otherwise."""
+        itemsize = 4 if self.config.grad_reduce_in_fp32 else self.itemsize
+        return itemsize * sum(self._count_trained(elements)) if self.trains else 0
 
     def optimizer(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state on the device; see `state`."""

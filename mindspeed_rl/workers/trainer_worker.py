@@ -137,16 +137,16 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
 
     # ------------------------------------------------------------------ passes and updates
 
-    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
-        """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> WorkerReport:
+        """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows from `start` to `count`."""
         if role != "actor":
-            return super().compute_log_probs(role, count)
+            return super().compute_log_probs(role, count, start)
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
         objective = self.run.objective
         has_squares = objective is not None and "squared_probs" in objective.needs
         outputs = SquaredProbs() if has_squares else None
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
-            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, outputs, self.routing)
+            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, range(start, count), outputs, self.routing)
         if self.routing is not None:
             self.routing.add_to(metrics)
         return self._report(metrics)
