@@ -183,17 +183,26 @@ def find_largest_parameters(plan: ModelPlan, config: MegatronConfig, stage: int)
     Adapters do not count. Grouped experts of a layer are one parameter.
     """
     layout = plan.layout
-    ends = {"pre"} if stage == layout.first_chunk[0] else set()
-    ends |= {"post", "mtp"} if stage == layout.last_chunk[0] else set()
+    sections = ["layer"] + ["pre"] * (stage == layout.first_chunk[0]) + ["post", "mtp"] * (stage == layout.last_chunk[0])
+    groups = layout.num_expert_groups if layout.num_experts and config.moe_grouped_gemm else 0
+    return _find_largest(
+        plan.architecture, plan.model_config, layout.tp, layout.expert_tp_size, groups, frozenset[str](sections)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _find_largest(
+    architecture: Architecture, model_config: ModelConfig, tp: int, etp: int, groups: int, sections: frozenset[str]
+) -> tuple[int, int]:
+    """Find the largest parameters of these sections; without groups each expert is a parameter."""
     dense = expert = 0
-    for op in list_grouped_ops(plan.architecture, plan.model_config):
-        if op.buffer or op.copy_of_tied or (op.section != "layer" and op.section not in ends):
+    for op in list_grouped_ops(architecture, model_config):
+        if op.buffer or op.copy_of_tied or op.section not in sections:
             continue
         if op.axis == "tp":
-            dense = max(dense, math.prod(op.shard_shape(layout.tp)))
+            dense = max(dense, math.prod(op.shard_shape(tp)))
         else:
-            count = math.prod(op.shard_shape(layout.expert_tp_size)) // layout.num_expert_groups
-            expert = max(expert, count if config.moe_grouped_gemm else count * layout.num_expert_groups // len(op.experts))
+            expert = max(expert, math.prod(op.shard_shape(etp)) // (groups or len(op.experts)))
     return dense, expert
 
 
