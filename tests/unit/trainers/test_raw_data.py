@@ -201,6 +201,14 @@ def test_columns_of_the_run_file_are_read(model: Path, tmp_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert tokenizer.decode(trained, skip_special_tokens=True) == "ja"
+    for row, names in (
+        ({"frage": "1?", "answer": "ja"}, {"prompt": "frage"}),
+        ({"prompt": "1?", "completion": "ja"}, {"query": ""}),
+    ):
+        reading = find_form(row, "samples", names)
+        assert reading is not None and reading.columns == tuple(row)
+        assert reading.map_keys == {"query": "", "response": list(row)[1], "prompt": list(row)[0]}
+    assert find_form({"prompt": "1?", "completion": "ja"}, "samples", {"response": ""}) is None
     pairs = write(tmp_path / "p.jsonl", [{"frage": f"{number}?", "gut": "ja", "schlecht": "nein"} for number in range(3)])
     names = {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}
     assert "columns frage, gut, schlecht" in card_of(check(model, tmp_path, "dpo", pairs, map_keys=names))
