@@ -29,6 +29,8 @@ HERE = Path(__file__).resolve().parent
 SEPARATE = ("vllm", "vllm-ascend", "triton-ascend")
 #: dependencies without wheels, in pure Python: pip builds them with setuptools alone
 _SOURCES = ("antlr4-python3-runtime==4.9.3",)
+#: imported by vLLM's setup.py, which pip does not isolate
+_BUILDS_VLLM = ("setuptools-rust", "setuptools-scm", "setuptools<81", "packaging", "jinja2")
 #: what `pip install --dry-run` runs as: markers are those of the host, not of this interpreter
 _PIP_OF_HOST = """
 import json, sys
@@ -129,6 +131,10 @@ def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
     """Return the requirements and the build requirements of vLLM's sdist when it is built without a device."""
     environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # what vLLM's setup.py imports, next to the packages of this environment, which may lack it
+    build = into / "build"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(build), *_BUILDS_VLLM], check=True)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(build), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
     subprocess.run([*command, "-d", str(into), f"vllm=={version}"], env=environment, check=True)
     with tarfile.open(next(into.glob("vllm-*.tar.gz"))) as archive:

@@ -268,12 +268,14 @@ def build_model(config: MegatronConfig, plan: ModelPlan, *, trainable: bool) -> 
         return BuiltModel(plan, transformer, chunks, [], models)
     if config.use_distributed_optimizer:
         _move_trained_to_host(chunks)
+    ddp = ddp_config(config)
     ddp_chunks = [
         # in the interleaved schedule Megatron does not divide the chunks after the first into buckets
-        DistributedDataParallel(transformer, ddp_config(config), chunk, disable_bucketing=index > 0)
+        DistributedDataParallel(transformer, ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     for model in models:
         if isinstance(model, PolicyModel):
-            model.adds_to_main_grad = config.adds_head_to_main_grad
+            # sums of 16 bits would lose what each chunk adds
+            model.adds_to_main_grad = config.adds_head_to_main_grad and ddp.grad_reduce_in_fp32
     return BuiltModel(plan, transformer, [*ddp_chunks], ddp_chunks, models)

@@ -19,13 +19,15 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -258,6 +260,13 @@ class CheckpointSaver:
         with _removing_failed(self._partial, self.disks):
             if self._queue.maybe_finalize_async_calls(blocking=wait):
                 self._partial = None
+
+
+def _copy_from_host(entry: object) -> object:
+    """Return an entry of a sharded state with a copy of its tensor, where that is in host memory."""
+    if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None and entry.data.device.type == "cpu":
+        return replace(entry, data=entry.data.clone())
+    return entry
 
 
 def _get_random_name(rank: int) -> str:
@@ -580,7 +589,10 @@ class MegatronFiles:
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return Megatron's request."""
+        config = self._engine.config
         state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
+        if config.async_save and config.swap_optimizer:  # whose next step changes what is in host memory
+            dict_list_map_inplace(_copy_from_host, cast(Any, state))
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
         assert request is not None  # of an asynchronous save, which `execute_sync` can run at once
         return request

@@ -364,14 +364,16 @@ class OffloadedOptimizer:
             self.inner.state[parameter] = {name: value for name, value in states.items() if name != _MAIN}
         try:
             yield
+            for parameter, states in named.items():  # a load may have put other tensors there
+                loaded = {_MAIN: parameter.data, **self.inner.state[parameter]}
+                for name, value in states.items():
+                    if loaded[name].data_ptr() != value.data_ptr():
+                        value.copy_(loaded[name])
         finally:
-            for parameter, states in named.items():
-                loaded = self.inner.state.pop(parameter)
-                for name in states.keys() & loaded.keys():
-                    if loaded[name].data_ptr() != states[name].data_ptr():
-                        states[name].copy_(loaded[name])
-                if parameter in empty:
-                    parameter.data = empty[parameter]
+            for parameter in named:
+                self.inner.state.pop(parameter, None)
+            for parameter, data in empty.items():
+                parameter.data = data
 
     @torch.no_grad()
     def step(self) -> None:
@@ -571,15 +573,11 @@ def _offload_part(part: Any, config: MegatronConfig) -> None:
 def _build_copy(part: Any, names: _Names, offloaded: set[Tensor]) -> Callable[[], None]:
     """Return the copy of float32 weights to the model's, of those that are on the device."""
     copy_all: Callable[[], None] = part._copy_main_params_to_model_params
-    kept: dict[str, list[list[Tensor]]] = {names.models: [], names.mains: []}
-    for group, mains in zip(getattr(part, names.models), getattr(part, names.mains)):
-        pairs = [(model, main) for model, main in zip(group, mains) if main not in offloaded]
-        kept[names.models].append([model for model, _ in pairs])
-        kept[names.mains].append([main for _, main in pairs])
 
     def copy_main_params() -> None:
-        full = {name: getattr(part, name) for name in kept}
-        vars(part).update(kept)
+        full = {name: getattr(part, name) for name in (names.models, names.mains)}
+        rows = [[row for row in zip(*group) if row[1] not in offloaded] for group in zip(*full.values())]
+        vars(part).update({name: [[row[place] for row in group] for group in rows] for place, name in enumerate(full)})
         try:
             copy_all()
         finally:

@@ -36,6 +36,7 @@ from mindspeed_rl.engine.batching import (
     split_rows,
 )
 from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.gradient_sums import GradientSums
 from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.lora import is_trained
@@ -106,6 +107,7 @@ class TrainEngine:
         self.num_updates = 0
         self.offloader = Offloader(model)
         # on the NPU MindSpeed swaps the state inside its optimizer
+        self._half_gradients: GradientSums | None = None
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
 
     def start_training(self, steps_per_iteration: int) -> None:
@@ -120,6 +122,8 @@ class TrainEngine:
                 platform.current().name,
             )
         self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.chunks)
+        if self.config.bf16 and not self.config.grad_reduce_in_fp32:
+            self._half_gradients = GradientSums(self.chunks, self.config.seed)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         transformer_config = self.model.transformer_config
@@ -255,6 +259,8 @@ class TrainEngine:
             for chunk in self.model.ddp_chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
+            if self._half_gradients is not None:
+                self._half_gradients.start_step(self.num_updates)
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
             count = functools.cache(partial(self._count, micro_batches, loss_step))
@@ -272,7 +278,7 @@ class TrainEngine:
                 for part in self.parts:
                     part.revert()
             else:
-                step_with_norm(optimizer, grad_norm)
+                step_with_norm(optimizer, grad_norm, by_window=self._half_gradients is not None)
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -362,13 +368,15 @@ class TrainEngine:
         checks = not self.config.no_check_for_nan_in_loss_and_grad
         # NaN and infinity survive a sum: one number a buffer, also where the norm does not look, as in the parts of the
         # distributed optimizer's other ranks and in the second copy of a weight
-        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.model.gradient_buffers())]
+        totals = (buffer.grad_data.sum(dtype=torch.float32) for buffer in self.model.gradient_buffers())
+        sums = [*(loss.loss_sum for loss in losses), *totals]
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
         must_stop = self.config.reuse_fp32_param and not all(state.tolist())
-        squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
+        by_window = self._half_gradients is not None
+        squares = [] if must_stop else compute_squared_norms(optimizer, self.device, by_window=by_window)
         added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
             [*(loss.metrics for loss in losses), *added], [*state.unbind(), *squares]

@@ -323,8 +323,10 @@ _LLM: dict[str, Option] = {
     "context_parallel_algo": to(
         f"{ACTOR}.context_parallel_algo",
         # forms of the same attention
-        values={"ulysses_cp_algo": "ulysses_cp_algo"}
-        | dict.fromkeys(("megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"), "megatron_cp_algo"),
+        values={
+            "ulysses_cp_algo": "ulysses_cp_algo",
+            **dict.fromkeys(("megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"), "megatron_cp_algo"),
+        },
     ),
     "reset_position_ids": by(_isolated, "reset_position_ids and reset_attention_mask"),
     **dict.fromkeys(

@@ -177,6 +177,26 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
     return stages
 
 
+def find_largest_parameters(plan: ModelPlan, config: MegatronConfig, stage: int) -> tuple[int, int]:
+    """Return the elements of the largest dense parameter of a rank of a pipeline stage, and of its largest expert parameter.
+
+    Adapters do not count. Grouped experts of a layer are one parameter.
+    """
+    layout = plan.layout
+    ends = {"pre"} if stage == layout.first_chunk[0] else set()
+    ends |= {"post", "mtp"} if stage == layout.last_chunk[0] else set()
+    dense = expert = 0
+    for op in list_grouped_ops(plan.architecture, plan.model_config):
+        if op.buffer or op.copy_of_tied or (op.section != "layer" and op.section not in ends):
+            continue
+        if op.axis == "tp":
+            dense = max(dense, math.prod(op.shard_shape(layout.tp)))
+        else:
+            count = math.prod(op.shard_shape(layout.expert_tp_size)) // layout.num_expert_groups
+            expert = max(expert, count if config.moe_grouped_gemm else count * layout.num_expert_groups // len(op.experts))
+    return dense, expert
+
+
 def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Count the elements of all adapters that train, not sharded."""
     targets = config.adapted_parts

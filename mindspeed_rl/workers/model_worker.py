@@ -58,17 +58,17 @@ class _ModelWorker(DeviceWorker):
         phase: Phase,
         role: Role,
         batching: MicroBatching,
-        count: int,
+        selected: range,
         outputs: HeadOutputs | None = None,
         routing: RolloutRouting | None = None,
     ) -> None:
-        """Compute the phase's columns for this replica's rows; waits for rows that are not ready.
+        """Compute the phase's columns for this replica's rows among the selected; waits for rows that are not ready.
 
         Args:
             outputs: the columns; None for those that a loss gets.
         """
         role.offloader.onload(params=True)
-        for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
+        for rows in self.replica.dispatches(selected, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows)
             # without the wait for rows
             with self.timers(phase.timer):
@@ -113,8 +113,8 @@ class _ModelWorker(DeviceWorker):
 class RefPhases(_ModelWorker):
     """Log-probs of the reference."""
 
-    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
-        """Compute the log-probs of the reference ("ref") for this replica's rows."""
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> WorkerReport:
+        """Compute the log-probs of the reference ("ref") for this replica's rows, from `start` up to `count`."""
         assert role == "ref", role
         # without a model of its own the reference is the actor without its adapters
         target = self.roles.ref or self.roles.actor
@@ -123,7 +123,7 @@ class RefPhases(_ModelWorker):
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
         with self.phase(Phases.REF_LOG_PROBS, metrics, target, timed=False), weights:
-            self._forward(Phases.REF_LOG_PROBS, target, batching, count)
+            self._forward(Phases.REF_LOG_PROBS, target, batching, range(start, count))
         return self._report(metrics)
 
 
@@ -138,7 +138,7 @@ class TeacherPhases(_ModelWorker):
         metrics, phase = Metrics(), Phases.TEACHER_LOG_PROBS
         keys = self.run.rl.distillation
         with self.phase(phase, metrics, timed=False):
-            for indexes in self.replica.dispatches(count):
+            for indexes in self.replica.dispatches(range(count)):
                 rows, choices = self.replica.fetch_rows(phase.consumer, indexes), None
                 if keys.teacher_keys or keys.teacher_prompt:
                     extra = objects(self.replica.fetch(phase.consumer, ["extra"], indexes)["extra"])
@@ -211,7 +211,7 @@ class CriticPhases(_ModelWorker):
         critic, metrics = self.roles.critic, Metrics()
         assert critic is not None
         with self.phase(Phases.VALUES, metrics, critic, timed=False):
-            self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
+            self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), range(count))
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
@@ -238,7 +238,7 @@ class RewardModelPhases(_ModelWorker):
         """Give the first `count` rows of the data plane the reward model's score of prompt and response."""
         metrics = Metrics()
         with self.phase(Phases.MODEL_REWARDS, metrics, self.roles.reward):
-            for rows in self.replica.dispatches(count):
+            for rows in self.replica.dispatches(range(count)):
                 batch = self.replica.fetch(Phases.MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
                 scores = self._scores(list(batch["prompt_ids"]), list(batch["responses"]))
                 self.replica.put(dict.fromkeys(Phases.MODEL_REWARDS.columns, scores), rows)

@@ -161,6 +161,7 @@ class RolloutReplica:
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
+        self.engine.list_replaced = self.push.list_replaced
         if adapters is not None:
             adapters.write()
             self.engine.load_adapter(adapters.path, version)

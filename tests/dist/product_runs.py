@@ -1,6 +1,6 @@
 """The product of features: ingredients of a run file, which pairs of them the rules allow, and runs that cover all of these.
 
-    .venv/bin/python tests/product_matrix.py               # the matrix: runs of each allowed pair, rule of each refused one
+    .venv/bin/python tests/product_matrix.py     # the matrix: runs and last day of each allowed pair, rule of each refused one
 
 `test_product.py` compares the runs with `slow_product.py`. An ingredient is a record; a new one is a line in INGREDIENTS.
 """
@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 import json
 import random
@@ -34,8 +35,12 @@ from mindspeed_rl.run.resolve import resolve
 Keys = dict[str, Any]
 
 _CONTEXT, MAX_TOKENS, _NUM_PROMPTS = 64, 10, 40
+#: tokens of a prompt where longer ones are cut; rows have 2 to 7
+_CUT = 5
 #: ingredients of a run, at most: more of them may hide each other
 _MOST = 15
+#: the runs that have equalled their reference, as [last day, seed, ingredients]
+_COMPARED = Path(__file__).parent / "product_compared.json"
 #: starts the reason of a pair that the tests themselves keep apart
 _APART = "- "
 #: ingredients with which a run is compared to within the rounding of bfloat16, or without its random updates
@@ -88,6 +93,7 @@ INGREDIENTS = [
     Ingredient("latent", {}, _REFERENCE, model="deepseek"),
     Ingredient("gated_delta", {}, "the same, to rounding in bfloat16", model="hybrid", needs=("bf16",)),
     Ingredient("prediction", _train(mtp_num_layers=1, mtp_loss_scaling_factor=0.3), _REFERENCE, model="predicting"),
+    Ingredient("whole_prediction", _train(mtp_detach_heads=False), _REFERENCE, model="predicting", needs=("prediction",)),
     # layouts
     Ingredient("tensor", _train(**SP), _SAME, doubles=True),
     Ingredient("pipeline", _train(**PP), _SAME, doubles=True),
@@ -109,6 +115,7 @@ INGREDIENTS = [
         _generate(offload_train_optimizer=True, offload_train_grad=True, offload_train_param=True),
         _SAME,
     ),
+    Ingredient("copies", _train(check_weight_copies_interval=1), "no copy of a weight differs"),
     # the update
     Ingredient(
         "muon",
@@ -168,6 +175,7 @@ INGREDIENTS = [
     ),
     Ingredient("correction", _rl(rollout_importance_sampling_mode="token_truncate"), _REFERENCE),
     # prompts and responses
+    Ingredient("cut_prompts", _rl(max_prompt_length=_CUT, long_prompts="cut_left"), "the last tokens of each prompt's row"),
     Ingredient("curriculum", _rl(prompt_curriculum="rate"), "the order of the column"),
     Ingredient("replayed_prompts", _rl(prompt_replay_fraction=0.5, prompt_replay_below=0.9), _SAME),
     Ingredient(
@@ -320,11 +328,16 @@ class ProductRun:
         return "; ".join(reason for reason, names in reasons.items() if names <= self.names)
 
     def check_prompts(self, columns: Mapping[str, Any], iteration: int) -> None:
-        """With a curriculum the easy prompts, with a large pass rate, come first."""
+        """Prompts are those of their rows, cut where they are too long; with a curriculum those of a large pass rate first."""
+        path = Path(self.written["megatron_training"]["data_path"])
+        rows = {row["rate"]: row["prompt"] for row in map(json.loads, path.read_text().splitlines())}
+        for extra, prompt in zip(columns["extra"], columns["prompt_ids"], strict=True):
+            text = rows[float(extra["rate"])]
+            cut = text[-_CUT:] if "cut_prompts" in self.names else text
+            assert list(prompt) == [ord(letter) for letter in cut], f"the prompt of {text} is {list(prompt)}"
         if "curriculum" not in self.names or self.names & {"filtered", "resampled", "replayed_prompts", "partial"}:
             return
-        rows = [json.loads(line) for line in Path(self.written["megatron_training"]["data_path"]).read_text().splitlines()]
-        rates = sorted((row["rate"] for row in rows), reverse=True)
+        rates = sorted(rows, reverse=True)
         found = [float(extra["rate"]) for extra in columns["extra"][:: self.group_size]]
         expected = rates[4 * (iteration - 1) : 4 * iteration]
         assert found == expected, f"prompts of the pass rates {found}, and not {expected}"
@@ -395,6 +408,7 @@ def random_objective(seed: int, names: frozenset[str]) -> Keys:
     r = random.Random(seed)
     keys = _choose_objective(r, "ray_ppo" if "critic" in names else "ray_grpo")
     keys["init_kl_coef"] = 0.2  # there is a reference
+    keys["overlong_filter"] = False  # most responses of a random model end at the limit
     return plain_objective() | keys
 
 
@@ -612,6 +626,34 @@ def _is_small(names: frozenset[str]) -> bool:
     return sum(BY_NAME[name].doubles for name in names) <= 2
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A run that has equalled its reference, on this day the last time."""
+
+    day: str
+    seed: int
+    names: frozenset[str]
+
+
+def record_comparison(names: frozenset[str], seed: int) -> None:
+    """Note that a run of these ingredients has equalled its reference today."""
+    runs = [run for run in read_comparisons() if run.names != names]
+    runs.append(Compared(datetime.date.today().isoformat(), seed, names))
+    rows = sorted(([run.day, run.seed, sorted(run.names)] for run in runs), key=lambda row: row[2])
+    lines = ",\n".join(map(json.dumps, rows))
+    _COMPARED.write_text(f"[\n{lines}\n]\n")
+
+
+def read_comparisons() -> list[Compared]:
+    """The runs that have equalled their reference."""
+    return [Compared(day, seed, frozenset(names)) for day, seed, names in json.loads(_COMPARED.read_text())]
+
+
+def _find_last_day(pair: frozenset[str], is_rough: bool, runs: Iterable[Compared]) -> str:
+    """The last day on which a pair was compared; a pair of exact ingredients is not compared by a run that is rough."""
+    return max((run.day for run in runs if pair <= run.names and bool(run.names & _ROUGH) == is_rough), default="never")
+
+
 def print_matrix(root: Path) -> None:
     """Print the pairs; models and run files are made below the folder."""
     rules = Rules(make_folders(root / "models"), root / "run")
@@ -624,14 +666,12 @@ def print_matrix(root: Path) -> None:
     print(f"{len(refused) - len(rules_say)} pairs are apart: they need different models, or values of a key")
     for number, names in enumerate(runs):
         print(f"run {number}: {', '.join(sorted(names))}")
+    compared = read_comparisons()
     for pair in sorted(allowed, key=sorted):
-        # a pair of exact ingredients is not compared by a run that is rough
-        where = [
-            number
-            for number, names in enumerate(runs)
-            if pair <= names and bool(names & _ROUGH) == bool(allowed[pair] & _ROUGH)
-        ]
-        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(map(str, where))}")
+        is_rough = bool(allowed[pair] & _ROUGH)
+        where = [number for number, names in enumerate(runs) if pair <= names and bool(names & _ROUGH) == is_rough]
+        last = _find_last_day(pair, is_rough, compared)
+        print(f"allowed  {' x '.join(sorted(pair))}: run {', '.join(map(str, where))}, last compared: {last}")
     for pair, why in sorted(refused.items(), key=lambda item: sorted(item[0])):
         kind = "refused" if pair in rules_say else "apart  "
         print(f"{kind}  {' x '.join(sorted(pair))}: {why.removeprefix(_APART)[:160]}")

@@ -32,6 +32,8 @@ LEFT_OFF_FEATURES = {
 NEEDED_BY_MINDSPEED = (
     ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps the state of the distributed optimizer alone"),
     ("swap_optimizer", "reuse_fp32_param", False, "MindSpeed supports one of them at a time"),
+    ("swap_optimizer", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
+    ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
 )
 # Megatron-core's names of a layer's linear modules
@@ -325,6 +327,10 @@ class _MemoryKeys:
     swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
         "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
         on_resume="exact")
+    grad_reduce_in_fp32: bool = key(True,
+        "gradients of bf16 weights in fp32; false: in bf16, half the bytes, with sums over micro-batches rounded by chance",
+        "bf16 权重的梯度用 fp32；false：用 bf16，字节数减半，micro-batch 之间的累加采用随机舍入", needs=("bf16", (True,)),
+        on_resume="exact")
     optimizer_offload_fraction: float = key(0.0,
         "share of the parameters whose optimizer states are off the device and are updated by the host's processors; 0: none, "
         "1: all",
@@ -546,9 +552,9 @@ class MegatronConfig(
     def adds_head_to_main_grad(self) -> bool:
         """True where the head's gradient is added to the gradients' buffer chunk by chunk.
 
-        Megatron's reduction during the backward pass needs it as a tensor.
+        Megatron's reduction during the backward pass needs it as a tensor, and so do sums in bf16, which are rounded once.
         """
-        return not self.overlap_grad_reduce
+        return not self.overlap_grad_reduce and self.grad_reduce_in_fp32
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:

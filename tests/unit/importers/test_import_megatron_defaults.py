@@ -56,6 +56,12 @@ def test_slime_generates_until_there_are_enough_groups() -> None:
     assert (rl["dynamic_sample"], rl["max_resample_times"]) == (True, 1_000_000)
 
 
+def test_log_probs_of_the_engine_are_those_of_the_old_policy() -> None:
+    run = take("slime", SLIME + NO_DROPOUT + "--hf-checkpoint m --use-rollout-logprobs")
+    assert run.tree["rl_config"]["old_log_probs"] == "rollout"
+    assert run.plans is not None and run.plans[0].old_policy == run.plans[1].old_policy == "rollout engine"
+
+
 def test_slime_evaluates_with_the_sampling_of_the_rollout() -> None:
     command = SLIME + NO_DROPOUT + "--hf-checkpoint m --eval-prompt-data aime a.jsonl --eval-interval 5 "
     assert take("slime", command).tree["rl_config"]["eval_greedy"] is False
