@@ -16,11 +16,12 @@ from mindspeed_rl.data.sources import RowSource, TaggedRow, read_rows
 #: what a row is to a stage: a document, samples with answers, a pair of answers, one judged answer, or judged steps
 Kind = Literal["documents", "samples", "pairs", "judged answers", "judged steps", "prompts"]
 
+_PAIRS: tuple[Kind, ...] = ("pairs",)
 #: stage -> kinds of rows that it learns from, the first one preferred
 STAGE_KINDS: dict[str, tuple[Kind, ...]] = {
     "pretrain": ("documents",),
     "sft": ("samples",),
-    **dict.fromkeys(("dpo", "simpo", "cpo", "orpo", "orm"), ("pairs",)),
+    **dict.fromkeys(("dpo", "simpo", "cpo", "orpo", "orm"), _PAIRS),
     "kto": ("judged answers", "pairs"),
     "prm": ("judged steps",),
 }

@@ -63,9 +63,10 @@ class GradientSums:
         self._counts: dict[int, int] = {}
         parameters = [parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad]
         for index, parameter in enumerate(parameters):
-            if parameter.main_grad.dtype == torch.bfloat16:
+            marked = cast(Any, parameter)  # by Megatron
+            if marked.main_grad.dtype == torch.bfloat16:
                 # Megatron would add a tied head's again, for products that it fuses with the addition; no product here is
-                cast(Any, parameter).zero_out_wgrad = False
+                marked.zero_out_wgrad = False
                 parameter.register_hook(functools.partial(self._add, index, parameter))
 
     def start_step(self, step: int) -> None:

@@ -24,7 +24,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -169,8 +169,8 @@ class _FileStates:
         if not self._num_bytes:  # an empty file cannot be mapped
             return [torch.empty(0) for _ in self._sizes]
         # by its number, for it has no name
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
-        return [torch.empty(0).set_(storage, start, (size,)) for start, size in zip(self._starts, self._sizes)]
+        storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
+        return [torch.empty(0).set_(storage, start, (size,), (1,)) for start, size in zip(self._starts, self._sizes)]
 
     def start_reading(self, item: _Slice, *, is_replaced: bool = False) -> None:
         self._next = buffer = self._buffers[0]
@@ -198,7 +198,7 @@ class _FileStates:
             RuntimeError: the disk failed; the states are lost.
         """
         for index, tensor in zip(buffer.item.states, buffer.tensors):
-            view, offset = memoryview(tensor.numpy()).cast("B"), 4 * (self._starts[index] + buffer.item.start)
+            view, offset = memoryview(cast(Any, tensor.numpy())).cast("B"), 4 * (self._starts[index] + buffer.item.start)
             while view:
                 try:
                     count = call(self._file.fileno(), [view], offset)

@@ -193,7 +193,7 @@ def _read_by_window(optimizer: MegatronOptimizer) -> _Gradients:
 
 def _read_part(part: MegatronOptimizer) -> list[Tensor]:
     # release 0.19 has the second name
-    read = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
+    read = getattr(part, "get_main_grads_for_grad_norm", None) or cast(Any, part).get_grads_for_grad_norm
     return read()
 
 
@@ -220,7 +220,7 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float, *, by_window: bool
                 _clip(part, norm)
                 with _keeping_counts(part):
                     part.optimizer.step()
-                part._copy_main_params_to_model_params()
+                cast(Any, part)._copy_main_params_to_model_params()
             stack.enter_context(showing(part, ()))
         # counts the step, and gathers the weights
         optimizer.step_with_ready_grads()
@@ -228,7 +228,7 @@ def step_with_norm(optimizer: MegatronOptimizer, norm: float, *, by_window: bool
 
 def _clip(part: MegatronOptimizer, norm: float) -> None:
     if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
-        clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+        clip_grads.clip_grad_by_total_norm_fp32(cast("list[Tensor]", parameters), part.config.clip_grad, norm)
 
 
 @contextlib.contextmanager

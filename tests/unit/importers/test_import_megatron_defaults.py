@@ -78,6 +78,22 @@ def test_a_dataset_without_split_holds_rows_back() -> None:
     assert own["split"] == "100,0,0"
 
 
+def test_positions_that_begin_anew_do_not_hide_other_samples() -> None:
+    # decoder_packed_mtf_dataset.py resets positions inside `if reset_attention_mask`; attention crosses samples without it
+    alone = take("mindspeed-llm", LLM + "--data-path ./d --pack --reset-position-ids")
+    assert not {"reset_position_ids", "reset_attention_mask"} & alone.tree["megatron_training"].keys()
+    assert "--reset-attention-mask alone" in alone.same["reset_position_ids"]
+    both = take("mindspeed-llm", LLM + "--data-path ./d --pack --reset-position-ids --reset-attention-mask").tree
+    assert both["megatron_training"]["reset_position_ids"] and both["megatron_training"]["reset_attention_mask"]
+    neat = take("mindspeed-llm", LLM + "--data-path ./d --neat-pack").tree["megatron_training"]
+    assert neat["pack"] is True and not {"neat_pack", "reset_attention_mask"} & neat.keys()
+    neat = take("mindspeed-llm", LLM + "--data-path ./d --neat-pack --reset-attention-mask").tree["megatron_training"]
+    assert neat["neat_pack"] and neat["reset_attention_mask"]
+    pretrain = LLM.replace("posttrain_gpt.py --stage sft", "pretrain_gpt.py") + "--data-path ./d --reset-position-ids"
+    training = take("mindspeed-llm", pretrain).tree["megatron_training"]
+    assert training["reset_position_ids"] is True and "reset_attention_mask" not in training
+
+
 @pytest.mark.parametrize(
     ("options", "name", "text"),
     [
