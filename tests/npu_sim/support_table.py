@@ -53,6 +53,8 @@ ROWS = (
     ("A share of the optimizer's states in host memory or in a file, updated there: numbers of the device, layouts, saves",
      "优化器状态按比例放在主机内存或文件中，由主机更新：数值与设备一致，各种切分与保存",
      ("test_offloaded_optimizer.",)),
+    ("The run file for one device trains, saves and resumes with the numbers of the run without what saves memory",
+     "单设备配置文件可训练、保存、续训，数值与不省显存的运行一致", ("test_one_card.",)),
     ("Supervised stages by their run files, fp32: pretrain, SFT, preference losses, reward models, as on the CPU",
      "监督阶段按其配置文件运行，fp32：预训练、SFT、偏好损失、奖励模型，与 CPU 一致", ("test_stages.",)),
     ("Switches together (recomputation, overlap, exchange of experts, Muon, routers, checkpoints): numbers of the plain run or "
