@@ -170,7 +170,7 @@ class _FileStates:
             return [torch.empty(0) for _ in self._sizes]
         # by its number, for it has no name
         storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
-        return [torch.empty(0).set_(storage, start, (size,)) for start, size in zip(self._starts, self._sizes)]
+        return [torch.empty(0).set_(storage, start, (size,), (1,)) for start, size in zip(self._starts, self._sizes)]
 
     def start_reading(self, item: _Slice, *, is_replaced: bool = False) -> None:
         self._next = buffer = self._buffers[0]
