@@ -58,6 +58,7 @@ class PhaseMemory:
 
     Attributes:
         peak_gib: the highest peak of all phases so far.
+        start_gib: the highest while the models were built.
     """
 
     def __init__(self, owners: Callable[[], Mapping[str, int]], absent: Callable[[], int] = lambda: 0) -> None:
@@ -72,8 +73,8 @@ class PhaseMemory:
         self._transient: str | None = None
         self._unowned = 0
         self._fullest: dict[str, int] = {}
-        self._start_gib: float | None = None
         self.peak_gib: float = 0.0
+        self.start_gib: float = 0.0
 
     @property
     def allocated_gib(self) -> float:
@@ -82,10 +83,10 @@ class PhaseMemory:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Measure the block in which models are built; the metrics of the next phase have its peak as `memory/start_gib`."""
+        """Measure the block in which models are built."""
         platform.current().reset_peak_memory()
         yield
-        self._start_gib = platform.current().memory_stats().peak_gib
+        self.start_gib = platform.current().memory_stats().peak_gib
 
     @contextlib.contextmanager
     def __call__(self, phase: str, transient: str, metrics: Metrics) -> Iterator[None]:
@@ -112,9 +113,6 @@ class PhaseMemory:
             raise DeviceMemoryError(phase, self._measure(transient)) from error
         self._observe(transient)
         self._transient = None
-        if self._start_gib is not None:
-            metrics.add_max("memory/start_gib", self._start_gib)
-            self._start_gib = None
         for owner, count in self._fullest.items():
             phase_key, owner_key = (name.replace(" ", "_").lower() for name in (phase, owner))
             metrics.add_max(f"memory/{phase_key}/{owner_key}_gib", count / _GIB)

@@ -185,6 +185,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
         metrics.add_max("memory/update_gib", self.memory.allocated_gib)
         metrics.add_max("memory/peak_gib", self.memory.peak_gib)
+        metrics.add_max("memory/start_gib", self.memory.start_gib)
         return self._report(metrics)
 
     @torch.no_grad()
