@@ -215,7 +215,9 @@ class World:
         held_out = prompts(actor.eval_data_path) if actor.eval_data_path else None
         model = self._task / "model"
         resume, devices = ResumePoint(model, 0), run.plan.world_size
-        return RLInputs(run, self._tokenizer, str(model), prompts(actor.data_path), held_out, resume, devices, summary="")
+        return RLInputs(
+            run, self._tokenizer, str(model), prompts(actor.data_path), held_out, resume, devices, summary="", card=""
+        )
 
 
 class Run:
