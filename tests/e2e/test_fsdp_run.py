@@ -31,8 +31,11 @@ def test_both_engines_make_the_same_run(task: Path, by_fsdp: Command, tmp_path: 
         load_file(command.folder / "save" / "hf" / "iter_0000002" / "model.safetensors") for command in (by_fsdp, by_megatron)
     ]
     assert weights[0].keys() == weights[1].keys()
+    start = load_file(task / "model" / "model.safetensors")
     for name, value in weights[1].items():
-        assert (weights[0][name] - value).abs().max() <= 1e-5 * value.abs().max() + 1e-7, name
+        if name.endswith("k_proj.bias"):  # whose gradient is 0 but for rounding, which AdamW scales up
+            continue
+        assert (weights[0][name] - value).norm() <= 0.01 * (value - start[name]).norm(), name
 
 
 def test_trainer_and_rollout_agree_about_log_probs(by_fsdp: Command) -> None:
