@@ -51,9 +51,8 @@ _SHOWN_PREFIXES = tuple(
 #: groups of the run file whose values are free, and may be secrets
 _PRIVATE_GROUPS = frozenset({"env"})
 
-
-#: values that this process knows to be secrets -> whether they are left out; the pattern of all of them
-_known: dict[str, None] = {}
+#: values that this process knows to be secrets, and the pattern of all of them
+_known: set[str] = set()
 _pattern: list[re.Pattern[str]] = []
 
 
@@ -86,8 +85,8 @@ def find_in_configuration(value: Any) -> Iterator[str]:
 
 def remember_secrets(values: Iterable[str]) -> None:
     """Leave these values out of all texts of this process from now on; those with fewer than 8 characters may be words."""
-    added = {value: None for value in map(str.strip, values) if len(value) >= _MIN_SECRET}
-    if added.keys() <= _known.keys():
+    added = {value for value in map(str.strip, values) if len(value) >= _MIN_SECRET}
+    if added <= _known:
         return
     _known.update(added)
     forms = {form for value in _known for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))}
@@ -97,6 +96,19 @@ def remember_secrets(values: Iterable[str]) -> None:
 def hide_known(text: str) -> str:
     """Return a text without the values of this process that are secrets; all else, such as a response, stays."""
     return _pattern[0].sub(LEFT_OUT, text) if _pattern else text
+
+
+def hide_in_record(value: Any) -> Any:
+    """Return a value of JSON whose texts have no values that are secrets; names and numbers stay."""
+    if not _pattern:
+        return value
+    if isinstance(value, str):
+        return hide_known(value)
+    if isinstance(value, Mapping):
+        return {name: hide_in_record(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)) and not set(map(type, value)) <= {int, float, bool}:
+        return list(map(hide_in_record, value))
+    return value
 
 
 def hide_in_text(text: str) -> str:

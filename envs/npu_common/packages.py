@@ -3,8 +3,8 @@
 python packages.py constraints LINE         versions of a line (main, fallback, cann85, simulated), with the recorded ones
 python packages.py requirements LINE        what pip installs in one step, after vLLM without its requirements
 python packages.py pinned LINE PACKAGE      the version of one package
-python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index
-                                            and, for the metadata of vLLM's sources, an environment with torch
+python packages.py resolve LINE [--write]   resolve the list for every host of a line, with wheels alone; needs a package index,
+                                            an environment with torch (the suite's own is one) and python3.X for each Python
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -29,6 +30,8 @@ HERE = Path(__file__).resolve().parent
 SEPARATE = ("vllm", "vllm-ascend", "triton-ascend")
 #: dependencies without wheels, in pure Python: pip builds them with setuptools alone
 _SOURCES = ("antlr4-python3-runtime==4.9.3",)
+#: imported by vLLM's setup.py, which pip does not isolate
+_BUILDS_VLLM = ("setuptools-rust", "setuptools-scm", "setuptools<81", "packaging", "jinja2")
 #: what `pip install --dry-run` runs as: markers are those of the host, not of this interpreter
 _PIP_OF_HOST = """
 import json, sys
@@ -129,6 +132,10 @@ def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
     """Return the requirements and the build requirements of vLLM's sdist when it is built without a device."""
     environment = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    # what vLLM's setup.py imports, next to the packages of this environment, which may lack it
+    build = into / "build"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--target", str(build), *_BUILDS_VLLM], check=True)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(build), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", "vllm"]
     subprocess.run([*command, "-d", str(into), f"vllm=={version}"], env=environment, check=True)
     with tarfile.open(next(into.glob("vllm-*.tar.gz"))) as archive:
@@ -142,6 +149,17 @@ def _source_of_vllm(version: str, into: Path) -> tuple[list[str], list[str]]:
         table = re.search(r"(?ms)^\[build-system\].*?requires = \[(.*?)^\]", read("pyproject.toml"))
     assert table is not None
     return [entry for entry in common if name_of(entry)], re.findall(r'"([^"]+)"', table[1])
+
+
+def _find_python(version: str) -> str:
+    """Return an interpreter of this version that has pip, else this one: pip compares some packages with its own Python."""
+    if sys.version_info[:2] == tuple(map(int, version.split("."))):
+        return sys.executable
+    python = shutil.which(f"python{version}")
+    if python and subprocess.run([python, "-m", "pip", "--version"], capture_output=True).returncode == 0:
+        return python
+    print(f"no python{version} with pip is here: {sys.executable} resolves for it, where pip may fail", file=sys.stderr)
+    return sys.executable
 
 
 def _add_cpu_build(version: str, into: Path) -> None:
@@ -191,7 +209,7 @@ def resolve(line: str, hosts: Sequence[Host], *, recorded: bool) -> dict[Host, d
                 "platform_machine": host.machine, "python_version": host.python, "python_full_version": f"{host.python}.9",
             }  # fmt: skip
             report = folder / "report.json"
-            command = [sys.executable, "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run"]
+            command = [_find_python(host.python), "-c", _PIP_OF_HOST, json.dumps(markers), "install", "-q", "--dry-run"]
             command += ["--ignore-installed", "--use-feature", "fast-deps", "--only-binary", ":all:"]
             command += ["--target", str(folder / "none")]
             command += ["--find-links", scratch, "--report", str(report)]

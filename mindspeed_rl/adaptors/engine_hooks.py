@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -105,8 +105,12 @@ class EngineHooks:
         """Return the bytes of copies of weights that kernels have next to the model's parameters."""
         return 0
 
-    def release(self, llm: LLM) -> None:
-        """Free the engine's device memory; no request may be running."""
+    def release(self, llm: LLM, replaced: Sequence[Tensor] = ()) -> None:
+        """Free the engine's device memory; no request may be running.
+
+        Args:
+            replaced: tensors of the weights, dense in memory, that the next weight sync writes: their content need not be kept.
+        """
         llm.sleep(level=1)
 
     def restore_weights(self, llm: LLM) -> None:

@@ -145,6 +145,11 @@ def apply() -> None:
     for package, cure in (("mindspeed", "MindSpeed (branch core_r0.16.0)"), ("triton", "triton-ascend")):
         if importlib.util.find_spec(package) is None:
             raise RuntimeError(f"{cure} is not installed; envs/npu_a2/install.sh and envs/npu_a3/install.sh do it.")
+    if importlib.util.find_spec("mindspeed.megatron_adaptor") is None:
+        raise RuntimeError(
+            "the installed package mindspeed has no megatron_adaptor: that of the package index is a placeholder. "
+            "Install MindSpeed (branch core_r0.16.0); envs/npu_a2/install.sh and envs/npu_a3/install.sh do it."
+        )
     early = sorted(name for name in sys.modules if name.startswith("megatron.core."))
     if early:
         raise RuntimeError(

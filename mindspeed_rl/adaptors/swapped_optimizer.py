@@ -6,9 +6,13 @@ weight as soon as its main weight has changed.
 
 | patch | symbol of MindSpeed's class | why |
 |---|---|---|
-| gathering | get_parameter_state_dp_zero | its copy of an earlier Megatron's lacks the arguments that checkpoints pass; Megatron's own is used |
+| gathering | get_parameter_state_dp_zero | its copy of an earlier Megatron's lacks the arguments that checkpoints pass, and \
+Megatron's own gathers on the device, which has no room for two thirds of the state: here it stays in host memory, and is not \
+copied where this rank has all of it |
 | state | _get_main_param_and_optimizer_states, _set_main_param_and_optimizer_states | Megatron's use the tensors without storage |
 | load | load_state_dict | its step takes learning rates from the groups of before the load, and steps that are tensors |
+| host memory | create_tensor_maps, init_param_opt_state | they make host copies by `empty_like(..., device="cpu")`, which in \
+torch_npu 2.13 gives a tensor of the device: nothing would leave it |
 | no parameters | __init__ | it fails where this rank has none to train |
 
 They can go when MindSpeed's class has the functions of Megatron 0.16.1.
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,11 +45,67 @@ def adapt(owner: Any) -> None:
     if not swaps(owner) or owner._set_main_param_and_optimizer_states is _set_state:
         return
     plain = owner.__base__
-    owner.get_parameter_state_dp_zero = plain.get_parameter_state_dp_zero
+    owner.get_parameter_state_dp_zero = _gather_on_host(plain.get_parameter_state_dp_zero)
     owner._get_main_param_and_optimizer_states = _get_state
     owner._set_main_param_and_optimizer_states = _set_state
     owner.load_state_dict = _renew_after(owner.load_state_dict)
     owner.__init__ = _build_init(owner.__init__, plain.__init__)
+    owner.create_tensor_maps = classmethod(_keep_on_host(owner.create_tensor_maps.__func__))
+    owner.init_param_opt_state = _keep_on_host(owner.init_param_opt_state)
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """The states of all parameters of a buffer, as Megatron reads them from one tensor: by the range of a parameter.
+
+    Attributes:
+        tensors: first element of a parameter in the buffer -> its state.
+    """
+
+    tensors: Mapping[int, Tensor]
+
+    def __getitem__(self, elements: slice) -> Tensor:
+        return self.tensors[elements.start].detach().flatten()
+
+
+def _gather_on_host(gather: Callable[..., dict[Any, Any] | None]) -> Callable[..., dict[Any, Any] | None]:
+    """Return the function that gathers the state over the data-parallel ranks, in host memory."""
+
+    @functools.wraps(gather)
+    def get_parameter_state_dp_zero(
+        self: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
+    ) -> dict[Any, Any] | None:
+        del use_gloo_comm
+        if self.data_parallel_group.size() > 1:
+            return gather(self, use_gloo_comm=True, empty_data=empty_data, return_on_all_ranks=return_on_all_ranks)
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        for index, (buffer, ranges) in enumerate(zip(self.buffers, self.gbuf_ranges)):
+            starts = {parameter: start for parameter, (start, _, _) in buffer.param_index_map.items()}
+            states = {starts[parameter]: self._get_main_param_and_optimizer_states(parameter) for parameter in starts}
+            joined: dict[str, Any] = {
+                name: _Joined({start: tensors[name] for start, tensors in states.items()})
+                for name in ("param", "exp_avg", "exp_avg_sq")
+            }
+            joined["numel_unpadded"] = buffer.numel_unpadded
+            state[index] = dict.fromkeys(ranges, joined)
+        return state
+
+    return get_parameter_state_dp_zero
+
+
+def _keep_on_host(create: Callable[..., None]) -> Callable[..., None]:
+    """Return the function that makes the host copies of a main weight, which are in host memory afterwards."""
+
+    @functools.wraps(create)
+    def create_on_host(owner: Any, main_param: Tensor, *args: Any) -> None:
+        create(owner, main_param, *args)
+        states = owner.param_to_cpu_states_map[main_param]
+        for name, value in states.items():
+            if value is not None and value.device.type != "cpu":
+                states[name] = torch.empty(value.shape, dtype=value.dtype, pin_memory=platform.current().pin_memory)
+                states[name].copy_(value)
+
+    return create_on_host
 
 
 def _get_state(self: Any, model_param: Tensor) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@
 | die of the rank | `engine_arguments` | the executor of a single process takes die 0 on every rank; the one for external launchers takes LOCAL_RANK, at tensor size 1 too |
 | no NZ weights | environment and `additional_config` | weights in FRACTAL_NZ cannot be overwritten in place; 0.18 reads the environment only, 0.23 both, and wake_up refuses to run with it |
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
-| sleep level 1 | `release` | level 2 also drops tensors of the weight pool that no checkpoint holds and no buffer registers |
+| sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
 | placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
@@ -30,7 +30,7 @@ import importlib.metadata
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +39,7 @@ from torch import Tensor, nn
 
 from mindspeed_rl.adaptors import vllm_ascend_sampling
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
+from mindspeed_rl.adaptors.vllm_ascend_sleep import KeptMemory
 from mindspeed_rl.config import GenerateConfig
 from mindspeed_rl.config.expert_map import read_expert_map
 
@@ -212,6 +213,7 @@ class VllmAscendHooks(EngineHooks):
         """
         self._release = release
         self._asleep: set[str] = set()
+        self._kept: KeptMemory | None = None
 
     def before_build(self, run_id: str) -> None:
         module: Any = importlib.import_module(_ROTARY_EMBEDDING)
@@ -291,10 +293,11 @@ class VllmAscendHooks(EngineHooks):
             unpacks |= {f"{name}.weight": Tensor.t, f"{name}.weight_scale": lambda scales: scales[:, None]}
         return unpacks
 
-    def release(self, llm: LLM) -> None:
+    def release(self, llm: LLM, replaced: Sequence[Tensor] = ()) -> None:
         if self._awaits_experts(llm):
             raise RuntimeError("the rollout engine was woken up and sent back to sleep without a weight push between.")
-        llm.sleep(level=1)
+        self._kept = KeptMemory.save(replaced) if replaced else None
+        llm.sleep(level=2 if replaced else 1)
         self._asleep = {"weights", "kv_cache"}
 
     def restore_weights(self, llm: LLM) -> None:
@@ -304,6 +307,9 @@ class VllmAscendHooks(EngineHooks):
         """
         if "weights" in self._asleep:
             llm.wake_up(tags=["weights"])
+            if self._kept is not None:
+                self._kept.restore()
+                self._kept = None
             self._asleep.remove("weights")
 
     def restore_cache(self, llm: LLM) -> None:

@@ -263,7 +263,7 @@ class VllmCpuHooks(EngineHooks):
     def packed_bytes(self, model: nn.Module) -> int:
         return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))
 
-    def release(self, llm: LLM) -> None:
+    def release(self, llm: LLM, replaced: Sequence[Tensor] = ()) -> None:
         vllm_cpu_linear.forget_packed(_runner(llm).model)
         storage = _runner(llm).kv_caches[0].untyped_storage()
         if storage.size():

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Megatron's name of the one weight that a critic or reward model has and a language model does not
 SCORE_HEAD = "rm_head.weight"
+#: the same in a checkpoint of the FSDP engine
+SHARDED_SCORE_HEAD = "weights.score.weight"
 
 
 class _MegatronTensors:
@@ -82,15 +84,16 @@ def open_layout(path: Path, iteration: int | None, *, verified: bool) -> Megatro
 
 
 def has_score_head(path: Path, iteration: int | None = None) -> bool:
-    """Return True when a checkpoint in any Megatron layout ends in a score head, False for a language model's.
+    """Return True when a checkpoint of either engine, in any layout, ends in a score head, False for a language model's.
 
     Raises:
         ValueError: the checkpoint is incomplete or damaged.
     """
     folder = iteration_folder(path, iteration)
-    if (folder / "metadata.json").is_file():
+    if (folder / ".metadata").is_file():
         from mindspeed_rl.checkpoint.dist import METADATA_FILE, read_metadata  # takes a second, see open_megatron
 
-        return SCORE_HEAD in read_metadata(folder / METADATA_FILE).state_dict_metadata
+        names = read_metadata(folder / METADATA_FILE).state_dict_metadata
+        return any(name in names for name in (SCORE_HEAD, SHARDED_SCORE_HEAD))
     # the files are checked when the weights are read
     return SCORE_HEAD in MegatronFolder(path, iteration, verified=True).names()

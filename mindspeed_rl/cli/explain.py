@@ -7,6 +7,8 @@ import io
 import json
 import os
 import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.options import RunParser
@@ -18,11 +20,15 @@ from mindspeed_rl.config.run_files import compose, locate
 from mindspeed_rl.data.hub import NotFetchedError
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.run.formula import formula
+
+if TYPE_CHECKING:
+    from mindspeed_rl.data.card import DataCard  # with numpy, which a plan of keys does without
 
 
 def main(argv: list[str]) -> int:
@@ -120,7 +126,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         return
     finally:
         report["warnings"] += [line.removeprefix("warning: ") for line in notes.getvalue().splitlines()]
-    report["data"] = inputs.card
+    report["data"] = "\n".join(map(str, inputs.cards))
     run, epochs = inputs.run, cfg.actor_config.train_epochs
     if inputs.images:
         report["samples"] = "\n  ".join(filter(None, [report["samples"], inputs.images]))
@@ -132,6 +138,32 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         count = inputs.num_rows if cfg.is_supervised else len(inputs.prompts)
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} {unit}, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)
+    mean_prompt = None if cfg.is_supervised else float(inputs.prompts.lengths.mean())
+    report["overview"] = _summarize(run, inputs.cards[0], mean_prompt)
+
+
+def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str, str]:
+    """Return what a run is, in a few lines: model, data, steps, memory and time, what `auto` became.
+
+    Args:
+        mean_prompt: mean tokens of a prompt; None in supervised stages, whose rows the planner reads itself.
+    """
+    actor, cfg = run.config.actor_config, run.config
+    # by name: the planner reads models, which a plan of keys does without
+    predict, means = (
+        registry.load(f"mindspeed_rl.planner.{name}", "explain") for name in ("prediction:predict", "samples:SampleMeans")
+    )
+    planned = replace(run, config=replace(cfg, actor_config=run.data_config))
+    unit = "rows" if cfg.is_supervised else "prompts"
+    saves = f", saved every {actor.save_interval}" if actor.save and actor.save_interval else ""
+    return {
+        "model": str(run.models["actor"].source.weights),
+        "rows": card.rows.get("rows") or card.rows.get("documents", ""),
+        "lengths": card.rows.get("lengths", ""),
+        "steps": f"{run.plan.train_iters} iterations of {run.plan.num_prompts} {unit}{saves}",
+        "planned": predict(planned, means(prompt=mean_prompt)).summary,
+        "platform": f"{run.platform} (auto)" if cfg.platform == "auto" else "",
+    }
 
 
 def _print_keys(text: str) -> int:

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "chat": ("mindspeed_rl.cli.chat", "talk with a model on the console"),
     "evaluate": ("mindspeed_rl.cli.evaluate", "score a model on benchmark data"),
     "rollout": ("mindspeed_rl.cli.rollout", "serve a model to runs on other machines"),
-    "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses"),
+    "parity": ("mindspeed_rl.cli.parity", "replay a saved rollout batch through the losses, or compare training engines"),
     "report": ("mindspeed_rl.cli.report", "write a run, or several, as one HTML file"),
     "watch": ("mindspeed_rl.cli.watch", "follow a run, or several, in the browser"),
     "diff": ("mindspeed_rl.cli.diff", "explain why log-probs of trainer and rollout engine differ"),

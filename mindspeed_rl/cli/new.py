@@ -11,12 +11,18 @@ from pathlib import Path
 from string import Template
 
 from mindspeed_rl.cli.options import Parser, print_status
+from mindspeed_rl.data.conversation import MalformedRowError
+from mindspeed_rl.data.forms import Reading, find_form
 from mindspeed_rl.data.hub import fetch, parse_hub_name
+from mindspeed_rl.data.sources import open_source, read_rows
 from mindspeed_rl.files import read_json, write_file
 
 #: column -> value
 _Row = dict[str, str]
 _NUM_HELD_OUT = 24
+_MIN_ROWS = 8
+#: handler of the forms with a question and an answer
+_QUESTIONS = "AlpacaStyleInstructionHandler"
 _TEMPLATES = Path(__file__).with_name("task_files")
 _NOUNS = (
     "cat dog river mountain city teacher train book garden winter kitchen ocean forest robot market school planet bridge "
@@ -71,6 +77,11 @@ def _make_sft() -> list[_Row]:
 
 
 
+def _make_own() -> list[_Row]:
+    orders = ("Write {} in capitals.", "What is {} in capital letters?", "Shout the word {}.")
+    return [{"question": order.format(noun), "answer": noun.upper()} for noun in _NOUNS for order in orders]
+
+
 @dataclass(frozen=True)
 class _Kind:
     """A kind of task.
@@ -79,10 +90,12 @@ class _Kind:
         title: goal of the task, in a line.
         make_rows: function that makes the prompts or samples.
         run: template of the run file.
+        stage: value of megatron_training.stage.
         scoring: template of its keys for rewards or the loss.
+        critic: template of the group of the critic; None without one.
+        columns: further columns of a row that a sample needs.
         files: further files, with their templates.
         iterations: length of the run with the tiny model.
-        handler: data handler for `preprocess`; None where prompts are read as they are.
         advice: template of the hints in the README.
         options: further options for `evaluate`.
     """
@@ -90,10 +103,12 @@ class _Kind:
     title: str
     make_rows: Callable[[], list[_Row]]
     run: str = "rl_run.yaml"
+    stage: str = "ray_grpo"
     scoring: str | None = "reward_keys.yaml"
+    critic: str | None = None
+    columns: tuple[str, ...] = ()
     files: Mapping[str, str] = field(default_factory=dict)
     iterations: int = 60
-    handler: str | None = None
     advice: str = "rl_advice.md"
     options: str = "--input-key question --scorer $reward --external-plugins reward.py"
 
@@ -111,13 +126,22 @@ _KINDS = {
         files={"environment.py": "environment.py"},
         options="--input-key question --scorer exact_match --environment environment:GuessNumber",
     ),
-    "preference": _Kind(
-        "DPO on pairs of a chosen and a rejected answer", _make_preference, run="supervised_run.yaml",
-        scoring="preference_keys.yaml", handler="AlpacaStylePairwiseHandler", advice="supervised_advice.md", options="",
+    "program": _Kind(
+        "GRPO of an agent that is a program of its own", _make_maths, scoring="program_keys.yaml", columns=("question",),
+        files={"play_sample.py": "play_sample.py"}, options="",
     ),
+    "ppo": _Kind(
+        "PPO with a critic on sums with a checked answer", _make_maths, stage="ray_ppo", scoring="ppo_keys.yaml",
+        critic="critic_keys.yaml", files={"reward.py": "number_reward.py"},
+    ),
+    "own": _Kind("GRPO on data and a reward of your own", _make_own, files={"reward.py": "own_reward.py"}),
+    **dict.fromkeys(("dpo", "preference"), _Kind(
+        "DPO on pairs of a chosen and a rejected answer", _make_preference, run="supervised_run.yaml", stage="dpo",
+        scoring="preference_keys.yaml", advice="supervised_advice.md", options="",
+    )),
     "sft": _Kind(
-        "Supervised fine-tuning on questions and answers", _make_sft, run="supervised_run.yaml", scoring=None, iterations=200,
-        handler="AlpacaStyleInstructionHandler", advice="supervised_advice.md",
+        "Supervised fine-tuning on questions and answers", _make_sft, run="supervised_run.yaml", stage="sft", scoring=None,
+        iterations=200, advice="supervised_advice.md",
         options="--input-key instruction --label-key output --scorer exact_match",
     ),
 }  # fmt: skip
@@ -140,10 +164,13 @@ def main(argv: list[str]) -> int:
     kinds = "; ".join(f"{name}: {kind.title}" for name, kind in _KINDS.items())
     parser.add_argument("--kind", choices=list(_KINDS), default="maths", help=f"{kinds}. Default: maths")
     parser.add_argument("--model", help="folder or name on a hub to start from; default: a random model of 0.8M parameters")
+    parser.add_argument("--data", help="own: file or folder with rows of questions and answers (jsonl, csv, parquet ...)")
     try:
         arguments = parser.parse_args(argv)
         folder = Path(arguments.name).expanduser()
-        commands = _write(folder, arguments.kind, arguments.model)
+        if arguments.data is not None and arguments.kind != "own":
+            raise ValueError(f"--data is for --kind own; kind {arguments.kind} makes its own rows")
+        commands = _write(folder, arguments.kind, arguments.model, arguments.data)
     except (ValueError, OSError) as error:
         print_status(f"error: {error}")
         return 2
@@ -151,11 +178,39 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
+def _read_own(path: str) -> list[_Row]:
+    """Read rows of a question and an answer from a file of the user.
+
+    Raises:
+        ValueError: the file cannot be read, or it has no columns of questions and answers.
+    """
+    rows: list[_Row] = []
+    reading: Reading | None = None
+    for file, number, row in read_rows(open_source(path)):
+        if isinstance(row, MalformedRowError) or not isinstance(row, Mapping):
+            raise ValueError(f"--data {file}, row {number}: {row if isinstance(row, MalformedRowError) else 'is no object'}")
+        reading = reading or find_form(row, "samples")
+        if reading is None or reading.handler != _QUESTIONS:
+            raise ValueError(
+                f"--data {path}: rows have the columns {', '.join(map(str, row))}, but question and answer, prompt and"
+                " completion or instruction and output are needed: rename yours, or write the folder without --data and change"
+                " map_keys"
+            )
+        question, answer = (str(row.get(name) or "").strip() for name in reading.columns)
+        if not question or not answer:
+            raise ValueError(f"--data {file}, row {number}: {' and '.join(reading.columns)} must not be empty")
+        extra = str(row.get("input") or "").strip() if reading.form == "Alpaca" else ""
+        rows.append({"question": "\n".join(filter(None, (question, extra))), "answer": answer})
+    if len(rows) < _MIN_ROWS:
+        raise ValueError(f"--data {path} has {len(rows)} rows; {_MIN_ROWS} or more are needed to train and to hold some out")
+    return rows
+
+
+def _write(folder: Path, name_of_kind: str, model: str | None, data: str | None = None) -> str:
     """Write all files and return the commands to run next.
 
     Raises:
-        ValueError: the folder exists, its name is unusable, or the model is none.
+        ValueError: the folder exists, its name is unusable, or the model or the data are none.
     """
     kind, reward = _KINDS[name_of_kind], re.sub(r"\W", "_", folder.name).strip("_").lower()
     if not reward or not re.fullmatch(r"[\w.-]+", folder.name):
@@ -168,16 +223,19 @@ def _write(folder: Path, name_of_kind: str, model: str | None) -> str:
         "kind": name_of_kind,
         "title": f"{folder.name}: {kind.title}",
         "reward": reward,
-        "stage": "dpo" if name_of_kind == "preference" else "sft",
+        "stage": kind.stage,
+        "columns": f"\n  dataset_additional_keys: [{', '.join(kind.columns)}]" if kind.columns else "",
         **sizes,
     }
-    rows = kind.make_rows()
+    rows = kind.make_rows() if data is None else _read_own(data)
     random.Random(0).shuffle(rows)
+    num_held_out = _NUM_HELD_OUT if data is None else min(_NUM_HELD_OUT, len(rows) // 4)
     commands = _list_commands(kind, values)
+    parts = {"scoring": kind.scoring, "critic": kind.critic}
     texts = {
-        "train.jsonl": _format_rows(rows[_NUM_HELD_OUT:]),
-        "heldout.jsonl": _format_rows(rows[:_NUM_HELD_OUT]),
-        "run.yaml": _fill(_read(kind.run), {**values, "scoring": _fill(_read(kind.scoring), values)}),
+        "train.jsonl": _format_rows(rows[num_held_out:]),
+        "heldout.jsonl": _format_rows(rows[:num_held_out]),
+        "run.yaml": _fill(_read(kind.run), {**values, **{name: _fill(_read(text), values) for name, text in parts.items()}}),
         "README.md": _fill(_read("README.md"), {**values, **_describe(kind, model, rows[0]), "commands": commands}),
         **{name: _fill(_read(template), values) for name, template in kind.files.items()},
     }
@@ -213,6 +271,7 @@ def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
         "reward.py": "the reward function: change it to your task",
         "tools.yaml": "the tools that the model may call",
         "environment.py": "the environment: what it answers, and its rewards",
+        "play_sample.py": "the program that plays a sample and prints its reward",
     }
     example = json.dumps(row, ensure_ascii=False)
     return {
@@ -224,15 +283,8 @@ def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
 
 
 def _list_commands(kind: _Kind, values: dict[str, str]) -> str:
-    commands = []
-    if kind.handler is not None:
-        commands += [
-            f"mindspeed-rl preprocess --input {part}.jsonl --output-prefix data/{part} --handler-name {kind.handler} "
-            "--tokenizer-name-or-path $model --prompt-type hf"
-            for part in ("train", "heldout")
-        ]
-    commands += ["mindspeed-rl explain --config run.yaml", "mindspeed-rl train --config run.yaml"]
-    load = "--load result/hf/latest --hf-chat-template --max-new-tokens $answer"
+    commands = ["mindspeed-rl explain --config run.yaml", "mindspeed-rl train --config run.yaml"]
+    load = "--load result/hf/latest --max-new-tokens $answer"
     if kind.options:
         commands.append(f"mindspeed-rl evaluate {load} --task jsonl --task-data-path heldout.jsonl {kind.options}")
     commands.append(f"mindspeed-rl chat {load}")
@@ -245,7 +297,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     Raises:
         ValueError: the folder holds no model.
     """
-    supervised = kind.handler is not None
+    supervised = kind.run == "supervised_run.yaml"
     if model is None:
         sizes = {"prompt": 96, "answer": 16, "length": 192, "micro": 128, "iterations": kind.iterations, "cache": 0.25}
         note = "for random weights; a model that has been trained needs 10 to 1000 times less"

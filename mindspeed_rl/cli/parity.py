@@ -3,6 +3,8 @@
 Writes the loss, the advantages and the gradient of the loss with respect to log_probs, so that another implementation
 can be compared with this one number by number on the same batch. The format of the batch is described in
 mindspeed_rl/algorithms/rollout_file.py.
+
+With --engines NAME,NAME the argument is a run file, and training engines are compared on one step of its actor.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
 from mindspeed_rl.algorithms.policy_losses import policy_loss
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
 from mindspeed_rl.catalogue.objective import Objective
+from mindspeed_rl.cli import engine_parity
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.compat.aliases import apply_aliases
@@ -213,6 +216,8 @@ def _override(text: str) -> tuple[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Run `mindspeed-rl parity`; return the exit status, 2 for an error in the arguments or the batch."""
+    if any(word.partition("=")[0] == "--engines" for word in argv):
+        return engine_parity.main(argv)
     parser = argparse.ArgumentParser(
         prog="mindspeed-rl parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,25 @@ _SHOWN, _SHOWN_RUN = 600, 160
 _INDENT = " " * 13
 
 
-def format_card(title: str, rows: Mapping[str, str]) -> str:
-    """Format a card: a title, and a line for each of its rows that is not empty."""
-    return "\n".join([title, *(f"  {name:<9}  {text}" for name, text in rows.items() if text)])
+@dataclass(frozen=True)
+class DataCard:
+    """The card of one data set.
+
+    Attributes:
+        title: key of the run file, and its value.
+        rows: what is known of it, by name; empty texts are not shown.
+    """
+
+    title: str
+    rows: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the card as lines."""
+        return "\n".join([self.title, *(f"  {name:<9}  {text}" for name, text in self.rows.items() if text)])
+
+    def without_examples(self) -> DataCard:
+        """Return the card of held-out data."""
+        return DataCard(self.title, {name: text for name, text in self.rows.items() if not name.startswith("example")})
 
 
 def describe_lengths(lengths: np.ndarray, limit: int | None = None) -> str:
@@ -75,8 +92,10 @@ def describe_columns(
     sides.sort()  # chosen before rejected
     lengths = np.maximum.reduce([columns.lengths(f"{side}input_ids") for side in sides])
     card = {"rows": f"{len(columns):,}", "lengths": describe_lengths(lengths, seq_length)}
-    card["trained"] = _count_trained(columns, sides)
-    if stage != "prm" and not _has_ends(columns, sides, tokenizer.eos_token_id):
+    labelled = [side for side in sides if f"{side}labels" in columns.columns]  # a reward model reads only the answers
+    if labelled:
+        card["trained"] = _count_trained(columns, labelled)
+    if labelled and stage not in ("prm", "orm") and not _has_ends(columns, labelled, tokenizer.eos_token_id):
         card["ends"] = (
             f"no answer ends with the end token {tokenizer.eos_token}: a model that learns them does not stop;"
             " the template of prompt_type, or append_eod, writes it"
@@ -87,7 +106,14 @@ def describe_columns(
     examples = []
     for index in range(min(NUM_EXAMPLES, len(columns))):
         parts = [
-            (side.rstrip("_"), _mark(tokenizer, columns.row(index, f"{side}input_ids"), columns.row(index, f"{side}labels")))
+            (
+                side.rstrip("_"),
+                _mark(
+                    tokenizer,
+                    columns.row(index, f"{side}input_ids"),
+                    columns.row(index, f"{side}labels") if side in labelled else None,
+                ),
+            )
             for side in sides
         ]
         if "desirable" in columns.columns:

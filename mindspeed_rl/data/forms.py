@@ -16,11 +16,12 @@ from mindspeed_rl.data.sources import RowSource, TaggedRow, read_rows
 #: what a row is to a stage: a document, samples with answers, a pair of answers, one judged answer, or judged steps
 Kind = Literal["documents", "samples", "pairs", "judged answers", "judged steps", "prompts"]
 
+_PAIRS: tuple[Kind, ...] = ("pairs",)
 #: stage -> kinds of rows that it learns from, the first one preferred
 STAGE_KINDS: dict[str, tuple[Kind, ...]] = {
     "pretrain": ("documents",),
     "sft": ("samples",),
-    **dict.fromkeys(("dpo", "simpo", "cpo", "orpo", "orm"), ("pairs",)),
+    **dict.fromkeys(("dpo", "simpo", "cpo", "orpo", "orm"), _PAIRS),
     "kto": ("judged answers", "pairs"),
     "prm": ("judged steps",),
 }
@@ -184,13 +185,10 @@ def find_form(row: Row, kind: Kind, map_keys: Mapping[str, object] | None = None
         known = handler_class(form.handler).default_map or dict.fromkeys(form.values)
         if not set(map_keys or ()) <= known.keys():
             continue
-        # with the user's columns a form's own would be a guess
-        columns = {**known, **{key: key for key in form.values if known.get(key) is None}, **(map_keys or form.columns)}
-        if map_keys and form.columns and not form.columns.keys() - map_keys.keys() <= {"query"}:
-            continue
-        names = {key: columns[key] for key in form.values}
+        named = {**form.columns, **(map_keys or {})}
+        names = {key: named.get(key) or ("" if key in named else known[key] or key) for key in form.values}
         if all(name in row and form.values[key](row[name]) for key, name in names.items()):
-            return Reading(form.handler, map_keys or dict(form.columns) or None, form.name, tuple(map(str, names.values())))
+            return Reading(form.handler, named or None, form.name, tuple(map(str, names.values())))
     return None
 
 

@@ -80,7 +80,7 @@ class ComparisonWorker(DeviceWorker):
     def push_twice(self) -> None:
         """Push other weights, then the trained ones as in training: a parameter that keeps the other ones is stale."""
         self.role.offloader.onload(params=True)
-        weights = [weight.tensor for weight in self.role.stream.local_weights.values()]
+        weights = [weight.tensor for weight in self.role.megatron_stream.local_weights.values()]
         _scale(weights, _SCALE)
         self._push(0)
         self._before = _copies(self.rollout.engine.get_model())
@@ -147,7 +147,7 @@ class ComparisonWorker(DeviceWorker):
         self.role.offloader.onload(params=True)
         row = Rows([torch.tensor([*prompt_ids, *response_ids])], [len(prompt_ids)])
         collected = _TensorCollector()
-        with ModelProbe(self.role.engine, collected).recording():
+        with ModelProbe(self.role.megatron, collected).recording():
             output = self.role.engine.forward(row, MicroBatching(1))
         parts = {name.removeprefix("micro_0."): (tensor, collected.cuts[name]) for name, tensor in collected.tensors.items()}
         parts.pop("head", None)
@@ -161,7 +161,7 @@ class ComparisonWorker(DeviceWorker):
 
     def temperatures(self) -> tuple[float, float]:
         """Return the temperatures by which trainer and engine divide their logits."""
-        return self.role.engine.temperature, self.rollout.engine.sampling.temperature
+        return self.role.megatron.temperature, self.rollout.engine.sampling.temperature
 
 
 def _scale(weights: Sequence[Tensor], factor: float) -> None:

@@ -21,6 +21,7 @@ from mindspeed_rl.models.plan import ModelPlan, lay_out_model
 from mindspeed_rl.planner.shapes import plan_role
 from mindspeed_rl.planner.step_costs import LowerBound, compute_lower_bounds, encode_costs, format_costs
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.training_engine_rules import check_command
 from mindspeed_rl.runtime.process import find_free_port, prepare_process
 
 _DEVICE = "npu"
@@ -83,6 +84,7 @@ def count(cfg: RunConfig, name: str, layers: int, rows: int, tokens: int, *, as_
         ValueError: this run file cannot be counted, or no device is usable.
         RuntimeError: a rank failed, with its message.
     """
+    check_command(cfg.actor_config, "actor_config", "npu-cost")
     job = build_count_job(cfg, name, layers, rows, tokens)
     if not platform.platform_class(_DEVICE).is_available():
         raise ValueError(

@@ -27,6 +27,7 @@ from mindspeed_rl.run.models import plan_models, with_model_configs
 from mindspeed_rl.run.paths import with_absolute_paths
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.run.resolve import resolve
+from mindspeed_rl.run.rules.training_engine_rules import check_command
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.runtime.fork_server import RL, fork_server
 from mindspeed_rl.trainers.prompt_loader import load_prompts
@@ -60,6 +61,7 @@ def compare_run(
     """
     if cfg.is_supervised:
         raise ValueError(f"megatron_training.stage: {cfg.stage} has no rollout to compare the trainer with")
+    check_command(cfg.actor_config, "actor_config", "diff")
     cfg = with_model_configs(cfg)
     run = resolve(cfg, num_nodes, platform=platform.resolve_name(cfg.platform), folder=folder)
     if run.placement.disaggregated:

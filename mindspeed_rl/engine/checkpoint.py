@@ -19,13 +19,15 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -37,7 +39,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
 from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import EXPORTS, IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
 from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.engine.disks import (
     RANDOM,
@@ -52,6 +54,7 @@ from mindspeed_rl.engine.disks import (
     raise_any_failure,
     share_small_files,
 )
+from mindspeed_rl.engine.interface import Engine, StateFiles
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import reload_main_weights
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
@@ -86,8 +89,16 @@ def _find_newest_iteration(folder: str | Path) -> int | None:
 class CheckpointSaver:
     """Writer of checkpoints of one engine, in the background with `async_save`; all methods are collective."""
 
-    def __init__(self, engine: TrainEngine, folder: str | Path) -> None:
+    def __init__(self, engine: Engine, folder: str | Path, files: StateFiles | None = None) -> None:
+        """Prepare to save.
+
+        Args:
+            engine: whose state is saved.
+            folder: takes the checkpoints.
+            files: form of the state; None for Megatron's.
+        """
         self.engine = engine
+        self._files = build_megatron_files(engine) if files is None else files
         self.folder = Path(folder)
         self._queue = AsyncCallsQueue()
         #: folder of the background save in progress
@@ -183,16 +194,14 @@ class CheckpointSaver:
         engine, config = self.engine, self.engine.config
         lora = LoraSettings.from_config(config)
         adapters_only = lora is not None and config.lora_ckpt_filter
-        has_schedule = not config.no_save_optim and engine.scheduler is not None
         return {
             "iteration": iteration,
             "stage": config.stage,
+            "engine": self._files.name,
             "world_size": dist.get_world_size(),
-            "layout": _record_layout(engine),
-            "noop_layers": list(engine.model.plan.layout.noop_layers),
             "bf16": config.bf16,
             "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
-            "scheduler": engine.scheduler.state_dict() if has_schedule and engine.scheduler is not None else None,
+            **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
             "num_updates": engine.num_updates,
             "checksums": True,
@@ -200,14 +209,12 @@ class CheckpointSaver:
         }
 
     def _build_request(self, partial: Path) -> AsyncRequest:
-        """Return the request to write Megatron's files, in which each rank writes its own and then their checksums."""
+        """Return the request to write the state, in which each rank writes its own files and then their checksums."""
         config, rank = self.engine.config, dist.get_rank()
         self.engine.offloader.onload(optimizer=True)  # a swapped optimizer leaves again after the next step
         adapters_only = LoraSettings.from_config(config) is not None and config.lora_ckpt_filter
         subset, with_optimizer = "adapters" if adapters_only else "all", not config.no_save_optim
-        state = self.engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
-        request = dist_checkpointing.save(state, str(partial), async_sharded_save=True)
-        assert request is not None  # of an asynchronous save, which `execute_sync` can run at once
+        request = self._files.save(partial, subset, with_optimizer=with_optimizer)
         if request.async_fn is None:  # nothing to write on this rank
             return request
         return request._replace(async_fn=functools.partial(_write_with_sums, request.async_fn, partial, rank))
@@ -253,6 +260,13 @@ class CheckpointSaver:
         with _removing_failed(self._partial, self.disks):
             if self._queue.maybe_finalize_async_calls(blocking=wait):
                 self._partial = None
+
+
+def _copy_from_host(entry: object) -> object:
+    """Return an entry of a sharded state with a copy of its tensor, where that is in host memory."""
+    if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None and entry.data.device.type == "cpu":
+        return replace(entry, data=entry.data.clone())
+    return entry
 
 
 def _get_random_name(rank: int) -> str:
@@ -349,11 +363,6 @@ def _name_newest(folder: Path, iteration: int) -> None:
     temporary = tracker.with_suffix(".tmp")
     temporary.write_text(str(iteration))
     os.replace(temporary, tracker)
-
-
-def _record_layout(engine: TrainEngine) -> dict[str, int]:
-    layout = engine.model.plan.layout
-    return {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": engine.config.context_parallel_size}
 
 
 def choose_checkpoint(folder: str | Path, iteration: int | None = None) -> tuple[int, Disks | None]:
@@ -455,7 +464,9 @@ def verify_files(path: Path, advice: str, files: CheckpointFiles | None = None) 
     return has_sums
 
 
-def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    engine: Engine, folder: str | Path, iteration: int | None = None, files: StateFiles | None = None
+) -> dict[str, Any]:
     """Restore weights and, unless the run's keys exclude them, optimizer, schedule and random generators; collective.
 
     The layout may differ from the one that saved. A checkpoint with only adapters leaves the base weights unchanged; one
@@ -466,6 +477,7 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
         engine: with its optimizer built, if that is restored.
         folder: has `latest_checkpointed_iteration.txt`.
         iteration: another checkpoint than the newest.
+        files: form of the state; None for Megatron's.
 
     Returns:
         {"iteration": ..., "run_state": ..., "random_restored": bool}.
@@ -473,43 +485,31 @@ def load_checkpoint(engine: TrainEngine, folder: str | Path, iteration: int | No
     Raises:
         ValueError: no checkpoint is finished, or it lacks a state that is restored.
     """
-    config = engine.config
+    config, files = engine.config, build_megatron_files(engine) if files is None else files
     engine.offloader.onload(optimizer=True)
     iteration, disks = choose_checkpoint(folder, iteration)
     path = iteration_folder(folder, iteration)
-    record, files = _open_checkpoint(Path(folder), path, disks)
-    with_optimizer = engine.optimizer is not None and not (config.finetune or config.no_load_optim)
-    _check_record(engine, record, path, with_optimizer=with_optimizer)
+    record, missing = _open_checkpoint(Path(folder), path, disks)
+    with_optimizer = files.has_optimizer and not (config.finetune or config.no_load_optim)
+    _check_record(engine, files, record, path, with_optimizer=with_optimizer)
     subset = _choose_subset(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
-    fresh_head = engine.model.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
+    fresh_head = engine.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
         raise ValueError(
             f"load: {path} is a language model's, without a score head to resume with; set finetune: true to start from its "
             "weights."
         )
-    sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True)
-    if fresh_head:
-        for index in range(len(engine.model.models)):
-            sharded[f"model{index}"].pop(SCORE_HEAD, None)
     random = _get_random_name(dist.get_rank())
-    restores_random = _fits_generators(engine, record) and (files is None or not files.lost)
-    if files is not None:
-        if files.lost and dist.get_rank() == 0:
-            _log.warning("load: no machine has %s; random generators start anew.", path / min(files.lost))
-        files.fetch(list_needed_files(path, sharded) | ({random} if restores_random else set()))
-    load_common = functools.partial(load_with_records, as_tensors=True)
-    with _explaining_failures(f"load: {path} does not fit this run"), reading_with(DistReader, load_common):
-        # a tuple is returned only where keys may be missing
-        state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
-    if fresh_head and subset != "adapters":  # adapters have the head of the base weights
-        for index, model in enumerate(engine.model.models):
-            _add_zero_head(model, state[f"model{index}"])
-    engine.load_weights(state, strict=subset == "all")
-    if with_optimizer:
-        engine.load_optimizer(state, record)
-    elif engine.optimizer is not None:
-        # its fp32 main weights are still copies of those from before the load
-        reload_main_weights(engine.optimizer)
+    restores_random = _fits_generators(engine, files, record) and (missing is None or not missing.lost)
+    if missing is not None and missing.lost and dist.get_rank() == 0:
+        _log.warning("load: no machine has %s; random generators start anew.", path / min(missing.lost))
+
+    def fetch(list_needed: Callable[[], set[str]]) -> None:
+        if missing is not None:
+            missing.fetch(list_needed() | ({random} if restores_random else set()))
+
+    with _explaining_failures(f"load: {path} does not fit this run"):
+        files.restore(path, record, subset, with_optimizer=with_optimizer, fresh_head=fresh_head, fetch=fetch)
     random_restored = restores_random and (path / random).is_file()
     if random_restored:
         restore_rng_state(load_file(path / random))
@@ -530,20 +530,106 @@ def _open_checkpoint(folder: Path, path: Path, disks: Disks | None) -> tuple[dic
     return read_json(record), files
 
 
-def _check_record(engine: TrainEngine, record: Mapping[str, Any], path: Path, *, with_optimizer: bool) -> None:
-    """Raise ValueError where a checkpoint lacks a state that is restored, or names its layers in another way."""
+def _check_record(engine: Engine, files: StateFiles, record: Mapping[str, Any], path: Path, *, with_optimizer: bool) -> None:
+    """Raise ValueError where a checkpoint lacks a state that is restored, or has it in another form."""
+    saved_by = record.get("engine", MegatronFiles.name)
+    if saved_by != files.name:
+        raise ValueError(
+            f"load: {path} was saved by engine: {saved_by}, and this role has engine: {files.name}; keep the engine, or set "
+            f"load to the weights in {path.parent / EXPORTS}/latest, which a run with save_hf: true writes."
+        )
     if with_optimizer and record["scheduler"] is None:
         raise ValueError(f"load: {path} was saved without its optimizer; set no_load_optim or finetune.")
     if with_optimizer and record["bf16"] != engine.config.bf16:
         saved = str(record["bf16"]).lower()
         raise ValueError(f"load: {path} was saved with bf16: {saved}; keep that, or set no_load_optim or finetune.")
-    noop_layers = list(engine.model.plan.layout.noop_layers)
-    if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
-        raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
+    files.check(record, path)
 
 
-def _fits_generators(engine: TrainEngine, record: Mapping[str, Any]) -> bool:
+def _fits_generators(engine: Engine, files: StateFiles, record: Mapping[str, Any]) -> bool:
     """Return whether the states of random generators are restored: those of as many ranks in the same layout."""
     if engine.config.finetune or engine.config.no_load_rng:
         return False
-    return record["world_size"] == dist.get_world_size() and record["layout"] == _record_layout(engine)
+    return record["world_size"] == dist.get_world_size() and record["layout"] == files.describe()["layout"]
+
+
+# ---------------------------------------------------------------------- the state of Megatron's engine
+
+
+class MegatronFiles:
+    """The state of Megatron's engine, as its `torch_dist` checkpoints have it; see `interface.StateFiles`."""
+
+    name = "megatron"
+
+    def __init__(self, engine: TrainEngine) -> None:
+        self._engine = engine
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True where the engine trains."""
+        return self._engine.optimizer is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Return layout and schedule."""
+        engine = self._engine
+        layout, config = engine.plan.layout, engine.config
+        has_schedule = not config.no_save_optim and engine.scheduler is not None
+        sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": config.context_parallel_size}
+        return {
+            "layout": sizes,
+            "noop_layers": list(layout.noop_layers),
+            "scheduler": engine.scheduler.state_dict() if has_schedule and engine.scheduler is not None else None,
+        }
+
+    def check(self, record: Mapping[str, Any], path: Path) -> None:
+        """Raise ValueError where a checkpoint names its layers in another way."""
+        noop_layers = list(self._engine.plan.layout.noop_layers)
+        if noop_layers != record["noop_layers"]:  # Megatron names the layers of such a model one by one, empty ones included
+            raise ValueError(f"load: {path} was saved with noop_layers {record['noop_layers']}, this run has {noop_layers}.")
+
+    def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
+        """Return Megatron's request."""
+        config = self._engine.config
+        state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
+        if config.async_save and config.swap_optimizer:  # whose next step changes what is in host memory
+            dict_list_map_inplace(_copy_from_host, cast(Any, state))
+        request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
+        assert request is not None  # of an asynchronous save, which `execute_sync` can run at once
+        return request
+
+    def restore(
+        self,
+        path: Path,
+        record: Mapping[str, Any],
+        subset: Literal["all", "adapters", "base"],
+        *,
+        with_optimizer: bool,
+        fresh_head: bool,
+        fetch: Callable[[Callable[[], set[str]]], None],
+    ) -> None:
+        """Take the state of a checkpoint."""
+        engine = self._engine
+        sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True)
+        if fresh_head:
+            for index in range(len(engine.model.models)):
+                sharded[f"model{index}"].pop(SCORE_HEAD, None)
+        fetch(lambda: list_needed_files(path, sharded))
+        load_common = functools.partial(load_with_records, as_tensors=True)
+        with reading_with(DistReader, load_common):
+            # a tuple is returned only where keys may be missing
+            state = cast(ShardedStateDict, dist_checkpointing.load(sharded, str(path)))
+        if fresh_head and subset != "adapters":  # adapters have the head of the base weights
+            for index, model in enumerate(engine.model.models):
+                _add_zero_head(model, state[f"model{index}"])
+        engine.load_weights(state, strict=subset == "all")
+        if with_optimizer:
+            engine.load_optimizer(state, record)
+        elif engine.optimizer is not None:
+            # its fp32 main weights are still copies of those from before the load
+            reload_main_weights(engine.optimizer)
+
+
+def build_megatron_files(engine: Engine) -> StateFiles:
+    """Return the files of Megatron's engine."""
+    assert isinstance(engine, TrainEngine)
+    return MegatronFiles(engine)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
@@ -13,7 +15,7 @@ from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.platform.base import SideStream
 
 
-def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+def collect_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Return the distinct non-empty storages of tensors, by address."""
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -85,7 +87,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-class Offloader:
+class StateOffloader(ABC):
     """Weights, gradients and optimizer state of one engine, each on or off the device.
 
     Code that reads or changes one of them calls `onload` before, even where it may be on the device already.
@@ -94,58 +96,50 @@ class Offloader:
         optimizer: None where the model does not train.
     """
 
-    def __init__(self, model: BuiltModel, optimizer: MegatronOptimizer | None = None) -> None:
-        self._model, self.optimizer = model, optimizer
+    optimizer: Any
+
+    def __init__(self) -> None:
         stream = platform.current().side_stream()
         self._params = _Offload(stream, keep_content=True)
         self._grads = _Offload(stream, keep_content=False)
         self._optimizer = _Offload(stream, keep_content=True)
 
+    @abstractmethod
     def _weight_tensors(self) -> Iterator[Tensor]:
-        for model in self._model.models:
-            yield from (parameter.data for parameter in model.parameters())
-        for buffer in self._model.gradient_buffers():
-            # with the distributed optimizer parameters are views of this buffer
-            if buffer.param_data is not None:
-                yield buffer.param_data
+        """Yield the tensors of the weights."""
 
+    @abstractmethod
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the gradients."""
+
+    @abstractmethod
     def _optimizer_tensors(self) -> Iterator[Tensor]:
-        weights = _storages(self._weight_tensors())
-        # Megatron chains one optimizer for dense and one for expert parameters
-        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            inner = optimizer.optimizer
-            # this rank has no parameters of that kind
-            if inner is None:
-                continue
-            candidates = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-            # under bf16 these are the fp32 main weights; in fp32 they are the weights, left to `params`
-            candidates += [parameter.data for group in inner.param_groups for parameter in group["params"]]
-            yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)
+        """Yield the tensors of the optimizer that are not those of the weights."""
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes of weights, gradients and optimizer state that are on the device now."""
-        weights = _storages(self._weight_tensors())
-        gradients = _storages(buffer.grad_data for buffer in self._model.gradient_buffers())
-        optimizer = _storages(self._optimizer_tensors()) if self.optimizer is not None else {}
+        weights = collect_storages(self._weight_tensors())
+        gradients = collect_storages(self._gradient_tensors())
+        optimizer = collect_storages(self._optimizer_tensors()) if self.optimizer is not None else {}
         resident = {"weights": weights, "gradients": gradients, "optimizer": optimizer}
         return {name: sum(storage.size() for storage in storages.values()) for name, storages in resident.items()}
 
     def start_offload(self, *, optimizer: bool) -> None:
         """Start to copy the optimizer's state to the host in the background; `offload` then only frees it."""
         if optimizer and self.optimizer is not None:
-            self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
+            self._optimizer.start_emptying(collect_storages(self._optimizer_tensors()).values())
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Offload the named states. Optimizer before params, because its storages are identified by the weights'."""
         named: list[_Offload] = []
         if optimizer and self.optimizer is not None:
-            self._optimizer.start_emptying(_storages(self._optimizer_tensors()).values())
+            self._optimizer.start_emptying(collect_storages(self._optimizer_tensors()).values())
             named.append(self._optimizer)
         if grads:
-            self._grads.start_emptying(_storages(buffer.grad_data for buffer in self._model.gradient_buffers()).values())
+            self._grads.start_emptying(collect_storages(self._gradient_tensors()).values())
             named.append(self._grads)
         if params:
-            self._params.start_emptying(_storages(self._weight_tensors()).values())
+            self._params.start_emptying(collect_storages(self._weight_tensors()).values())
             named.append(self._params)
         if leaving := [storages for storages in named if storages.is_leaving]:
             platform.current().synchronize()
@@ -166,3 +160,35 @@ class Offloader:
             self._grads.fill()
         if optimizer:
             self._optimizer.fill()
+
+
+class Offloader(StateOffloader):
+    """The state of Megatron's engine: its flat buffers, and the optimizers that it chains."""
+
+    def __init__(self, model: BuiltModel, optimizer: MegatronOptimizer | None = None) -> None:
+        super().__init__()
+        self._model, self.optimizer = model, optimizer
+
+    def _weight_tensors(self) -> Iterator[Tensor]:
+        for model in self._model.models:
+            yield from (parameter.data for parameter in model.parameters())
+        for buffer in self._model.gradient_buffers():
+            # with the distributed optimizer parameters are views of this buffer
+            if buffer.param_data is not None:
+                yield buffer.param_data
+
+    def _gradient_tensors(self) -> Iterator[Tensor]:
+        yield from (buffer.grad_data for buffer in self._model.gradient_buffers())
+
+    def _optimizer_tensors(self) -> Iterator[Tensor]:
+        weights = collect_storages(self._weight_tensors())
+        # Megatron chains one optimizer for dense and one for expert parameters
+        for optimizer in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            inner = optimizer.optimizer
+            # this rank has no parameters of that kind
+            if inner is None:
+                continue
+            candidates = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+            # under bf16 these are the fp32 main weights; in fp32 they are the weights, left to `params`
+            candidates += [parameter.data for group in inner.param_groups for parameter in group["params"]]
+            yield from (tensor for tensor in candidates if tensor.untyped_storage().data_ptr() not in weights)

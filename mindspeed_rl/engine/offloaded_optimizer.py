@@ -169,8 +169,8 @@ class _FileStates:
         if not self._num_bytes:  # an empty file cannot be mapped
             return [torch.empty(0) for _ in self._sizes]
         # by its number, for it has no name
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
-        return [torch.empty(0).set_(storage, start, (size,)) for start, size in zip(self._starts, self._sizes)]
+        storage: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{self._file.fileno()}", True, self._num_bytes)
+        return [torch.empty(0).set_(storage, start, (size,), (1,)) for start, size in zip(self._starts, self._sizes)]
 
     def start_reading(self, item: _Slice, *, is_replaced: bool = False) -> None:
         self._next = buffer = self._buffers[0]
@@ -198,7 +198,7 @@ class _FileStates:
             RuntimeError: the disk failed; the states are lost.
         """
         for index, tensor in zip(buffer.item.states, buffer.tensors):
-            view, offset = memoryview(tensor.numpy()).cast("B"), 4 * (self._starts[index] + buffer.item.start)
+            view, offset = tensor.numpy().data.cast("B"), 4 * (self._starts[index] + buffer.item.start)
             while view:
                 try:
                     count = call(self._file.fileno(), [view], offset)
@@ -364,14 +364,16 @@ class OffloadedOptimizer:
             self.inner.state[parameter] = {name: value for name, value in states.items() if name != _MAIN}
         try:
             yield
+            for parameter, states in named.items():  # a load may have put other tensors there
+                loaded = {_MAIN: parameter.data, **self.inner.state[parameter]}
+                for name, value in states.items():
+                    if loaded[name].data_ptr() != value.data_ptr():
+                        value.copy_(loaded[name])
         finally:
-            for parameter, states in named.items():
-                loaded = self.inner.state.pop(parameter)
-                for name in states.keys() & loaded.keys():
-                    if loaded[name].data_ptr() != states[name].data_ptr():
-                        states[name].copy_(loaded[name])
-                if parameter in empty:
-                    parameter.data = empty[parameter]
+            for parameter in named:
+                self.inner.state.pop(parameter, None)
+            for parameter, data in empty.items():
+                parameter.data = data
 
     @torch.no_grad()
     def step(self) -> None:
@@ -571,15 +573,11 @@ def _offload_part(part: Any, config: MegatronConfig) -> None:
 def _build_copy(part: Any, names: _Names, offloaded: set[Tensor]) -> Callable[[], None]:
     """Return the copy of float32 weights to the model's, of those that are on the device."""
     copy_all: Callable[[], None] = part._copy_main_params_to_model_params
-    kept: dict[str, list[list[Tensor]]] = {names.models: [], names.mains: []}
-    for group, mains in zip(getattr(part, names.models), getattr(part, names.mains)):
-        pairs = [(model, main) for model, main in zip(group, mains) if main not in offloaded]
-        kept[names.models].append([model for model, _ in pairs])
-        kept[names.mains].append([main for _, main in pairs])
 
     def copy_main_params() -> None:
-        full = {name: getattr(part, name) for name in kept}
-        vars(part).update(kept)
+        full = {name: getattr(part, name) for name in (names.models, names.mains)}
+        rows = [[row for row in zip(*group) if row[1] not in offloaded] for group in zip(*full.values())]
+        vars(part).update({name: [[row[place] for row in group] for group in rows] for place, name in enumerate(full)})
         try:
             copy_all()
         finally:

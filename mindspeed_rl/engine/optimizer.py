@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -27,6 +28,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.gradient_sums import showing, windows
 from mindspeed_rl.engine.muon import use_muon
 from mindspeed_rl.engine.offloaded_optimizer import EmptyMainWeights, OffloadedOptimizer, offload_states
 from mindspeed_rl.models.vision import TOWER, get_tower_part
@@ -40,9 +42,9 @@ _States = dict[int, dict[str, object]]
 
 
 def ddp_config(config: MegatronConfig) -> DistributedDataParallelConfig:
-    """Return the config of gradient buckets, reduced always in fp32, so that DP size and bf16 do not change the precision."""
+    """Return the config of gradient buckets, which are in fp32 unless the run file asks for the type of the weights."""
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=config.grad_reduce_in_fp32,
         overlap_grad_reduce=config.overlap_grad_reduce,
         overlap_param_gather=config.overlap_param_gather,
         use_distributed_optimizer=config.use_distributed_optimizer,
@@ -98,10 +100,13 @@ def _is_of_tower(parameter: Tensor, name: str, *, projects: bool) -> bool:
     return bool(mark) and (get_tower_part(inner) == "projector") == projects
 
 
-def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_per_iteration: int) -> OptimizerParamScheduler:
+def build_scheduler(
+    config: MegatronConfig, optimizer: MegatronOptimizer | torch.optim.Optimizer, steps_per_iteration: int
+) -> OptimizerParamScheduler:
     """Build warm-up and decay, counted in optimizer steps.
 
     Args:
+        optimizer: Megatron's or torch's; the schedule sets the rates of its groups.
         steps_per_iteration: optimizer steps of one iteration; the schedule's keys count iterations.
 
     Raises:
@@ -122,7 +127,7 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
     if warmup_steps >= decay_steps:
         raise ValueError(f"lr_warmup_iters: the warm-up takes {warmup_steps} steps, the full schedule only {decay_steps}.")
     return OptimizerParamScheduler(
-        optimizer,
+        cast(MegatronOptimizer, optimizer),
         init_lr=config.lr_warmup_init,
         max_lr=config.lr,
         min_lr=config.min_lr,
@@ -142,40 +147,101 @@ def build_scheduler(config: MegatronConfig, optimizer: MegatronOptimizer, steps_
 
 
 @torch.no_grad()
-def compute_squared_norms(optimizer: MegatronOptimizer, device: torch.device) -> list[Tensor]:
+def compute_squared_norms(optimizer: MegatronOptimizer, device: torch.device, *, by_window: bool = False) -> list[Tensor]:
     """Return the squared norm of all gradients as Megatron's `get_grad_norm` computes it, but not read back; collective.
+
+    Args:
+        by_window: gradients are not in float32, and few of them become so at a time.
 
     Returns:
         0-d float32, one for each group of ranks that has gradients of its own: with experts there can be two.
     """
-    optimizer.prepare_grads()
-    gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        # release 0.19 has the second name
-        read = getattr(part, "get_main_grads_for_grad_norm", None) or part.get_grads_for_grad_norm
-        gradients.setdefault(part.get_grad_stats_parallel_group(), []).extend(read())
-    squares = []
-    for group, grads in gradients.items():
+    squares: dict[dist.ProcessGroup | None, Tensor] = {}
+    for group, grads in (_read_by_window if by_window else _read_gradients)(optimizer):
         square = torch.zeros(1, device=device)
         if grads:
             flag = torch.zeros(1, dtype=torch.int, device=device)
             norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, flag, [grads], False)
             square = norm**2.0
+        squares[group] = squares[group] + square if group in squares else square
+    for group, square in squares.items():
         dist.all_reduce(square, group=group)
-        squares.append(square.reshape(()))
-    return squares
+    return [square.reshape(()) for square in squares.values()]
 
 
-def step_with_norm(optimizer: MegatronOptimizer, norm: float) -> None:
+_Gradients = Iterator[tuple[dist.ProcessGroup | None, list[Tensor]]]
+
+
+def _read_gradients(optimizer: MegatronOptimizer) -> _Gradients:
+    """Yield a group of ranks and all gradients that count for its norm on this rank."""
+    optimizer.prepare_grads()
+    gradients: dict[dist.ProcessGroup | None, list[Tensor]] = {}
+    for part in _get_chain(optimizer):
+        gradients.setdefault(part.get_grad_stats_parallel_group(), []).extend(_read_part(part))
+    yield from gradients.items()
+
+
+def _read_by_window(optimizer: MegatronOptimizer) -> _Gradients:
+    """Yield the same, a few gradients at a time, and none at least."""
+    for part in _get_chain(optimizer):
+        group = part.get_grad_stats_parallel_group()
+        yield group, []
+        for _ in windows(part):
+            part.prepare_grads()
+            yield group, _read_part(part)
+
+
+def _read_part(part: Any) -> list[Tensor]:
+    # release 0.19 has the second name
+    read = getattr(part, "get_main_grads_for_grad_norm", None) or cast(Any, part).get_grads_for_grad_norm
+    return read()
+
+
+def _get_chain(optimizer: MegatronOptimizer) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def step_with_norm(optimizer: MegatronOptimizer, norm: float, *, by_window: bool = False) -> None:
     """Clip the gradients and update the weights, after `compute_squared_norms`; collective.
 
     Args:
         norm: norm of all gradients.
+        by_window: as there.
     """
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
-            clip_grads.clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-    optimizer.step_with_ready_grads()
+    if not by_window:
+        for part in _get_chain(optimizer):
+            _clip(part, norm)
+        optimizer.step_with_ready_grads()
+        return
+    with contextlib.ExitStack() as stack:
+        parts: list[Any] = list(_list_parts(optimizer).values())
+        for part in parts:
+            for _ in windows(part):
+                part.prepare_grads()
+                _clip(part, norm)
+                with _keeping_counts(part):
+                    part.optimizer.step()
+                cast(Any, part)._copy_main_params_to_model_params()
+            stack.enter_context(showing(part, ()))
+        # counts the step, and gathers the weights
+        optimizer.step_with_ready_grads()
+
+
+def _clip(part: Any, norm: float) -> None:
+    if (parameters := part.get_parameters()) and part.config.clip_grad > 0.0:
+        clip_grads.clip_grad_by_total_norm_fp32(cast("list[Tensor]", parameters), part.config.clip_grad, norm)
+
+
+@contextlib.contextmanager
+def _keeping_counts(part: MegatronOptimizer) -> Iterator[None]:
+    """Restore the counts of steps after the block."""
+    counts = [(group, group.get("step")) for group in part.param_groups]
+    yield
+    for group, count in counts:
+        if count is None:
+            group.pop("step", None)
+        else:
+            group["step"] = count
 
 
 # ---------------------------------------------------------------------- state in a checkpoint

@@ -78,6 +78,15 @@ class _Aligned(torch.autograd.Function):
         return None, None, None, None, *(None if grad is None else grad.flatten().index_select(0, slots) for grad in grads)
 
 
+def align_values(values: Sequence[Tensor], micro_batch: MicroBatch, group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+    """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens.
+
+    Args:
+        group: ranks that have the other tokens of the micro-batch; None where this rank has all.
+    """
+    return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
+
+
 class _ResponseAligned(GPTModel):
     """Megatron's model with images among its tokens, and per-token results where the loss expects them.
 
@@ -115,7 +124,7 @@ class _ResponseAligned(GPTModel):
     def _to_response(self, values: Sequence[Tensor], micro_batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return [rows, width] of the full micro-batch for each [n] values of this rank's predicted tokens."""
         group = parallel_state.get_context_parallel_group() if self.config.context_parallel_size > 1 else None
-        return _Aligned.apply(micro_batch.slots, micro_batch.rows, micro_batch.width, group, *values)
+        return align_values(values, micro_batch, group)
 
 
 class PolicyModel(_ResponseAligned):

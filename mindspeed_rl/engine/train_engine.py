@@ -7,9 +7,9 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ from mindspeed_rl.engine.batching import (
     split_rows,
 )
 from mindspeed_rl.engine.built_model import BuiltModel
+from mindspeed_rl.engine.gradient_sums import GradientSums
 from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.lora import is_trained
 from mindspeed_rl.engine.offload import Offloader
 from mindspeed_rl.engine.optimizer import (
@@ -49,51 +51,22 @@ from mindspeed_rl.engine.optimizer import (
 )
 from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.parts import build_parts
-from mindspeed_rl.engine.policy_model import HeadRequest
-from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights
-from mindspeed_rl.observability.metrics import Metrics, merge
+from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
+from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
+from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
+from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.models.weights import TensorSource
 
 _log = logging.getLogger(__name__)
 
-#: input of a loss: `LossInputs`, or a batch type made of them
 _Batch = TypeVar("_Batch")
 _Result = TypeVar("_Result")
 
 
-class NonFiniteError(RuntimeError):
-    """A loss, a gradient or its norm was NaN or infinite."""
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """Result of one optimizer step.
-
-    Attributes:
-        losses: losses of this rank's micro-batches, without gradient; none on ranks without results.
-        grad_norm: global norm before clipping.
-        lr: learning rate of the step.
-        is_skipped: no rank had anything to learn from, so nothing has changed but the position in the schedule.
-        num_computed, num_tokens: with prefix sharing, tokens that this rank has computed, and all tokens of its sequences.
-    """
-
-    losses: list[LossOutput]
-    grad_norm: float
-    lr: float
-    is_skipped: bool = False
-    num_computed: int = 0
-    num_tokens: int = 0
-
-    @property
-    def metrics(self) -> Metrics:
-        """Metrics of the losses, merged over micro-batches."""
-        return merge(loss.metrics for loss in self.losses)
-
-
 class TrainEngine:
-    """A model and, when it trains, its optimizer and schedule.
+    """Megatron's `interface.Engine`: a model and, when it trains, its optimizer and schedule.
 
-    Another engine has the same interface: `forward`, `measure` and `train_step` compute rows; `weights` are what is exported;
-    `state`, `load_weights` and `load_optimizer` are what a checkpoint has; `offloader` moves all of it off the device.
+    `weights` are what is exported; `state`, `load_weights` and `load_optimizer` are what a checkpoint has.
 
     All methods are collective over the training world unless their docstring excludes it.
 
@@ -134,6 +107,7 @@ class TrainEngine:
         self.num_updates = 0
         self.offloader = Offloader(model)
         # on the NPU MindSpeed swaps the state inside its optimizer
+        self._half_gradients: GradientSums | None = None
         self._swaps_optimizer = config.swap_optimizer and not platform.current().megatron_kernels
 
     def start_training(self, steps_per_iteration: int) -> None:
@@ -148,6 +122,8 @@ class TrainEngine:
                 platform.current().name,
             )
         self.optimizer = self.offloader.optimizer = build_optimizer(self.config, self.chunks)
+        if self.config.bf16 and not self.config.grad_reduce_in_fp32:
+            self._half_gradients = GradientSums(self.chunks, self.config.seed)
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         transformer_config = self.model.transformer_config
@@ -157,6 +133,26 @@ class TrainEngine:
             no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
             # the interleaved schedule takes a list, undeclared
             transformer_config.no_sync_func = cast(Callable[..., object], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
+
+    @property
+    def plan(self) -> ModelPlan:
+        """The model's plan."""
+        return self.model.plan
+
+    @property
+    def passes_together(self) -> bool:
+        """True where replicas share experts, so that they make their passes together."""
+        return self.model.transformer_config.num_moe_experts is not None
+
+    def load(self, source: TensorSource) -> None:
+        """Fill this rank's parameters from HF tensors."""
+        load_weights(self.model, source)
+
+    def limit_vocab(self, size: int) -> None:
+        """Give no probability to tokens from this id on, which are padding that was stored. Not collective."""
+        for model in self.model.models:
+            if isinstance(model, PolicyModel):
+                model.true_vocab_size = min(model.true_vocab_size, size)
 
     def add_part(self, part: EnginePart) -> None:
         """Add a part that the model itself does not ask for, in place of an earlier one of its class. Not collective."""
@@ -197,16 +193,7 @@ class TrainEngine:
         device.synchronize()
         if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        by_row: tuple[list[Tensor], ...] = tuple([torch.empty(0)] * len(rows) for _ in results[0][1])
-        lengths = rows.response_lengths
-        for micro_batch, computed in results:
-            for position, index in enumerate(micro_batch.indexes):
-                # the row of a filler
-                if index < 0:
-                    continue
-                for column, output in zip(by_row, computed, strict=True):
-                    column[index] = output[position, : lengths[index]]
-        return by_row
+        return collect_rows(results, rows.response_lengths)
 
     @torch.no_grad()
     def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
@@ -272,6 +259,8 @@ class TrainEngine:
             for chunk in self.model.ddp_chunks:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
+            if self._half_gradients is not None:
+                self._half_gradients.start_step(self.num_updates)
             loss_step = partial(self.loss_step, loss, batch)
             micro_batches = self._micro_batches(rows, batching)
             count = functools.cache(partial(self._count, micro_batches, loss_step))
@@ -289,7 +278,7 @@ class TrainEngine:
                 for part in self.parts:
                     part.revert()
             else:
-                step_with_norm(optimizer, grad_norm)
+                step_with_norm(optimizer, grad_norm, by_window=self._half_gradients is not None)
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
@@ -323,14 +312,7 @@ class TrainEngine:
             index: index of the micro-batch in this step.
             outputs: [rows, width] each, of the head.
         """
-        if micro_batch.is_filler:
-            # attached to the graph: backward has collectives in which every rank takes part
-            nothing = torch.zeros((), dtype=torch.int64, device=outputs[0].device)
-            result = LossOutput(outputs[0].sum() * 0.0, nothing)
-        else:
-            inputs = LossInputs(outputs, micro_batch.predicted_mask, micro_batch.columns)
-            # the overloads of train_step: without `batch`, _Batch is LossInputs
-            result = loss(cast(_Batch, inputs) if batch is None else batch(inputs))
+        result = compute_loss(loss, batch, micro_batch, outputs)
         # every context-parallel rank computes the full loss; it counts once
         counted = parallel_state.get_context_parallel_rank() == 0
         count = result.count if counted else torch.zeros_like(result.count)
@@ -386,13 +368,15 @@ class TrainEngine:
         checks = not self.config.no_check_for_nan_in_loss_and_grad
         # NaN and infinity survive a sum: one number a buffer, also where the norm does not look, as in the parts of the
         # distributed optimizer's other ranks and in the second copy of a weight
-        sums = [*(loss.loss_sum for loss in losses), *(buffer.grad_data.sum() for buffer in self.model.gradient_buffers())]
+        totals = (buffer.grad_data.sum(dtype=torch.float32) for buffer in self.model.gradient_buffers())
+        sums = [*(loss.loss_sum for loss in losses), *totals]
         state = torch.stack([torch.stack(sums).isfinite().all(), num_counted > 0]).float()
         if checks:  # on all ranks: if only one raised, the others would wait in the optimizer
             dist.all_reduce(state, op=dist.ReduceOp.MIN)
         # what MindSpeed makes of the weights before the norm, only the step takes back: so this is known before
         must_stop = self.config.reuse_fp32_param and not all(state.tolist())
-        squares = [] if must_stop else compute_squared_norms(optimizer, self.device)
+        by_window = self._half_gradients is not None
+        squares = [] if must_stop else compute_squared_norms(optimizer, self.device, by_window=by_window)
         added = [part.metrics() for part in self.parts]
         all_finite, counted, *read = PendingMetrics.read(
             [*(loss.metrics for loss in losses), *added], [*state.unbind(), *squares]
@@ -402,28 +386,9 @@ class TrainEngine:
         roots = [square**0.5 for square in read]
         norm = roots[0] if len(roots) == 1 else math.sqrt(sum(root**2 for root in roots))
         if checks and not (all_finite and math.isfinite(norm)):
-            self._raise_non_finite(losses, micro_batches, norm)
+            gradients = [buffer.grad_data for buffer in self.model.gradient_buffers()]
+            raise_non_finite(losses, micro_batches, gradients, norm)
         return norm, not counted
-
-    def _raise_non_finite(self, losses: list[LossOutput], micro_batches: Sequence[MicroBatch], norm: float) -> NoReturn:
-        """Raise NonFiniteError on every rank, naming the first micro-batch of each that has such a loss."""
-        broken = [
-            f"micro-batch {index} with rows {list(micro_batch.indexes)[:8]}: loss {loss.loss_sum.item()}"
-            for index, (loss, micro_batch) in enumerate(zip(losses, micro_batches))
-            if not torch.isfinite(loss.loss_sum)
-        ]
-        is_finite = all(bool(buffer.grad_data.isfinite().all()) for buffer in self.model.gradient_buffers())
-        rank = dist.get_rank()
-        mine = f"rank {rank}: {broken[0]}" if broken else None if is_finite else f"rank {rank}: a gradient is not finite"
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, mine)
-        if any(texts):
-            raise NonFiniteError(
-                "loss or gradient is not finite, no weight was changed; " + "; ".join(text for text in texts if text)
-            )
-        raise NonFiniteError(  # squares overflow before their roots do
-            f"the norm of the gradient is not finite ({norm}) though loss and gradient are; no weight was changed"
-        )
 
     # ------------------------------------------------------------------ weights and state
 
@@ -500,9 +465,7 @@ class TrainEngine:
         count = len(groups)
         if batching.token_budget is not None:
             # experts of other ranks take part in every micro-batch, so all must run equally many
-            max_count = torch.tensor([count])  # on the host, which needs it
-            dist.all_reduce(max_count, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group_gloo())
-            count = int(max_count)
+            count = count_together(count, parallel_state.get_data_parallel_group_gloo())
         if len(self.chunks) > 1:
             # Megatron's interleaved schedule takes as many in turn as there are stages
             count = round_up(count, parallel_state.get_pipeline_model_parallel_world_size())
@@ -529,15 +492,7 @@ class TrainEngine:
     def _build(self, rows: Rows, group: Sequence[int], min_size: tuple[int, int]) -> MicroBatch:
         if group:
             return build_micro_batch(rows, group, self.shape, self.device, min_size=min_size)
-        # two tokens of prompt and no predicted one
-        filler = Rows(
-            input_ids=[torch.full((2,), self.shape.pad_id)],
-            prompt_lengths=[2],
-            columns={name: [values[0] if values[0].dim() == 0 else values[0][:0]] for name, values in rows.columns.items()},
-            routing=None if rows.routing is None else [rows.routing[0].new_full((2, *rows.routing[0].shape[1:]), -1)],
-        )
-        micro_batch = build_micro_batch(filler, [0], self.shape, self.device, min_size=min_size)
-        return replace(micro_batch, indexes=(-1,), num_tokens=0)
+        return build_filler(rows, self.shape, self.device, min_size)
 
     def _schedule(
         self,

@@ -123,7 +123,8 @@ class _Sums:
         Args:
             ids: [n, k] token ids, of any rank.
         """
-        first, sums = head.first_id(weight), None
+        first = head.first_id(weight)
+        sums: _Sums | None = None
         for rows in head.split_vocab(weight):
             logits = head.compute_logits(hidden, weight, rows)
             top = head.find_maxima(logits)

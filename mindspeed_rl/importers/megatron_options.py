@@ -114,7 +114,6 @@ _REFUSED: dict[str, str] = {
     "fp32_residual_connection init_method_xavier_uniform",
     "fp16": "fp16 fp16_lm_cross_entropy",
     "fp8": "fp8_format fp8_param_gather",
-    "gradients that are summed in bf16": "grad_reduce_in_bf16",
     "a run that is counted in samples": "train_samples lr_decay_samples lr_warmup_samples",
     "a batch that grows": "rampup_batch_size decrease_batch_size_if_needed",
     "a learning rate of its own for the embedding": "decoupled_lr decoupled_min_lr",
@@ -208,6 +207,7 @@ def build_megatron_table(*, shapes: bool) -> dict[str, Option]:
         "moe_router_load_balancing_type": to(f"{ACTOR}.moe_router_load_balancing_type", values=BALANCING),
         "optimizer": to(f"{ACTOR}.optimizer", values={"adam": "adam"}),
         **offload_optimizer(ACTOR, 1.0),
+        "grad_reduce_in_bf16": to(f"{ACTOR}.grad_reduce_in_fp32", values={True: False, False: True}),
         **dict.fromkeys(
             "main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype".split(),
             same("optimizer state is fp32", "fp32", "float32"),

@@ -269,10 +269,14 @@ _PLAIN = (None, False, 0, "none", ("rotary_percent", 1), ("interleave_sliding_wi
 _OF_RAY = refused("an option of ray_gpt.py in another script")
 
 
-def _isolated(run: Import, option: str, value: object) -> None:
-    """Set both effects that release 2.0 gives the option."""
-    values = {f"{ACTOR}.reset_position_ids": value, f"{ACTOR}.reset_attention_mask": value}
-    run.translate(option, values, "samples of a pack also see only themselves, as in release 2.0")
+def _positions(run: Import, option: str, value: object) -> None:
+    """Set positions that begin anew; rows of answers have them only next to attention inside samples."""
+    of_answers = run.options.get("stage") is not None or bool(run.options.get("is_instruction_dataset"))
+    isolates = bool(run.options.get("reset_attention_mask"))
+    if not value or isolates or not of_answers:
+        run.translate(option, {f"{ACTOR}.reset_position_ids": bool(value)})
+    else:
+        run.note(option, "positions of answers begin anew with --reset-attention-mask alone", changes_nothing=False)
 
 
 def _columns(run: Import, option: str, value: object) -> None:
@@ -286,6 +290,10 @@ def _dense_layers(run: Import, option: str, value: object) -> None:
 
 
 def _neat_pack(run: Import, option: str, value: object) -> None:
+    """Set packs whose samples see only themselves, as they do next to --reset-attention-mask alone."""
+    if value and not run.options.get("reset_attention_mask"):
+        run.translate(option, {f"{ACTOR}.pack": True}, "without --reset-attention-mask samples see each other")
+        return
     names = ("pack", "neat_pack", "reset_attention_mask")
     run.translate(option, {f"{ACTOR}.{name}": True for name in names} if value else {}, "" if value else "off")
 
@@ -318,15 +326,17 @@ _LLM: dict[str, Option] = {
     ),
     "first_k_dense_replace": by(_dense_layers, "-1 is none"),
     "stage": part("stage"),
-    "neat_pack": by(_neat_pack, "pack, neat_pack and reset_attention_mask"),
+    "neat_pack": by(_neat_pack, "pack, and neat_pack next to reset_attention_mask"),
     "dataset_additional_keys": by(_columns, "names between blanks"),
     "context_parallel_algo": to(
         f"{ACTOR}.context_parallel_algo",
         # forms of the same attention
-        values={"ulysses_cp_algo": "ulysses_cp_algo"}
-        | dict.fromkeys(("megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"), "megatron_cp_algo"),
+        values={
+            "ulysses_cp_algo": "ulysses_cp_algo",
+            **dict.fromkeys(("megatron_cp_algo", "hybrid_cp_algo", "kvallgather_cp_algo"), "megatron_cp_algo"),
+        },
     ),
-    "reset_position_ids": by(_isolated, "reset_position_ids and reset_attention_mask"),
+    "reset_position_ids": by(_positions, "reset_position_ids"),
     **dict.fromkeys(
         "lora_target_modules lora_r lora_alpha".split(),
         part(LORA, off="all weights train without lora_target_modules"),

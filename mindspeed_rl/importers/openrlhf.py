@@ -77,8 +77,8 @@ _ESTIMATORS = {
     "group_norm": ("group_norm", None),
     "dr_grpo": ("group_norm", None),
 }
-#: a number of rows that no dataset reaches
-_NO_LIMIT = 1000000
+#: a number that neither the rows of a dataset nor further rollouts of an iteration reach
+_NO_LIMIT = 1_000_000
 _STYLES = {
     "cosine_with_min_lr": "cosine",
     "cosine": "cosine",
@@ -539,6 +539,8 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
             f"{SAMPLING}.max_tokens": response,
             f"{RL}.max_prompt_length": length - response,
             f"{RL}.critic_warmup": frozen if frozen > 0 else None,
+            # prompts that are left out are replaced until there are enough
+            f"{RL}.max_resample_times": _NO_LIMIT if command.flag("algo.dynamic_filtering_enable") else None,
             f"{ACTOR}.prompt_type": "hf" if command.flag("data.apply_chat_template") else "empty",
         },
         notes={

@@ -521,7 +521,10 @@ def _describe_answers(run: Import, command: SourceCommand, batch: _Batch, shared
         sequence_length=length,
         aggregation=None if by_token else "sequence",
         data=(prefix,),
-        unread=("use_tis", "tis_clip", "tis_clip_low", "use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
+        unread=(
+            *("use_rollout_logprobs", "use_tis", "tis_clip", "tis_clip_low"),
+            *("use_opsm", "opsm_delta", "disable_grpo_std_normalization"),
+        ),
         defaults=(
             *shared.defaults,
             (f"{ACTOR}.no_pad_to_seq_lengths", True, "rows keep their length"),
@@ -572,6 +575,9 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     rewards = _read_rewards(run, command)
     placement, keys = _read_placement(run, command)
     limit, notes, sizes = _read_lengths(command, shared)
+    # slime compares the log-probs of engine and actor in its tests alone
+    uses_engine = command.flag("use_rollout_logprobs")
+    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if uses_engine else {}
     return replace(
         shared,
         loss="cispo" if name == "cispo" else "grpo",
@@ -583,6 +589,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         kl_coef=coefficient,
         kl_estimator=kind,
         kl_place=place,
+        old_policy="rollout engine" if recorded else None,
         advantage=estimator,
         advantage_scale=_find_scale(command, batch) if of_group else None,
         entropy_coef=command.number("entropy_coef", 0.0),
@@ -613,6 +620,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
             **shared.keys,
             **keys,
             **sizes,
+            **{f"{RL}.{name}": value for name, value in recorded.items()},
             **_read_evaluation(run, command),
             # groups are generated until there are enough
             f"{RL}.max_resample_times": _NO_LIMIT if command.get("dynamic_sampling_filter_path") in _FILTERS else None,

@@ -193,9 +193,13 @@ def _read_command(command: Command) -> SourceCommand | None:
         program = program.replace("rlhf", kind)
     if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
+    table = _RETIRED | _TABLES[program]
+    if program in _SERVING:
+        # earlier releases had the engine's options without vllm_ in front
+        options = {f"vllm_{name}" if name not in table and f"vllm_{name}" in table else name: options[name] for name in options}
     launcher = command.words[: len(command.words) - len(words) - 1]
     world = _count_devices(command, environment, launcher, program)
-    return SourceCommand(program, options, environment, world, _RETIRED | _TABLES[program], tuple(trailing), command.loop)
+    return SourceCommand(program, options, environment, world, table, tuple(trailing), command.loop)
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:

@@ -962,12 +962,12 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         model_weight=None if not model else first[0] if first else 1.0,
     )
     keys: dict[str, object] = {f"{RL}.{key}": value for _, numbers in taken for key, value in numbers.items()}
-    if any(name in _FUNCTIONS for name in names):
-        keys |= {f"{ACTOR}.dataset_additional_keys": ["solution"], f"{ACTOR}.map_keys.response": "solution"}
-    if columns := command.list_texts(_COLUMNS):
-        own = [name for name in columns if name != "solution"]
-        known = keys.get(f"{ACTOR}.dataset_additional_keys", [] if own == columns else ["solution"])
-        keys[f"{ACTOR}.dataset_additional_keys"] = [*known, *own]  # type: ignore[misc]
+    reads_solution = any(name in _FUNCTIONS for name in names)
+    columns = [name for name in command.list_texts(_COLUMNS) if name != "solution" or not reads_solution]
+    if reads_solution:
+        keys[f"{ACTOR}.map_keys.response"] = "solution"
+    if reads_solution or columns:
+        keys[f"{ACTOR}.dataset_additional_keys"] = [*(["solution"] if reads_solution else []), *columns]
     return rewards, keys
 
 

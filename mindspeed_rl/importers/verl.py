@@ -153,6 +153,7 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"use_precision_aware_optimizer)",
         no_effect("copies overlap with the host's AdamW, which is torch's, and states are float32"),
     ),
+    (r"actor_rollout_ref\.actor\.megatron\.override_ddp_config\.grad_reduce_in_fp32", to(f"{ACTOR}.grad_reduce_in_fp32")),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
     (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),
@@ -640,7 +641,13 @@ def _read_estimator(command: SourceCommand) -> str:
         raise ConfigError([f"algorithm.adv_estimator={name}: not available here; available are {', '.join(_ESTIMATORS)}"])
     if name.endswith("token_baseline") and command.get(f"{_CORRECTION}rollout_is") is not None:
         raise ConfigError([f"{_CORRECTION}rollout_is: not available here: weights of the correction in the baseline of {name}"])
-    return _ESTIMATORS[name]
+    return "reinforce_plus_plus" if _is_single(command) else _ESTIMATORS[name]
+
+
+def _is_single(command: SourceCommand) -> bool:
+    """Return True for groups of one response, whose mean is 0 and whose spread is 1 there: the advantage is the reward."""
+    has_kl = command.flag("algorithm.use_kl_in_reward")
+    return command.get("algorithm.adv_estimator") == "grpo" and command.count(f"{_ROLLOUT}n", 1) == 1 and not has_kl
 
 
 def _read_correction(command: SourceCommand) -> Correction | None:
@@ -996,8 +1003,9 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
-    # ReMax sums rewards without a discount there
-    gamma = 1.0 if estimator == "remax" else command.number("algorithm.gamma", 1.0)
+    single = _is_single(command)
+    # ReMax sums rewards without a discount there, and GRPO has none
+    gamma = 1.0 if single or estimator == "remax" else command.number("algorithm.gamma", 1.0)
     return replace(
         shared,
         stage="ray_ppo" if has_critic else "ray_grpo",
@@ -1022,6 +1030,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             clip=None if loss.low is None or loss.high is None else (loss.low, loss.high),
             clip_c=loss.dual if loss.low is not None else None,
             epsilon=1e-6 if divides and has_scale else None,
+            whiten=False if single else None,
             correction=_read_correction(command),
         ),
         keys={**shared.keys, **numbers},

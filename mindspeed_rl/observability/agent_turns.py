@@ -111,7 +111,7 @@ def _list_spans(sample: _Sample, index: int) -> Iterator[dict[str, Any]]:
         else:
             values |= {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": event["name"]}
             name = f"execute_tool {event['name']}"
-            yield build(number, name, _INTERNAL, event["start_s"], event["end_s"], values, event.get("failed"))
+            yield build(number, name, _INTERNAL, event["start_s"], event["end_s"], values, bool(event.get("failed")))
 
 
 def _write_attributes(values: Mapping[str, object]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from mindspeed_rl.observability.record_checks import (
     check_metrics,
     check_report,
 )
-from mindspeed_rl.redaction import hide_known
+from mindspeed_rl.redaction import hide_in_record
 
 #: completions of a page, newest first; more make a page that no browser opens
 _MAX_COMPLETIONS = 2000
@@ -333,7 +333,7 @@ class LineWriter:
             OSError: the disk did not take it; the file is as before.
         """
         # broken text of a model may hold lone surrogates, which strict UTF-8 refuses
-        line = (hide_known(json.dumps(record, ensure_ascii=False)) + "\n").encode("utf-8", "surrogatepass")
+        line = (json.dumps(hide_in_record(record), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
         end = os.fstat(self._file.fileno()).st_size
         if self._file.write(line) != len(line):
             self._file.truncate(end)

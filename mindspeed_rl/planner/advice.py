@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import MegatronConfig
@@ -163,6 +164,8 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         yield from _candidates_for_rollout(generate)
     if actor.loss_chunk_size > 256:
         yield {"actor_config.loss_chunk_size": actor.loss_chunk_size // 4}, "smaller products of the head"
+    if actor.loss_vocab_chunk_size is None:
+        yield {"actor_config.loss_vocab_chunk_size": HEAD_ROWS}, "smaller products of the head"
     if not actor.recompute_activation_function and actor.recompute_granularity is None and not actor.moe_grouped_gemm:
         yield {"actor_config.recompute_activation_function": True}, "the activation functions are computed twice"
     if actor.recompute_granularity != "full" or actor.recompute_method != "uniform":
@@ -172,6 +175,8 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         yield {"rl_config.update_max_packing_token_size": tokens}, "smaller micro-batches"
     elif (actor.micro_batch_size or 1) > 1:
         yield {"actor_config.micro_batch_size": 1}, "smaller micro-batches"
+    if actor.bf16 and actor.grad_reduce_in_fp32:
+        yield {"actor_config.grad_reduce_in_fp32": False}, "gradients are rounded to bf16"
     if cfg.platform != "cpu" and not (actor.swap_optimizer or actor.optimizer_offload_fraction):
         yield {"actor_config.swap_optimizer": True}, "the optimizer's state comes from host memory in every step"
         for fraction in (0.5, 1.0):

@@ -22,6 +22,10 @@ from mindspeed_rl.planner.memory import (
 from mindspeed_rl.planner.samples import Lengths
 from mindspeed_rl.planner.seconds import DISK, HOST_ADAMW, TimePlan
 
+#: device -> memory that torch counts there
+_COUNTED = {"A2": "60.97 of 64 GiB (vllm-ascend#1987, #1127)", "A3": "61.27 of 64 GiB (sglang#29838)"}
+#: devices of which nothing but announced figures is known
+_ANNOUNCED = ("950PR", "950DT")
 #: label of a number that no run on an NPU has confirmed
 _UNVERIFIED = "not verified on NPU"
 
@@ -48,9 +52,11 @@ def list_memory_assumptions(cfg: RunConfig, device: Device) -> Iterator[Assumpti
     """Yield the assumptions of the modelled bytes of a run."""
     memory, runtime = (f"{count / GIB:.3g} GiB" for count in (device.memory, device.runtime))
     if device.sleeps:
-        seen = {"A2": "60.97 of 64 GiB (vllm-ascend#1987, #1127)", "A3": "61.27 of 64 GiB (sglang#29838)"}[device.name]
-        yield Assumption("memory of a device", memory, "npu-smi in reports of users; --memory-gib sets another", False)
-        yield Assumption("driver", f"{device.driver / GIB:.3g} GiB", f"torch there counts {seen}", False)
+        announced = device.name in _ANNOUNCED
+        source = "the announcement of September 2025" if announced else "npu-smi in reports of users"
+        yield Assumption("memory of a device", memory, f"{source}; --memory-gib sets another", announced)
+        reserved = "as on an A2, a guess" if announced else f"torch there counts {_COUNTED[device.name]}"
+        yield Assumption("driver", f"{device.driver / GIB:.3g} GiB", reserved, announced)
         full = "what was neither free nor torch's in a full device (vllm-ascend#1987)"
         yield Assumption("runtime", runtime, full)
         yield Assumption(
@@ -77,10 +83,14 @@ def list_memory_assumptions(cfg: RunConfig, device: Device) -> Iterator[Assumpti
 def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Iterator[Assumption]:
     """Yield the assumptions of the seconds of a plan."""
     if device.sleeps:
-        yield Assumption("operations", f"{device.flops / 1e12:g} T/s a device in bf16", "verl's flops_counter.py")
-        yield Assumption("memory bandwidth", f"{device.bandwidth / 1e12:g} TB/s", "what is published of its HBM2e")
+        announced = device.name in _ANNOUNCED
+        peak = "half of the 1 P/s announced for FP8; bf16 is not published" if announced else "verl's flops_counter.py"
+        yield Assumption("operations", f"{device.flops / 1e12:g} T/s a device in bf16", peak)
+        memory = "the announcement of September 2025" if announced else "what is published of its HBM2e"
+        yield Assumption("memory bandwidth", f"{device.bandwidth / 1e12:g} TB/s", memory)
         link = f"{device.link / 1e9:g} GB/s one way to {device.devices_per_node} devices"
-        yield Assumption("link", link, "what the vendor publishes of HCCS")
+        links = "half of the announced 2 TB/s" if announced else "what the vendor publishes of HCCS"
+        yield Assumption("link", link, links)
         yield Assumption("network", f"{device.network / 1e9:g} GB/s one way beyond them", "what the vendor publishes of RoCE")
         yield Assumption("host link", f"{device.host / 1e9:g} GB/s", "a guess, from PCIe of its generation")
     else:

@@ -70,6 +70,31 @@ DEVICES: dict[str, Device] = {
         host=48e9,
         devices_per_node=384,
     ),
+    # announced figures; bf16 is taken as half of what is announced for FP8
+    "950PR": Device(
+        "950PR",
+        memory=128 * GIB,
+        driver=int(3.03 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=500e12,
+        bandwidth=1.6e12,
+        link=1e12,
+        network=25e9,
+        host=48e9,
+        devices_per_node=8,
+    ),
+    "950DT": Device(
+        "950DT",
+        memory=144 * GIB,
+        driver=int(3.03 * GIB),
+        runtime=int(0.36 * GIB),
+        flops=500e12,
+        bandwidth=4e12,
+        link=1e12,
+        network=25e9,
+        host=48e9,
+        devices_per_node=8,
+    ),
     # one worker on one core of a server; `--calibrate` corrects the figures for your machine
     "cpu": Device(
         "cpu",
@@ -88,7 +113,7 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | None = None) -> Device:
-    """Return the device of a plan: the named one, else cpu for CPU runs, A2 where the run file's name has it, A3 elsewhere.
+    """Return the device of a plan: the named one, else cpu for CPU runs, that of the run file's name, A3 where it has none.
 
     Raises:
         ValueError: the device is not known, none is known for the run's platform, or the memory is not above 0.
@@ -96,7 +121,8 @@ def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | Non
     if name is None:
         if cfg.platform == "cuda":
             raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(DEVICES)}.")
-        name = "cpu" if cfg.platform == "cpu" else "A2" if "A2" in cfg.config_name else "A3"
+        named = (device for device in DEVICES if f"_{device}" in cfg.config_name)
+        name = "cpu" if cfg.platform == "cpu" else next(named, "A3")
     return get_device(name, memory_gib)
 
 

@@ -61,4 +61,4 @@ _CPU = Efficiency(
     host=0.5,
     spread=2.0,
 )
-EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "cpu": _CPU}
+EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "950PR": NPU, "950DT": NPU, "cpu": _CPU}

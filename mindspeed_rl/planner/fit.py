@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
+from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.errors import suggest_name
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
@@ -29,7 +30,7 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 #: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")
 _MAX_TRAINING_LAYOUTS = 10
-#: parts of a swapped optimizer: two of them are on the device at a time
+#: parts of a swapped optimizer, of which one is on the device at a time
 _SWAP_PARTS = 64
 #: fractions of the device's memory that an engine may take
 _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
@@ -411,7 +412,10 @@ def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> It
 
 
 def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> Iterator[_Values]:
-    """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off."""
+    """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off.
+
+    With a swapped optimizer the vocabulary is computed in chunks.
+    """
     chunks: list[int | None] = [None]
     if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
         chunks.append(layers // pp // 2)
@@ -432,6 +436,7 @@ def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> It
             if factor > 1 or chunk is not None:
                 continue  # where memory is that short, larger micro-batches are no choice
             values |= {"actor_config.swap_optimizer": True, "actor_config.swap_optimizer_times": _SWAP_PARTS}
+            values["actor_config.loss_vocab_chunk_size"] = HEAD_ROWS
         yield values
 
 

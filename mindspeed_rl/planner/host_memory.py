@@ -53,8 +53,10 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
             owner = f"{name} {part}" if name and model.trains else name or part
             owners[owner] = owners.get(owner, 0) + count
     if engine is not None and not run.placement.disaggregated and run.device.sleeps:
-        # sleep keeps them, although the next weight sync replaces them
-        owners["rollout weights"] = engine.weights + engine.adapters + engine.draft
+        # sleep keeps what the next weight sync does not replace
+        owners["rollout weights"] = engine.adapters + engine.draft
+        if run.sends_changes:
+            owners["rollout weights"] += engine.weights
     devices = -(-run.sizes.actor.num_npus // max(1, run.run.num_nodes))
     disk = sum(_count_file(model) for model in (run.actor, *run.others.values()))
     return HostMemory({owner: count for owner, count in owners.items() if count}, devices, disk)

@@ -60,6 +60,7 @@ class Phase:
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
         *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
+        "embedding gradient",
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -186,9 +187,10 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
-    window = {"optimizer window": _swap_window(run, actor, elements)}
+    window = {"optimizer window": _swap_window(run, actor, stage)}
+    embedding = {"embedding gradient": _embedding_gradient(actor, stage)}
     if engine is None:
-        return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), activations, window)]
+        return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), activations, window, embedding)]
     generate = run.generate
     assert generate is not None
     resident = _resident_bytes(run, weights, state, others)
@@ -210,15 +212,17 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         own_stage = stage * len(critic.elements) // stages
         update = {"activations": _update_activations(run, critic, own_stage)}
         update |= {"tower": _tower_bytes(run, critic, own_stage, "update", trains=True)}
-        critic_window = {"optimizer window": _swap_window(run, critic, critic.elements[own_stage])}
+        critic_window = {"optimizer window": _swap_window(run, critic, own_stage)}
         owners = (fixed, resident, weights, {"critic": totals["critic"]}, also)
         phases.append(_fullest(Phases.UPDATE_CRITIC.memory, owners, update, critic_window))
     owners = (fixed, resident, weights, state, also)
-    phases.append(_fullest(Phases.UPDATE_ACTOR.memory, owners, activations, window))
+    phases.append(_fullest(Phases.UPDATE_ACTOR.memory, owners, activations, window, embedding))
     push = {"push buckets": _bucket_bytes(run), **({} if run.device.sleeps else serving)}
     if not disaggregated:
         push |= {"rollout weights": engine.weights, "engine adapters": engine.adapters, "draft model": engine.draft}
-    phases.append(_make_phase(Phases.PUSH_WEIGHTS.memory, fixed, resident, weights, push))
+    # at its end the engine has its cache again, and training has left
+    served = {} if disaggregated else {owner: count for owner, count in serving.items() if owner != "engine step"}
+    phases.append(_fullest(Phases.PUSH_WEIGHTS.memory, (fixed, resident), {**weights, **push}, served))
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
@@ -234,10 +238,13 @@ def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
     built = [*first, *(name for name in run.others if name not in first)]  # teachers and the reward model
     fullest, resident = Phase("start", {}), dict(fixed)
     for name, model in {"": run.actor, **{name: run.others[name] for name in built}}.items():
-        count = asdict(_ModelBytes.count(model, model.stage(stage, stages), stepped=False))
-        for absent in ("optimizer", "gradients"):
-            moment = _make_phase("start", resident, _name_owners(name, {**count, absent: 0}))
-            fullest = max(fullest, moment, key=lambda phase: phase.total)
+        elements = model.stage(stage, stages)
+        count = asdict(_ModelBytes.count(model, elements, stepped=False))
+        # a swapped optimizer leaves for the host once it is built
+        built_optimizer = model.state(elements, stepped=False) if model.config.swap_optimizer else count["optimizer"]
+        for moment in ({**count, "optimizer": 0}, {**count, "optimizer": built_optimizer, "gradients": 0}):
+            phase = _make_phase("start", resident, _name_owners(name, moment))
+            fullest = max(fullest, phase, key=lambda phase: phase.total)
         resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
     return fullest
 
@@ -353,13 +360,21 @@ def _fullest(name: str, owners: tuple[dict[str, int], ...], *moments: dict[str, 
     return max((_make_phase(name, *owners, moment) for moment in moments), key=lambda phase: phase.total)
 
 
-def _swap_window(run: RunShape, model: Model, elements: Elements) -> int:
+def _swap_window(run: RunShape, model: Model, stage: int) -> int:
     """Return the bytes of a swapped optimizer that are on the device during its step, when activations are gone."""
     if not model.config.swap_optimizer:
         return 0
-    # devices bring in the next part while one is computed; elsewhere the whole state is loaded
-    parts = max(2, model.config.swap_optimizer_times) if run.device.sleeps else 2
-    return 2 * model.state(elements) // parts
+    elements = model.elements[stage]
+    # without MindSpeed's optimizer the whole state is loaded
+    return model.swapped_at_once(stage, elements) if run.device.sleeps else model.state(elements)
+
+
+def _embedding_gradient(model: Model, stage: int) -> int:
+    """Return the bytes of the embedding's gradient before it is added to the others, at the end of backward."""
+    config, layout, model_config = model.config, model.plan.layout, model.plan.model_config
+    if stage != layout.first_chunk[0] or config.lora_target_modules:
+        return 0
+    return model_config.padded_vocab_size // layout.tp * model_config.hidden_size * model.itemsize
 
 
 @dataclass(frozen=True)
@@ -402,7 +417,7 @@ def _update_activations(run: RunShape, model: Model, stage: int) -> int:
 def _head(run: RunShape, model: Model, stage: int, use: str, trains: bool) -> int:
     if stage != model.plan.layout.last_chunk[0]:
         return 0
-    return int(_compute_head_bytes(model.config, model.plan.model_config, run.tokens(use), trains=trains))
+    return int(compute_head_bytes(model.config, model.plan.model_config, run.tokens(use), trains=trains))
 
 
 def _pass_bytes(run: RunShape, model: Model, stage: int, use: str) -> dict[str, int]:
@@ -605,8 +620,8 @@ def _compute_forward_bytes(config: MegatronConfig, plan: ModelPlan, tokens: floa
     return largest.saved * (EXPERT_IMBALANCE if moe and plan.layout.num_expert_groups > 1 else 1.0) + largest.input
 
 
-def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, trains: bool) -> float:
-    """Compute the bytes of the head: logits of a chunk of tokens, and in training the head's gradient in float32."""
+def compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, tokens: float, *, trains: bool) -> float:
+    """Compute the bytes of the head: logits of a chunk of tokens and of the vocabulary, and in training the head's gradient."""
     itemsize = 2 if config.bf16 else 4
     rows = model_config.padded_vocab_size / config.tensor_model_parallel_size
     tokens /= config.context_parallel_size
@@ -614,11 +629,18 @@ def _compute_head_bytes(config: MegatronConfig, model_config: ModelConfig, token
     if model_config.head == "reward":
         # scores are in float32, of this rank's part of the hidden dimension
         return hidden + (4 * hidden / itemsize / config.tensor_model_parallel_size if config.bf16 else 0.0)
-    chunk = min(config.loss_chunk_size, tokens) * rows
+    chunk_tokens, chunk_rows = min(config.loss_chunk_size, tokens), min(config.loss_vocab_chunk_size or rows, rows)
+    chunk = chunk_tokens * chunk_rows
     # forward: product in the model's format, float32 logits, shifted ones, their exponentials; backward: two more of them
     logits = chunk * (itemsize + 4 * (5 if trains else 3))
     if config.fp32_lm_head and config.bf16:
         # no product in the model's format, but rows of the head in float32
-        logits += min(HEAD_ROWS, rows) * model_config.hidden_size * 4 - chunk * itemsize
-    gradient = rows * model_config.hidden_size * (4 + itemsize) if trains else 0.0
+        logits += min(HEAD_ROWS, chunk_rows) * model_config.hidden_size * 4 - chunk * itemsize
+    if trains and chunk_rows < rows:  # the hidden states' gradient, which chunks of the vocabulary add up
+        hidden += 4 * chunk_tokens * model_config.hidden_size
+    gradient = 0.0
+    if trains and not config.lora_target_modules:
+        # a product of some rows, or the sum of all in float32 and its rounded form
+        product, summed = min(HEAD_ROWS, chunk_rows) * itemsize, rows * (4 + itemsize)
+        gradient = model_config.hidden_size * (product if config.adds_head_to_main_grad else summed)
     return hidden + logits + gradient

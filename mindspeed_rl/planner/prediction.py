@@ -116,12 +116,16 @@ class _Prediction:
         return f"Nearest settings with more room: {'; '.join(settings)}."
 
 
-def predict(run: Run) -> _Prediction:
-    """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason."""
+def predict(run: Run, samples: SampleMeans | None = None) -> _Prediction:
+    """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason.
+
+    Args:
+        samples: means that are known, of its data for example.
+    """
     cfg = run.config
     try:
         device = find_device(cfg)
-        memory, time = plan_memory(run, device), plan_time(run, device)
+        memory, time = plan_memory(run, device), plan_time(run, device, samples=samples)
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
         return _Prediction(run, summary=f"nothing: {error}", missing=str(error))

@@ -11,10 +11,17 @@ from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.planner.devices import Device
-from mindspeed_rl.planner.shapes import Elements, count_stage_elements, find_model_folder, plan_role
+from mindspeed_rl.planner.shapes import (
+    Elements,
+    count_stage_elements,
+    find_largest_parameters,
+    find_model_folder,
+    plan_role,
+)
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes
 from mindspeed_rl.run.placement import Layout, Placement
+from mindspeed_rl.run.rules.training_engine_rules import check_command
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,9 @@ class Model:
         return elements.dense, elements.expert
 
     def gradients(self, elements: Elements) -> int:
-        """Return the bytes of the gradients, which are summed in float32 whatever the weights are."""
-        return 4 * sum(self._count_trained(elements)) if self.trains else 0
+        """Return the bytes of the gradients, which are summed in float32 unless the run file says otherwise."""
+        itemsize = 4 if self.config.grad_reduce_in_fp32 else self.itemsize
+        return itemsize * sum(self._count_trained(elements)) if self.trains else 0
 
     def optimizer(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state on the device; see `state`."""
@@ -93,6 +101,18 @@ class Model:
     def offloaded(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state that the host's processors update, in host memory or in a file."""
         return int(self.config.optimizer_offload_fraction * self.state(elements, stepped=stepped))
+
+    def swapped_at_once(self, stage: int, elements: Elements) -> int:
+        """Return the bytes of a swapped optimizer that a step has on a device: a part, or the largest parameter.
+
+        MindSpeed's step brings in a part when the one before has left, and no parameter by pieces.
+        """
+        state, (dense, expert) = self.state(elements), find_largest_parameters(self.plan, self.config, stage)
+        trained = self._count_trained(elements)
+        dense, expert = min(dense, -(-trained[0] // self.dp)), min(expert, -(-trained[1] // self.expert_dp))
+        count = sum(-(-part // ranks) for part, ranks in zip(trained, (self.dp, self.expert_dp)))
+        largest = 0 if self.config.lora_target_modules else max(dense, expert)
+        return max(state // self.config.swap_optimizer_times, state * largest // max(1, count))
 
     def state(self, elements: Elements, *, stepped: bool = True) -> int:
         """Return the bytes of the optimizer's state, on the device or in host memory.
@@ -160,6 +180,12 @@ class RunShape:
     def generate(self) -> GenerateConfig | None:
         """Keys of the engine; None without rollouts."""
         return None if self.sizes.counting == "samples" else self.cfg.generate_config
+
+    @property
+    def sends_changes(self) -> bool:
+        """True where a weight sync brings an engine only what has changed since the one before."""
+        generate = self.generate
+        return generate is not None and (generate.lora_push == "adapter" or generate.update_weight_mode == "delta")
 
     @property
     def max_len(self) -> int:
@@ -231,6 +257,7 @@ def read_shape(run: Run, device: Device) -> RunShape:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
 
     def build(group: str, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
+        check_command(config, group, "plan")
         try:
             return Model.build(config, devices, trains=trains, is_scored=is_scored)
         except ValueError as error:

@@ -177,6 +177,35 @@ def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elemen
     return stages
 
 
+def find_largest_parameters(plan: ModelPlan, config: MegatronConfig, stage: int) -> tuple[int, int]:
+    """Return the elements of the largest dense parameter of a rank of a pipeline stage, and of its largest expert parameter.
+
+    Adapters do not count. Grouped experts of a layer are one parameter.
+    """
+    layout = plan.layout
+    sections = ["layer"] + ["pre"] * (stage == layout.first_chunk[0]) + ["post", "mtp"] * (stage == layout.last_chunk[0])
+    groups = layout.num_expert_groups if layout.num_experts and config.moe_grouped_gemm else 0
+    return _find_largest(
+        plan.architecture, plan.model_config, layout.tp, layout.expert_tp_size, groups, frozenset[str](sections)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _find_largest(
+    architecture: Architecture, model_config: ModelConfig, tp: int, etp: int, groups: int, sections: frozenset[str]
+) -> tuple[int, int]:
+    """Find the largest parameters of these sections; without groups each expert is a parameter."""
+    dense = expert = 0
+    for op in list_grouped_ops(architecture, model_config):
+        if op.buffer or op.copy_of_tied or op.section not in sections:
+            continue
+        if op.axis == "tp":
+            dense = max(dense, math.prod(op.shard_shape(tp)))
+        else:
+            expert = max(expert, math.prod(op.shard_shape(etp)) // (groups or len(op.experts)))
+    return dense, expert
+
+
 def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Count the elements of all adapters that train, not sharded."""
     targets = config.adapted_parts

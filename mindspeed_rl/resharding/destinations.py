@@ -96,6 +96,21 @@ class Destinations:
         named = dict.fromkeys(name for names in self.loaded.values() for name in names)
         return [*direct, *((name, full_slice(self.shapes[name])) for name in named)]
 
+    def list_replaced(self, parameters: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """Yield the tensors in the engine's memory, each dense there, that a sync of all slices writes in full.
+
+        A parameter with elements that no slice fills is not among them, but the slices in it are.
+        """
+        by_parameter: dict[str, list[_Entry]] = {}
+        for entry in (*self.entries, *self.scattered):
+            by_parameter.setdefault(entry.parameter, []).append(entry)
+        for name, entries in by_parameter.items():
+            parameter = parameters[name]
+            if sum(num_elements(entry.tensor_slice) for entry in entries) == parameter.numel():
+                yield from [parameter] if _is_dense(parameter) else ()
+            elif name not in self.loaded and all(entry.plane is None for entry in entries):
+                yield from (view for entry in entries if _is_dense(view := entry.view(parameter)) and _shares(view, parameter))
+
     def list_shares(
         self, parameters: Mapping[str, Tensor], unpack: Mapping[str, Callable[[Tensor], Tensor]]
     ) -> Iterator[tuple[str, str, Slice, Tensor]]:
@@ -121,6 +136,20 @@ class Destinations:
                         elements = matrix[tuple(slice(*side) for side in gap)] if gap else matrix[None]
                         elements = elements.flatten() if elements.dim() > 2 else elements
                         yield name, "", full_slice(tuple(elements.shape)), elements
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor follow one another in memory, in any order."""
+    step = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size())):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _shares(view: Tensor, tensor: Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 def _find_gaps(shape: tuple[int, ...], indexes: Sequence[Sequence[slice | tuple[int, ...]]]) -> list[Slice]:

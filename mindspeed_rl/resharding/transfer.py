@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights, list_model_ops
 from mindspeed_rl.models.weights import WeightOp
-from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, Sinks
+from mindspeed_rl.resharding.exchange import Exchange, PlanExecution, ReadsSlices, Sinks
 from mindspeed_rl.resharding.layouts import (
     RankPosition,
     Slice,
@@ -120,8 +121,66 @@ def _build_windows(weight: LocalWeight) -> list[list[_Window]]:
     return windows_by_tensor
 
 
-class WeightStream:
-    """The model's weights as HF tensors, of which each rank has parts; low-rank adapters are merged.
+class WeightSource(ABC):
+    """The trained weights as HF tensors, of which each rank has parts; methods are collective over all training ranks.
+
+    Attributes:
+        trained: the training side of a weight sync, without multi-token-prediction layers.
+        shapes: shapes of all HF tensors, in forward order.
+        sources: this rank's parts.
+    """
+
+    trained: TrainedWeights
+    shapes: dict[str, tuple[int, ...]]
+    sources: ReadsSlices
+
+    @property
+    def with_predictions(self) -> TrainedWeights:
+        """The training side of a weight sync with multi-token-prediction layers, for engines whose drafts they make."""
+        return self.trained
+
+    @property
+    def base(self) -> TrainedWeights:
+        """The training side of a weight sync without low-rank adapters."""
+        return self.trained
+
+    def named_tensors(
+        self, dtype: torch.dtype | None = None, *, ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield (HF name, full tensor) of every weight, in the order of their completion.
+
+        Args:
+            dtype: floating-point parameters are cast to it; None keeps the training dtype. Buffers keep their own.
+            ranks: the ranks that get them; None for every rank. The others get nothing, and take part.
+        """
+        plan, dtypes = self.plan_full_tensors(dtype, ranks)
+        exchange = Exchange.from_world()
+        sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
+        # adapters may have been trained since; after the last tensor the memory is needed
+        self.sources.forget_merged()
+        yield from PlanExecution(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks).run()
+        self.sources.forget_merged()
+
+    def plan_full_tensors(
+        self, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None
+    ) -> tuple[Plan, dict[str, torch.dtype]]:
+        """Return the plan that gives ranks full tensors, and the type of each on the wire; arguments as for `named_tensors`."""
+        targets = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+        dtypes = self._wire_types(dtype)
+        tensors = [TensorInfo(name, shape, dtypes[name].itemsize) for name, shape in self.shapes.items()]
+        needed = {name: {full_slice(shape): targets} for name, shape in self.shapes.items()}
+        trained = self.trained
+        return plan_transfer(
+            tensors, trained.holders, needed, bucket_bytes=trained.bucket_bytes, find_node=trained.find_node
+        ), dtypes
+
+    @abstractmethod
+    def _wire_types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+        """Return the type of each tensor on the wire; the same on every rank, also for weights that it does not have."""
+
+
+class WeightStream(WeightSource):
+    """Weights of Megatron's engine as HF tensors, of which each rank has parts; low-rank adapters are merged.
 
     All methods are collective over all training ranks.
 
@@ -182,38 +241,7 @@ class WeightStream:
         bare = [replace(weight, merged=None) for weight in self.local_weights.values()]
         return replace(self.trained, sources=Sources(bare, self.copies))
 
-    def named_tensors(
-        self, dtype: torch.dtype | None = None, *, ranks: Sequence[int] | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (HF name, full tensor) of every weight, in the order of their completion.
-
-        Args:
-            dtype: floating-point parameters are cast to it; None keeps the training dtype. Buffers keep their own.
-            ranks: the ranks that get them; None for every rank. The others get nothing, and take part.
-        """
-        plan, dtypes = self.plan_full_tensors(dtype, ranks)
-        exchange = Exchange.from_world()
-        sinks = Sinks(gathered=set(self.shapes)) if ranks is None or exchange.rank in ranks else None
-        # adapters may have been trained since; after the last tensor the memory is needed
-        self.sources.forget_merged()
-        yield from PlanExecution(plan, exchange, dtypes, self.trained.device, sources=self.sources, sinks=sinks).run()
-        self.sources.forget_merged()
-
-    def plan_full_tensors(
-        self, dtype: torch.dtype | None = None, ranks: Sequence[int] | None = None
-    ) -> tuple[Plan, dict[str, torch.dtype]]:
-        """Return the plan that gives ranks full tensors, and the type of each on the wire; arguments as for `named_tensors`."""
-        targets = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        dtypes = self._wire_types(dtype)
-        tensors = [TensorInfo(name, shape, dtypes[name].itemsize) for name, shape in self.shapes.items()]
-        needed = {name: {full_slice(shape): targets} for name, shape in self.shapes.items()}
-        trained = self.trained
-        return plan_transfer(
-            tensors, trained.holders, needed, bucket_bytes=trained.bucket_bytes, find_node=trained.find_node
-        ), dtypes
-
     def _wire_types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        """Return the type of each tensor on the wire; the same on every rank, also for weights that it does not have."""
         dtypes: dict[str, torch.dtype] = {}
         for op in self.ops:
             if op.copy_of_tied:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -66,6 +66,7 @@ class VllmEngine:
         weight_version: version of the loaded weights, -1 before the first ones.
         hooks: hooks of the platform.
         image_rules: image rules of a model of images; None for a model of text.
+        list_replaced: returns the tensors of the model that the next weight sync writes; None where that is not known.
         syncs_drafts: weight syncs bring the multi-token-prediction layers too, which make drafts.
     """
 
@@ -128,6 +129,7 @@ class VllmEngine:
         if not frozen:  # in a copy of a fork server they stay frozen: to collect its 700,000 would also unshare their pages
             gc.unfreeze()
         self.weight_version, self.syncs_drafts = -1, False
+        self.list_replaced: Callable[[torch.nn.Module], Sequence[Tensor]] | None = None
         self._adapter: LoRARequest | None = None
         self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of running requests: our name -> the engine's
@@ -326,7 +328,10 @@ class VllmEngine:
 
     def release_memory(self) -> None:
         """Release weights (where the platform can) and KV cache until `restore_memory`."""
-        self.hooks.release(self._llm)
+        replaced: Sequence[Tensor] = ()
+        if self.hooks.sleeps and self.list_replaced is not None:
+            replaced = self.list_replaced(self.get_model())
+        self.hooks.release(self._llm, replaced)
         # the storages of a sleeping engine keep their sizes without memory
         self._has_weights, self._has_cache = not self.hooks.sleeps, False
 
@@ -341,13 +346,26 @@ class VllmEngine:
 
     def resident_bytes(self) -> dict[str, int]:
         """Return the bytes on the device now of the weights, of their packed copies for kernels, and of the KV cache."""
-        runner = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
-        weights = [*runner.model.parameters(), *runner.model.buffers()] if self._has_weights else []
+        weights, cache = self._list_memory()
         return {
-            "rollout weights": _storage_bytes(weights),
-            "packed weights": self.hooks.packed_bytes(runner.model),
-            "KV cache": _storage_bytes(runner.kv_caches) if self._has_cache else 0,
+            "rollout weights": _storage_bytes(weights) if self._has_weights else 0,
+            "packed weights": self.hooks.packed_bytes(self._runner.model),
+            "KV cache": _storage_bytes(cache) if self._has_cache else 0,
         }
+
+    def absent_bytes(self) -> int:
+        """Return the bytes of weights and KV cache that sleep, whose storages keep their sizes."""
+        weights, cache = self._list_memory()
+        return (0 if self._has_weights else _storage_bytes(weights)) + (0 if self._has_cache else _storage_bytes(cache))
+
+    @property
+    def _runner(self) -> Any:
+        return self._llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    def _list_memory(self) -> tuple[Sequence[Tensor], Sequence[object]]:
+        """Return the tensors of the weights, and the entries of the KV cache."""
+        runner = self._runner
+        return [*runner.model.parameters(), *runner.model.buffers()], runner.kv_caches
 
 
 def _load_tensors(model: torch.nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:

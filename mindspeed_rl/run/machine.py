@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from urllib.parse import urlsplit
@@ -19,6 +20,8 @@ from mindspeed_rl.run import Run
 _GIB = 1 << 30
 #: longest wait for a server to take a connection
 _CONNECT_S = 5.0
+#: between two attempts to reach a server that is starting, and between two lines about it
+_RETRY_S, _REPORT_S = 1.0, 10.0
 #: variables that send requests elsewhere, where only the proxy knows what can be reached
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -99,6 +102,29 @@ def check_server(url: str, key: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"{key}: {url} cannot be reached ({reason}); start the server before the run") from error
+
+
+def wait_for_servers(run: Run) -> None:
+    """Wait until the standalone rollout servers of a run take connections; one listens when its engine is loaded.
+
+    Raises:
+        ValueError: one does not, within the deadline of a server.
+    """
+    for host, port in run.placement.servers:
+        url, started_s = f"http://{host}:{port}", time.monotonic()
+        said_s = -_REPORT_S
+        while True:
+            try:
+                check_server(url, "generate_config.vllm_server_host")
+                break
+            except ValueError:
+                waited_s = time.monotonic() - started_s
+                if waited_s > run.deadlines.seconds["server"]:
+                    raise
+                if waited_s - said_s >= _REPORT_S:
+                    print(f"waiting for the rollout server at {url} ({waited_s:.0f} s)", flush=True)
+                    said_s = waited_s
+                time.sleep(_RETRY_S)
 
 
 def describe_machine(run: Run) -> list[str]:

@@ -31,6 +31,7 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.ref_model import resolve_rollout_ref, resolve_supervised_ref
 from mindspeed_rl.run.resolve import resolve
 from mindspeed_rl.run.resume import find_resume_point, loads_its_save
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 
 #: part of an update's products that logits in float32 may take by default
 _MAX_HEAD_SHARE = 0.1
@@ -410,6 +411,7 @@ def _plan_role(
         config = dataclasses.replace(config, mtp_num_layers=0, dsa_indexer_loss_coeff=0.0)
     try:
         plan = plan_model(config, source.hf_folder, head=head)
+        check_model_form(config, plan.model_config, plan.architecture.name)
         if source.adapter is not None:
             open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
             source = dataclasses.replace(source, adapter=source.adapter.resolve())

@@ -52,18 +52,41 @@ def convert_memory_errors() -> Iterator[None]:
 class PhaseMemory:
     """The ledger of one device: (phase, transient owner, metrics) -> context of the phase.
 
-    Metrics are `memory/<phase>/<owner>_gib`. Memory that exists only within the phase (activations, steps of the engine,
-    buckets of a weight sync) is the peak minus the owners' memory.
+    Metrics are `memory/<phase>/<owner>_gib`, of the fullest moment of the phase: models and engine may take turns within it.
+    Memory that exists only within the phase (activations, steps of the engine, buckets of a weight sync) is the peak minus the
+    owners' memory.
+
+    Attributes:
+        peak_gib: the highest peak of all phases so far.
+        start_gib: the highest while the models were built.
     """
 
-    def __init__(self, owners: Callable[[], Mapping[str, int]]) -> None:
-        """Keep the function that measures the owners.
+    def __init__(self, owners: Callable[[], Mapping[str, int]], absent: Callable[[], int] = lambda: 0) -> None:
+        """Keep the functions that measure.
 
         Args:
             owners: returns the bytes on the device now of everything that exists longer than a phase.
+            absent: returns the bytes that the allocator counts although they are not on the device: a sleeping engine's.
         """
-        self._owners = owners
+        self._owners, self._absent = owners, absent
+        #: owner of what exists only within the running phase; None outside of phases
+        self._transient: str | None = None
+        self._unowned = 0
+        self._fullest: dict[str, int] = {}
         self.peak_gib: float = 0.0
+        self.start_gib: float = 0.0
+
+    @property
+    def allocated_gib(self) -> float:
+        """The memory that is allocated on the device now."""
+        return platform.current().memory_stats().allocated_gib - self._absent() / _GIB
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Measure the block in which models are built."""
+        platform.current().reset_peak_memory()
+        yield
+        self.start_gib = platform.current().memory_stats().peak_gib
 
     @contextlib.contextmanager
     def __call__(self, phase: str, transient: str, metrics: Metrics) -> Iterator[None]:
@@ -80,20 +103,42 @@ class PhaseMemory:
         device = platform.current()
         device.reset_peak_memory()
         # memory without an owner, with the memory of the device's runtime
-        unowned = int(device.memory_stats().allocated_gib * _GIB) - sum(self._owners().values())
+        self._unowned = int(self.allocated_gib * _GIB) - sum(self._owners().values())
+        self._transient, self._fullest = transient, {}
         try:
             yield
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
-            raise DeviceMemoryError(phase, self._measure(transient, unowned)) from error
-        for owner, count in self._measure(transient, unowned).items():
+            raise DeviceMemoryError(phase, self._measure(transient)) from error
+        self._observe(transient)
+        self._transient = None
+        for owner, count in self._fullest.items():
             phase_key, owner_key = (name.replace(" ", "_").lower() for name in (phase, owner))
             metrics.add_max(f"memory/{phase_key}/{owner_key}_gib", count / _GIB)
 
-    def _measure(self, transient: str, unowned: int) -> dict[str, int]:
+    @contextlib.contextmanager
+    def exchange(self) -> Iterator[None]:
+        """Run a block in which owners leave the device, or a sleeping engine wakes up, between two moments of a phase.
+
+        Outside of phases nothing is measured.
+        """
+        if self._transient is None:
+            yield
+            return
+        self._observe(self._transient)
+        yield
+        platform.current().reset_peak_memory()
+
+    def _observe(self, transient: str) -> None:
+        """Measure the moment that ends now."""
+        owners = self._measure(transient)
+        if not self._fullest or sum(owners.values()) > sum(self._fullest.values()):
+            self._fullest = owners
+
+    def _measure(self, transient: str) -> dict[str, int]:
         owners = dict(self._owners())
-        peak = platform.current().memory_stats().peak_gib
+        peak = platform.current().memory_stats().peak_gib - self._absent() / _GIB
         self.peak_gib = max(self.peak_gib, peak)
-        owners[transient] = max(0, int(peak * _GIB) - unowned - sum(owners.values()))
+        owners[transient] = max(0, int(peak * _GIB) - self._unowned - sum(owners.values()))
         return owners

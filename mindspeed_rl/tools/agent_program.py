@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mindspeed_rl.bounds import read_metrics, read_number
+from mindspeed_rl.bounds import read_metrics, read_number, show
 from mindspeed_rl.config.keys.rl import AgentKeys
 from mindspeed_rl.folders import FileRefusedError, read_beneath, remove_folder
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
@@ -48,6 +48,8 @@ _MAX_REPLY_BYTES, _MAX_REASON = 1 << 16, 1000
 _FILES = ".agent"
 #: of the file AGENT_RESULT
 _MAX_RESULT_BYTES = 4 << 20
+#: of the report of a program, in a file, a line or a reply
+_REPORT_KEYS = ("reward", "metrics", "output", "error")
 _RUN_COMMAND = f"{run_command.__module__}:{run_command.__name__}"
 _PLACE = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]\w*)\}")
 
@@ -320,10 +322,14 @@ def _read_report(value: object, where: str, output: str = "") -> ProgramResult:
         ProgramError: it has an error, or another form.
     """
     if not isinstance(value, dict):
-        raise ProgramError(f"{where} must be an object with reward, not {str(value)[:200]}")
+        raise ProgramError(f"{where} must be an object with reward, not {show(value)}")
+    if not value.keys() & set(_REPORT_KEYS):
+        raise ProgramError(f"{where} has {show(sorted(value))}, but must have one of {', '.join(_REPORT_KEYS)}")
     if value.get("error"):
-        raise ProgramError(str(value["error"])[:_MAX_REASON])
+        raise ProgramError(value["error"][:_MAX_REASON] if isinstance(value["error"], str) else show(value["error"]))
     reward, text = value.get("reward"), value.get("output")
+    if not isinstance(text, (str, int, float, type(None))):
+        raise ProgramError(f"{where}: output is {show(text)}, but must be a text")
     try:
         number = None if reward is None else read_number(reward, "reward")
         metrics = read_metrics(value.get("metrics") or {}, "metrics")

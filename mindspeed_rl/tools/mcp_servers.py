@@ -237,8 +237,10 @@ class _Connection:
                 await self._reset(client)
                 raise ToolError(f"the server {self._server.name} has ended", "crashed") from None
             raise ToolError(error.message) from None
+        except ValueError as error:  # of a reply that is no result; calls of other samples go on
+            raise ToolError(f"the server {self._server.name} sent a wrong reply: {_describe(error)}") from None
         except Exception as error:  # noqa: BLE001 (the library raises many types, and groups of them)
-            await self._reset(client)
+            await self._reset_if_silent(client)
             raise ToolError(f"the server {self._server.name} cannot be reached: {_describe(error)}", "crashed") from None
         text = _read_text(result)
         if result.is_error:

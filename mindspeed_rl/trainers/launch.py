@@ -27,6 +27,7 @@ from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.redaction import hide_in_configuration, hide_in_environment
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.explain.effects import find_warnings
+from mindspeed_rl.run.machine import wait_for_servers
 from mindspeed_rl.runtime.cluster import connect_cluster
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rl_setup import RLInputs, build_trainer, check_rl, start_services
@@ -83,6 +84,7 @@ def launch(
     with contextlib.ExitStack() as held:
         # first: no other run writes a checkpoint while it is decided where this one resumes
         held.enter_context(hold_folders(there))
+        wait_for_servers(run)
         inputs = check_supervised(run) if run.config.is_supervised else check_rl(run)
         # made only now: a wrong key leaves no run folder behind
         held.enter_context(hold_folders({name: path for name, path in folders.items() if name not in there}))

@@ -126,8 +126,8 @@ class OldPolicy:
         self.column = "rollout_log_probs" if self._recorded else "old_log_probs"
         self.was_computed, self.metrics = False, Metrics()
 
-    def passes(self, iteration: int, *, needs_all: bool, compare: Callable[[int], tuple[Metrics, bool]]) -> Iterator[int]:
-        """Yield the number of rows, the first ones, of each pass of the trainer that this iteration needs.
+    def passes(self, iteration: int, *, needs_all: bool, compare: Callable[[int], tuple[Metrics, bool]]) -> Iterator[range]:
+        """Yield the rows of each pass of the trainer that this iteration needs.
 
         Args:
             needs_all: the pass over all rows is made in any case.
@@ -140,7 +140,7 @@ class OldPolicy:
         self._begin()
         count = self._num_rows if needs_all else self._checked_rows
         if count:
-            yield count
+            yield range(count)
         if not self._checked_rows:
             return
         self.metrics, is_current = compare(count)
@@ -152,7 +152,7 @@ class OldPolicy:
                 raise DisagreementError(f"{text} (rl_config.old_log_probs_fallback stop).")
             if self._fallback == "trainer":
                 if count < self._num_rows:
-                    yield self._num_rows
+                    yield range(count, self._num_rows)
                 self.column, self.was_computed = "old_log_probs", True
             follows = "the trainer's are taken" if self.was_computed else "the recorded ones are taken all the same"
             _LOG.warning("warning: %s; %s (rl_config.old_log_probs_fallback).", text, follows)

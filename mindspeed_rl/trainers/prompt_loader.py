@@ -17,7 +17,7 @@ from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data import card
-from mindspeed_rl.data.card import format_card
+from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.data.templates import choose_thinking
@@ -164,15 +164,16 @@ def describe_prompts(prompts: PromptDataset, batch: int) -> list[str]:
     return warnings
 
 
-def describe_data(run: Run, prompts: PromptDataset, held_out: PromptDataset | None, tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_data(
+    run: Run, prompts: PromptDataset, held_out: PromptDataset | None, tokenizer: PreTrainedTokenizerBase
+) -> list[DataCard]:
     """Return the cards of the prompts to train on, and of the held-out ones, without examples."""
     actor, limit = run.config.actor_config, run.rl.max_prompt_length
-    cards = [format_card(f"data_path: {actor.data_path}", card.describe_prompts(prompts, tokenizer, limit))]
+    cards = [DataCard(f"data_path: {actor.data_path}", card.describe_prompts(prompts, tokenizer, limit))]
     if held_out is not None:
         title = f"eval_data_path: {actor.eval_data_path}" if actor.eval_data_path else f"held out by split: {actor.split}"
-        rows = card.describe_prompts(held_out, tokenizer, limit)
-        cards.append(format_card(title, {name: text for name, text in rows.items() if not name.startswith("example")}))
-    return "\n".join(cards)
+        cards.append(DataCard(title, card.describe_prompts(held_out, tokenizer, limit)).without_examples())
+    return cards
 
 
 def prompt_rows(items: Iterable[PromptItem], repeat: int) -> dict[str, list[Any]]:

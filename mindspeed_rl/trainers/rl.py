@@ -122,8 +122,8 @@ class RLTrainer(TrainingLoop):
         """Let the trainer compute the old policy's log-probs, of all rows, of some as a check of recorded ones, or of none."""
         schedule, compare = self.schedule, partial(self.advantages.compare_log_probs, iteration)
         needs_all = schedule.computes_old_log_probs(iteration)
-        for count in schedule.old_policy.passes(iteration, needs_all=needs_all, compare=compare):
-            self.collect(self.actors.compute_log_probs("actor", count))
+        for rows in schedule.old_policy.passes(iteration, needs_all=needs_all, compare=compare):
+            self.collect(self.actors.compute_log_probs("actor", rows.stop, rows.start))
         self.metrics.merge(schedule.old_policy.metrics)
 
     def _compute_advantages(self, iteration: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from mindspeed_rl.checkpoint.model_source import (
 from mindspeed_rl.config import ConfigError
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.config.expert_map import check_expert_map
+from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, prepare_images, read_references
 from mindspeed_rl.data.indexed import check_columns, list_packed_columns
 from mindspeed_rl.data.prompts import PromptDataset, check_prompt_files, split_slice
@@ -97,7 +98,7 @@ class RLInputs:
         held_out: None without evaluation.
         num_devices: number of devices of all roles.
         summary: lines for the console.
-        card: description of the prompts.
+        cards: descriptions of the prompts, and of the held-out ones.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
     """
@@ -110,7 +111,7 @@ class RLInputs:
     resume: ResumePoint
     num_devices: int
     summary: str
-    card: str
+    cards: Sequence[DataCard]
     judge: ServedJudge | None = None
     images: str = ""
 
@@ -186,8 +187,8 @@ def check_rl(run: Run) -> RLInputs:
     judge = None
     if run.rl.served_judge is not None:
         judge = ServedJudge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit), tokenizer)
-    card = describe_data(run, prompts, held_out, tokenizer)
-    lines, images = [card], ""
+    cards = describe_data(run, prompts, held_out, tokenizer)
+    lines, images = [*map(str, cards)], ""
     if (rules := read_image_rules(run.models["actor"])) is not None:
         rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
         images = describe_images(rules, [[image.grid for image in prepare_images(rules, row)] for row in rows])
@@ -199,7 +200,7 @@ def check_rl(run: Run) -> RLInputs:
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
     run = with_absolute_paths(run)
-    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, card, judge, images)
+    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, cards, judge, images)
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:

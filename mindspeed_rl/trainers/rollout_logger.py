@@ -22,7 +22,7 @@ from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.completions import Completion, Tokens, decode_tokens, is_due
 from mindspeed_rl.observability.run_files import EXAMPLES
-from mindspeed_rl.redaction import hide_known
+from mindspeed_rl.redaction import hide_in_record
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.advantages import TrainBatch
@@ -56,7 +56,7 @@ class _CompletionWriter:
         with self.path.open("a", encoding="utf-8") as file:
             for completion in completions[: self.limit]:
                 record = {"iteration": iteration, **completion.to_record()}
-                file.write(hide_known(json.dumps(record, ensure_ascii=False)) + "\n")
+                file.write(json.dumps(hide_in_record(record), ensure_ascii=False) + "\n")
 
 
 def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
@@ -83,7 +83,7 @@ class RolloutLogger(RunLogger):
             for index, (item, response, result) in enumerate(examples):
                 texts = {"prompt": str(decode(item["prompt_ids"])), "response": str(decode(response))}
                 record = {"iteration": iteration, "index": index, **texts, "label": item["label"], "reward": result.total}
-                file.write(hide_known(json.dumps(record, ensure_ascii=False, default=str)) + "\n")
+                file.write(json.dumps(hide_in_record(record), ensure_ascii=False, default=str) + "\n")
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from mindspeed_rl.checkpoint.model_source import (
     load_tokenizer_of,
 )
 from mindspeed_rl.config.errors import raise_together
+from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, read_first_grids
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens
 from mindspeed_rl.observability.console import StartSteps
@@ -51,7 +52,7 @@ class SupervisedInputs:
         summary: lines for the console.
         images: a line with the tokens of images; empty for a model of text.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
-        card: description of the data.
+        cards: descriptions of the data, and of the held-out data.
     """
 
     run: Run
@@ -59,7 +60,7 @@ class SupervisedInputs:
     num_devices: int
     summary: str
     num_rows: int | None
-    card: str
+    cards: Sequence[DataCard]
     images: str = ""
 
 
@@ -105,14 +106,15 @@ def check_supervised(run: Run) -> SupervisedInputs:
     num_devices = run.plan.world_size
     for warning in (*cards.warnings, *describe_machine(run)):
         print(f"warning: {warning}", flush=True)
-    lines = [cards.text, str(resume), f"starting {num_devices} workers on {run.platform} ..."]
+    lines = [*map(str, cards.cards), str(resume), f"starting {num_devices} workers on {run.platform} ..."]
     if num_rows is not None:
-        lines.insert(1, f"{run.plan.train_iters} iterations are {config.train_epochs:g} passes over {num_rows} rows")
+        length = f"{run.plan.train_iters} iterations are {config.train_epochs:g} passes over {num_rows} rows"
+        lines.insert(len(cards.cards), length)
     rules, images = read_image_rules(run.models["actor"]), ""
     if rules is not None and isinstance(path := run.data_config.data_path, str):
         images = describe_images(rules, read_first_grids(path))
-        lines.insert(1, images)
-    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, "\n".join(lines), num_rows, cards.text, images)
+        lines.insert(len(cards.cards), images)
+    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, "\n".join(lines), num_rows, cards.cards, images)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:

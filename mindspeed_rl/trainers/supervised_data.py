@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import is_weight, read_split
 from mindspeed_rl.data import handler_class
-from mindspeed_rl.data.card import describe_columns, describe_dropped, format_card
+from mindspeed_rl.data.card import DataCard, describe_columns, describe_dropped
 from mindspeed_rl.data.datasets import StoredLogProbs
 from mindspeed_rl.data.forms import STAGE_KINDS, Reading, choose_reading
 from mindspeed_rl.data.images import ImageRules
@@ -70,14 +70,14 @@ class _RawData:
 
 @dataclass(frozen=True)
 class DataCards:
-    """Text for the start of a run.
+    """What is shown of the data at the start of a run.
 
     Attributes:
-        text: card of the data, and of the held-out data.
+        cards: of the data, and of the held-out data.
         warnings: what is probably not as it was meant.
     """
 
-    text: str
+    cards: tuple[DataCard, ...]
     warnings: tuple[str, ...] = ()
 
 
@@ -89,6 +89,13 @@ def list_data_checks(config: MegatronConfig) -> Iterator[Callable[[], object]]:
     assert config.stage is not None
     if config.data_path is None:
         yield partial(_refuse, f"megatron_training.data_path: not set; stage {config.stage} learns from it.")
+    if isinstance(config.data_path, list) and config.stage != "pretrain":
+        yield partial(
+            _refuse,
+            f"megatron_training.data_path: {config.data_path} is a list, which only stage pretrain blends; give one prefix, or"
+            " raw files as a.jsonl,b.jsonl",
+        )
+        return
     for key, location in _list_locations(config):
         yield partial(_check_location, config, key, location)
 
@@ -186,7 +193,7 @@ def prepare_data(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Run, Dat
     config, stage = run.config.actor_config, run.stage
     vocab_size = run.models["actor"].plan.model_config.vocab_size
     prefixes: dict[str, list[str | float]] = {}
-    cards: list[str] = []
+    cards: list[DataCard] = []
     warnings: list[str] = []
     for key, location in _list_locations(config):
         prefix, card = Path(location).expanduser(), dict[str, str]()
@@ -202,13 +209,11 @@ def prepare_data(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Run, Dat
             card = _describe_prepared(raw, prepared)
         _check_content(run, key, location, prefix, vocab_size, is_raw=raw is not None)
         prefixes.setdefault(key, []).append(str(prefix))
-        described = describe_columns(prefix, stage, tokenizer, config.seq_length)
-        if key == "eval_data_path":
-            described = {name: text for name, text in described.items() if not name.startswith("example")}
-        cards.append(format_card(f"{key}: {location}", card | described))
+        described = DataCard(f"{key}: {location}", card | describe_columns(prefix, stage, tokenizer, config.seq_length))
+        cards.append(described.without_examples() if key == "eval_data_path" else described)
     if any(_is_raw(stage, location) for _, location in _list_locations(config)):
         run = dataclasses.replace(run, prepared=_merge_weights(config, prefixes))
-    return run, DataCards("\n".join(cards), tuple(dict.fromkeys(warnings)))
+    return run, DataCards(tuple(cards), tuple(dict.fromkeys(warnings)))
 
 
 def _merge_weights(config: MegatronConfig, prefixes: Mapping[str, list[str | float]]) -> dict[str, str | list[str | float]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mindspeed_rl import platform
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
@@ -46,6 +45,10 @@ class ActorWorker(ActorPhases):
         """Return the bytes that are on the device now, by owner in the planner's words."""
         return {**super().resident_bytes(), **self.rollout.engine.resident_bytes()}
 
+    def absent_bytes(self) -> int:
+        """Return the bytes of a sleeping engine, which the device's allocator counts although they are not there."""
+        return self.rollout.engine.absent_bytes()
+
     # ------------------------------------------------------------------ weights
 
     def push_weights(self, version: int) -> WorkerReport:
@@ -66,10 +69,13 @@ class ActorWorker(ActorPhases):
         # the actor's weights stay: they are sent to the engine
         self.offload_all(actor_weights=False)
         self.actor.offloader.onload(params=True)
+        with self.memory.exchange():
+            self.rollout.engine.restore_memory("weights")
         num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
-        self.rollout.engine.restore_memory("cache")
+        with self.memory.exchange():
+            self.rollout.engine.restore_memory("cache")
         return num_proven
 
     # ------------------------------------------------------------------ responses
@@ -91,7 +97,7 @@ class ActorWorker(ActorPhases):
         return self._report_generation(metrics), continued
 
     def _report_generation(self, metrics: Metrics) -> WorkerReport:
-        metrics.add_max("memory/generate_gib", platform.current().memory_stats().allocated_gib)
+        metrics.add_max("memory/generate_gib", self.memory.allocated_gib)
         add_drafts(metrics, *vllm_drafts.counts.take())
         return self._report(metrics)
 
@@ -100,7 +106,8 @@ class ActorWorker(ActorPhases):
         swaps = self.rollout.swaps_memory
         with self.phase(Phases.FINISH_ROLLOUT, Metrics(), self.rollout, timed=swaps):
             if swaps:
-                self.rollout.engine.release_memory()
+                with self.memory.exchange():
+                    self.rollout.engine.release_memory()
         return self._report()
 
     def restore_rollout(self) -> WorkerReport:
@@ -121,7 +128,8 @@ class ActorWorker(ActorPhases):
             super()._save_roles(iteration, run_state)
             return
         # the models need the engine's memory; the engine is loaded again at the end
-        self.rollout.engine.release_memory()
+        with self.memory.exchange():
+            self.rollout.engine.release_memory()
         super()._save_roles(iteration, run_state, release=True)
         self._load_engine(self.rollout.engine.weight_version)
 

@@ -13,10 +13,11 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.model_worker import CriticPhases, RefPhases, RewardModelPhases, TeacherPhases
 from mindspeed_rl.workers.replica import Replica
 from mindspeed_rl.workers.responses import read_image_rules
-from mindspeed_rl.workers.roles import PassSettings, Roles, build_pass_settings, build_reward_model, build_role, build_teachers
+from mindspeed_rl.workers.roles import Roles, build_pass_settings, build_reward_model, build_role, build_teachers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

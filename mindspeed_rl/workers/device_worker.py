@@ -61,12 +61,16 @@ class DeviceWorker:
     def __init__(self, run: Run, rank: int, name: str = "rank") -> None:
         self.run, self.rank = run, rank
         self.timers = Timers(worker=f"{name} {rank}")
-        self.memory = PhaseMemory(self.resident_bytes)
+        self.memory = PhaseMemory(self.resident_bytes, self.absent_bytes)
         self.hooks: list[_PhaseHook] = []
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""
         return {}
+
+    def absent_bytes(self) -> int:
+        """Return the bytes of a sleeping engine, which the device's allocator counts although they are not there."""
+        return 0
 
     def add_hooks(self, first_iteration: int) -> None:
         """Make the hooks that the run file enables; a run without hooks imports none.

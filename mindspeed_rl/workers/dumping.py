@@ -86,7 +86,7 @@ class PhaseDumps:
         if record is None:
             yield None
         elif isinstance(target, Role):
-            with ModelProbe(target.engine, record, modules=modules).recording() as probe:
+            with ModelProbe(target.megatron, record, modules=modules).recording() as probe:
                 yield probe
             record.write()
         elif target is not None:

@@ -205,11 +205,11 @@ class Fleet:
             self.actor.call(Phases.RESTORE_ROLLOUT)
         return replies
 
-    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
-        """Compute the log-probs of this role, "actor" or "ref", for the first `count` rows."""
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> list[WorkerReport]:
+        """Compute the log-probs of this role, "actor" or "ref", for the first `count` rows, without those before `start`."""
         if role in self._early:
             return self._early.pop(role).wait()
-        return self.dedicated.get(role, self.actor).call(Phases.ACTOR_LOG_PROBS, role, count)
+        return self.dedicated.get(role, self.actor).call(Phases.ACTOR_LOG_PROBS, role, count, start)
 
     def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
         """Compute the teachers' log-probs for the first `count` rows."""

@@ -18,8 +18,8 @@ from mindspeed_rl.data.prompts import TEACHER_PROMPT_IDS
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, TopLogProbs
+from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.lora import adapters_disabled
-from mindspeed_rl.engine.train_engine import StepResult
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run.phases import Phase, Phases
 from mindspeed_rl.runtime.reports import WorkerReport
@@ -58,17 +58,17 @@ class _ModelWorker(DeviceWorker):
         phase: Phase,
         role: Role,
         batching: MicroBatching,
-        count: int,
+        selected: range,
         outputs: HeadOutputs | None = None,
         routing: RolloutRouting | None = None,
     ) -> None:
-        """Compute the phase's columns for this replica's rows; waits for rows that are not ready.
+        """Compute the phase's columns for this replica's rows among the selected; waits for rows that are not ready.
 
         Args:
             outputs: the columns; None for those that a loss gets.
         """
         role.offloader.onload(params=True)
-        for rows in self.replica.dispatches(count, self.run.plan.dispatch_sizes[phase.dispatch_key]):
+        for rows in self.replica.dispatches(selected, self.run.plan.dispatch_sizes[phase.dispatch_key]):
             fetched = self.replica.fetch_rows(phase.consumer, rows)
             # without the wait for rows
             with self.timers(phase.timer):
@@ -113,8 +113,8 @@ class _ModelWorker(DeviceWorker):
 class RefPhases(_ModelWorker):
     """Log-probs of the reference."""
 
-    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
-        """Compute the log-probs of the reference ("ref") for this replica's rows."""
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> WorkerReport:
+        """Compute the log-probs of the reference ("ref") for this replica's rows, from `start` up to `count`."""
         assert role == "ref", role
         # without a model of its own the reference is the actor without its adapters
         target = self.roles.ref or self.roles.actor
@@ -123,7 +123,7 @@ class RefPhases(_ModelWorker):
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or target.config.micro_batch_size)
         metrics = Metrics()
         with self.phase(Phases.REF_LOG_PROBS, metrics, target, timed=False), weights:
-            self._forward(Phases.REF_LOG_PROBS, target, batching, count)
+            self._forward(Phases.REF_LOG_PROBS, target, batching, range(start, count))
         return self._report(metrics)
 
 
@@ -138,7 +138,7 @@ class TeacherPhases(_ModelWorker):
         metrics, phase = Metrics(), Phases.TEACHER_LOG_PROBS
         keys = self.run.rl.distillation
         with self.phase(phase, metrics, timed=False):
-            for indexes in self.replica.dispatches(count):
+            for indexes in self.replica.dispatches(range(count)):
                 rows, choices = self.replica.fetch_rows(phase.consumer, indexes), None
                 if keys.teacher_keys or keys.teacher_prompt:
                     extra = objects(self.replica.fetch(phase.consumer, ["extra"], indexes)["extra"])
@@ -178,8 +178,8 @@ class TeacherPhases(_ModelWorker):
         self, role: Role, rows: Rows, chosen: Sequence[int], judgement: HeadOutputs | TopLogProbs
     ) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the two outputs of a teacher for each of the chosen rows, on the last pipeline stage; collective."""
-        # replicas that share experts, or agree on a number of micro-batches, make their passes together
-        together = range(len(rows)) if role.model.transformer_config.num_moe_experts else chosen or [0]
+        # replicas that share experts, layers or the number of micro-batches make their passes together
+        together = range(len(rows)) if role.engine.passes_together else chosen or [0]
         role.offloader.onload(params=True)
         batching = self._batching("ref", self.run.rl.ref_forward_micro_batch_size or role.config.micro_batch_size)
         temperature = self.run.rl.distillation.teacher_temperature
@@ -211,7 +211,7 @@ class CriticPhases(_ModelWorker):
         critic, metrics = self.roles.critic, Metrics()
         assert critic is not None
         with self.phase(Phases.VALUES, metrics, critic, timed=False):
-            self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), count)
+            self._forward(Phases.VALUES, critic, self._batching("actor", critic.config.micro_batch_size), range(count))
         return self._report(metrics)
 
     def update_critic(self, steps: list[list[int]]) -> WorkerReport:
@@ -238,7 +238,7 @@ class RewardModelPhases(_ModelWorker):
         """Give the first `count` rows of the data plane the reward model's score of prompt and response."""
         metrics = Metrics()
         with self.phase(Phases.MODEL_REWARDS, metrics, self.roles.reward):
-            for rows in self.replica.dispatches(count):
+            for rows in self.replica.dispatches(range(count)):
                 batch = self.replica.fetch(Phases.MODEL_REWARDS.consumer, ["prompt_ids", "responses"], rows)
                 scores = self._scores(list(batch["prompt_ids"]), list(batch["responses"]))
                 self.replica.put(dict.fromkeys(Phases.MODEL_REWARDS.columns, scores), rows)

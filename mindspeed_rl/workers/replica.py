@@ -93,8 +93,8 @@ class Replica:
         if parallel.is_stage_source() if by_stage else self.is_output:
             self._plane.put(dict(columns), rows)
 
-    def dispatches(self, count: int, size: int | None = None) -> list[list[int]]:
-        """Return this replica's rows among the first `count`, `size` at a time; all at once without."""
-        rows = split_rows(range(count), self.count, self.index)
+    def dispatches(self, selected: range, size: int | None = None) -> list[list[int]]:
+        """Return this replica's rows among the selected, `size` at a time; all at once without."""
+        rows = split_rows(selected, self.count, self.index)
         size = size or max(1, len(rows))
         return [rows[start : start + size] for start in range(0, len(rows), size)]

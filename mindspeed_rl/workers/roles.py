@@ -30,7 +30,6 @@ from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.engine.batching import MicroBatching
-from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.checkpoint import (
     CheckpointSaver,
@@ -44,15 +43,14 @@ from mindspeed_rl.engine.disks import gather_objects
 from mindspeed_rl.engine.lora import load_peft, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
-from mindspeed_rl.engine.policy_model import PolicyModel
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import Float32Weights, load_weights
+from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
 from mindspeed_rl.models.weights import TensorSource
-from mindspeed_rl.resharding.transfer import WeightStream
-from mindspeed_rl.resharding.weight_copies import WeightCopies
+from mindspeed_rl.resharding.transfer import WeightSource, WeightStream
 from mindspeed_rl.run import Run
+from mindspeed_rl.workers.engines import PassSettings, build_engine
 from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
 if TYPE_CHECKING:
@@ -75,25 +73,6 @@ def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], s
         "ref": (rl.ref_max_packing_token_size, rl.ref_dynamic_max_batch_size),
     }
     return MicroBatching(size, *budgets[use])
-
-
-@dataclass(frozen=True)
-class PassSettings:
-    """The settings with which a role computes its rows.
-
-    Attributes:
-        packed: rows follow each other in one sequence instead of being padded.
-        pad_id: token of the padding.
-        temperature: logits are divided by it.
-        fixed_width: tokens to which padded rows are padded; 0 for the longest of their micro-batch.
-        shares_prefixes: see `BatchShape`.
-    """
-
-    packed: bool
-    pad_id: int
-    temperature: float
-    fixed_width: int = 0
-    shares_prefixes: bool = False
 
 
 @dataclass(frozen=True)
@@ -146,28 +125,30 @@ class Role:
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
-        self.model: BuiltModel = build_model(config, model.plan, trainable=self.trains)
-        self.engine = TrainEngine(
-            config,
-            self.model,
-            batch_shape(
-                config,
-                packed=passes.packed,
-                pad_id=passes.pad_id,
-                fixed_width=passes.fixed_width,
-                shares_prefixes=passes.shares_prefixes,
-                vision=model.plan.model_config.vision,
-                num_predictions=model.plan.model_config.mtp_num_layers if self.trains else 0,
-            ),
-            temperature=passes.temperature,
-        )
-        if (copies := WeightCopies.build(config, self.model)) is not None:
-            self.engine.add_part(copies)
+        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains)
+        self.engine, self._files = built.engine, built.files
         self._moves_slowly = moves_slowly
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
-        self.stream = WeightStream(self.model)
-        self._saver = CheckpointSaver(self.engine, config.save) if config.save else None
+        self.stream: WeightSource = built.build_stream()
+        self._saver = CheckpointSaver(self.engine, config.save, self._files) if config.save else None
+
+    @property
+    def megatron(self) -> TrainEngine:
+        """Megatron's engine, for features that only it has; rules refuse them for a role with another one."""
+        assert isinstance(self.engine, TrainEngine), type(self.engine)
+        return self.engine
+
+    @property
+    def model(self) -> BuiltModel:
+        """The modules of Megatron's engine."""
+        return self.megatron.model
+
+    @property
+    def megatron_stream(self) -> WeightStream:
+        """The weights of Megatron's engine, for features that only it has."""
+        assert isinstance(self.stream, WeightStream), type(self.stream)
+        return self.stream
 
     def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
         source = self.source
@@ -183,8 +164,8 @@ class Role:
             self.engine.start_training(steps_per_iteration)
         if source.kind == "training":
             if self._moves_slowly:
-                self.engine.stored_weights = Float32Weights(self.model)
-            loaded = load_checkpoint(self.engine, source.weights, iteration)
+                self.megatron.stored_weights = Float32Weights(self.model)
+            loaded = load_checkpoint(self.engine, source.weights, iteration, self._files)
             if steps_per_iteration is not None and not self.config.finetune:
                 self.resumed = loaded
                 self._random = capture_rng_state() if loaded["random_restored"] else None
@@ -210,7 +191,7 @@ class Role:
             source: source of the model, of kind "hf" or "megatron".
             iteration: which of its checkpoints; None for the newest.
         """
-        plan, loosely = self.model.plan, self.config.load_checkpoint_loosely
+        plan, loosely = self.engine.plan, self.config.load_checkpoint_loosely
         fresh_head = plan.model_config.head == "reward" and lacks_score_head(source, iteration)
         if source.kind == "hf":
             check_hf_tensors(source.weights, plan.architecture, plan.model_config, loosely=loosely)
@@ -225,11 +206,11 @@ class Role:
             adapter = open_peft(source.adapter, plan.architecture.weight_ops(plan.model_config))
         if adapter is not None and settings is None:
             tensors = MergedSource(tensors, adapter)
-        load_weights(self.model, _WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
+        self.engine.load(_WithFreshHead(tensors, plan.model_config.hidden_size) if fresh_head else tensors)
         if adapter is not None and settings is not None:
             load_peft(self.model, settings, adapter)
         if self._moves_slowly:
-            self.engine.stored_weights = Float32Weights(self.model)
+            self.megatron.stored_weights = Float32Weights(self.model)
 
     def save(self, iteration: int, run_state: dict[str, object], *, companions: Sequence[Role] | None = ()) -> None:
         """Write a training checkpoint and, with `save_hf`, a Hugging Face folder (`<save>/hf/latest` is the newest).
@@ -287,9 +268,9 @@ class Role:
         config = read_json(self.source.hf_folder / "config.json")
         dtype = torch.bfloat16 if self.config.bf16 else torch.float32
         # only prediction layers that train are loaded
-        predicts = mtp_keys(config, self.model.plan.model_config.mtp_num_layers)
+        predicts = mtp_keys(config, self.engine.plan.model_config.mtp_num_layers)
         changes = {**without_quantization(config), **dtype_keys(config, dtype), **predicts}
-        return {**make_reward_config(config), **changes} if self.model.plan.model_config.head == "reward" else changes
+        return {**make_reward_config(config), **changes} if self.engine.plan.model_config.head == "reward" else changes
 
     def finish_saves(self, *, wait: bool = True) -> None:
         """Wait until all checkpoints are complete; without `wait`, complete one that has been written in the background."""
@@ -301,7 +282,7 @@ class Role:
 
         Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
         """
-        head = self.model.plan.model_config.head
+        head = self.engine.plan.model_config.head
         # the remains of a save that was killed
         if dist.get_rank() == 0 and folder.exists():
             shutil.rmtree(folder)
@@ -317,7 +298,7 @@ class Role:
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
             changes = self._hf_changes() | padding
             with HfFolderWriter(folder, self.source.hf_folder, changes, finish=self._template.write) as writer:
-                plan, named = self.model.plan, self.stream.named_tensors(ranks=[0])
+                plan, named = self.engine.plan, self.stream.named_tensors(ranks=[0])
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
                     named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
@@ -384,10 +365,8 @@ def build_teachers(run: Run, shared: PassSettings, release: Callable[[Role], Non
     built = {}
     for folder, name in settings.models.items():
         role = Role(name, run.models[name], shared, steps_per_iteration=None)
-        for model in role.model.models:
-            if isinstance(model, PolicyModel):
-                # rows beyond the student's vocabulary are padding that was stored
-                model.true_vocab_size = min(model.true_vocab_size, vocab_size)
+        # rows beyond the student's vocabulary are padding that was stored
+        role.engine.limit_vocab(vocab_size)
         built[folder] = role
         release(role)
     return built

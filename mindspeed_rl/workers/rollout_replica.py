@@ -34,7 +34,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
-from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.resharding.transfer import WeightSource
 from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
@@ -148,7 +148,7 @@ class RolloutReplica:
 
     # ------------------------------------------------------------------ weights
 
-    def load(self, stream: WeightStream, version: int, adapters: AdapterFolder | None = None) -> int:
+    def load(self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None) -> int:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
         Args:
@@ -161,6 +161,7 @@ class RolloutReplica:
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
+        self.engine.list_replaced = self.push.list_replaced
         if adapters is not None:
             adapters.write()
             self.engine.load_adapter(adapters.path, version)
@@ -174,7 +175,7 @@ class RolloutReplica:
         folder_bytes = 0 if adapters is None or not self.rank else adapters.num_bytes
         add_sync_bytes(metrics, self.push.received_bytes + folder_bytes, self.push.needed_bytes + folder_bytes)
 
-    def _write(self, model: nn.Module, stream: WeightStream, base_only: bool) -> None:
+    def _write(self, model: nn.Module, stream: WeightSource, base_only: bool) -> None:
         load = BaseLoader(model) if base_only else cast(LoadsWeights, model).load_weights
         if self.push is None:  # the layouts do not change during a run
             config = self.run.generate

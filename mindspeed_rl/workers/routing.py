@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.interface import Engine
 from mindspeed_rl.engine.router_replay import RoutedLayers
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.models.model_config import ModelConfig
@@ -42,13 +43,13 @@ class RolloutRouting:
 
     def forward(
         self,
-        engine: TrainEngine,
+        engine: Engine,
         rows: Rows,
         batching: MicroBatching,
         indexes: Sequence[int],
         outputs: HeadOutputs | None = None,
     ) -> _Output:
-        """Compute the pass of the old log-probs over these rows of the data plane; see `TrainEngine.forward`."""
+        """Compute the pass of the old log-probs over these rows of the data plane; see `Engine.forward`."""
         return engine.forward(self._add_experts(Phases.ACTOR_LOG_PROBS.consumer, rows, indexes), batching, outputs)
 
     def for_update(self, rows: Rows) -> Rows:
@@ -80,7 +81,7 @@ class _RecordedRouting(RolloutRouting):
 
     def forward(
         self,
-        engine: TrainEngine,
+        engine: Engine,
         rows: Rows,
         batching: MicroBatching,
         indexes: Sequence[int],

@@ -29,8 +29,9 @@ from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
+from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules
-from mindspeed_rl.workers.roles import PassSettings, Role, build_micro_batching
+from mindspeed_rl.workers.roles import Role, build_micro_batching
 from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.stages.stage import Stage, split_batches
 

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl import platform
 from mindspeed_rl.algorithms.distillation import compute_weighted_divergence
 from mindspeed_rl.algorithms.interfaces import LossInputs, PolicyBatch
 from mindspeed_rl.algorithms.policy_losses import policy_loss
@@ -88,7 +87,8 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         self.source = model.source
         init_distributed(model.config, model.plan.layout.vpp)
         self.tokenizer = load_tokenizer_of(model.config, self.source)
-        self.roles = _build_roles(run, self.tokenizer, self._release)
+        with self.memory.starting():
+            self.roles = _build_roles(run, self.tokenizer, self._release)
         assert self.roles.actor is not None
         self.actor, term = self.roles.actor, run.objective.distillation if run.objective is not None else None
         if term is not None and term.estimator is None:
@@ -102,7 +102,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         run, mode = self.run, self.run.rl.router_replay.mode
         rules = read_image_rules(run.models["actor"])
         self.replica = Replica(plane, run.deadlines.rows_s, by_stage=mode != "disabled", image_rules=rules)
-        self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.engine, self.replica)
+        self.routing = None if mode == "disabled" else REPLAYS[mode](self.actor.megatron, self.replica)
         self.add_hooks(self.resumed_state().get("iteration", 0))
 
     def resident_bytes(self) -> Mapping[str, int]:
@@ -128,24 +128,25 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
     def _release(self, role: Role, *, weights: bool = True) -> None:
         """Offload a model until its next phase, with the parts that the run file names."""
         config, trains = self.run.generate, role.trains
-        role.offloader.offload(
-            optimizer=trains and config.offload_train_optimizer,
-            grads=trains and config.offload_train_grad,
-            params=weights and config.offload_train_param,
-        )
+        with self.memory.exchange():
+            role.offloader.offload(
+                optimizer=trains and config.offload_train_optimizer,
+                grads=trains and config.offload_train_grad,
+                params=weights and config.offload_train_param,
+            )
 
     # ------------------------------------------------------------------ passes and updates
 
-    def compute_log_probs(self, role: str, count: int) -> WorkerReport:
-        """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows."""
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> WorkerReport:
+        """Compute log-probs of the actor ("actor") or the reference ("ref") for this replica's rows from `start` to `count`."""
         if role != "actor":
-            return super().compute_log_probs(role, count)
+            return super().compute_log_probs(role, count, start)
         metrics, batching = Metrics(), self._batching("actor", self.run.rl.actor_forward_micro_batch_size)
         objective = self.run.objective
         has_squares = objective is not None and "squared_probs" in objective.needs
         outputs = SquaredProbs() if has_squares else None
         with self.phase(Phases.ACTOR_LOG_PROBS, metrics, self.actor, timed=False):
-            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, count, outputs, self.routing)
+            self._forward(Phases.ACTOR_LOG_PROBS, self.actor, batching, range(start, count), outputs, self.routing)
         if self.routing is not None:
             self.routing.add_to(metrics)
         return self._report(metrics)
@@ -182,8 +183,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
             self.replica.put(dict.fromkeys(Phases.UPDATE_ACTOR.columns, list(recorded.rows.values())), list(recorded.rows))
         for owner, count in actor.offloader.resident_bytes().items():
             metrics.add_max(f"memory/{owner}_gib", count / 2**30)
-        metrics.add_max("memory/update_gib", platform.current().memory_stats().allocated_gib)
+        metrics.add_max("memory/update_gib", self.memory.allocated_gib)
         metrics.add_max("memory/peak_gib", self.memory.peak_gib)
+        metrics.add_max("memory/start_gib", self.memory.start_gib)
         return self._report(metrics)
 
     @torch.no_grad()
@@ -193,8 +195,9 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         assert ref is not None
         self.actor.offloader.onload(params=True)
         ref.offloader.onload(params=True)
-        for name, weight in ref.stream.local_weights.items():
-            ref.engine.stored_weights.mix(weight, self.actor.stream.local_weights[name].value(), alpha)
+        actor_weights = self.actor.megatron_stream.local_weights
+        for name, weight in ref.megatron_stream.local_weights.items():
+            ref.megatron.stored_weights.mix(weight, actor_weights[name].value(), alpha)
         return self._report()
 
     # ------------------------------------------------------------------ checkpoints

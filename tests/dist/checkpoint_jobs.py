@@ -20,7 +20,7 @@ from training_jobs import Setting, all_rows, engine_of, full_weights, my_rows, s
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
-from mindspeed_rl.engine.train_engine import NonFiniteError
+from mindspeed_rl.engine.interface import NonFiniteError
 
 
 def save_then_train(

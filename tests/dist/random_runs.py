@@ -214,6 +214,10 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     }
     if has_experts and r.random() < 0.5:
         rl["router_replay"] = {"mode": r.choice(["R2", "R3"])}
+    # from a generator of its own, so that all else of a seed stays as it was
+    is_free = rl["rollout_importance_sampling_mode"] is None and rl["top_entropy_quantile"] == 1.0
+    if is_free and rl.get("router_replay") != {"mode": "R2"} and random.Random(seed).random() < 0.5:
+        rl |= {"old_log_probs": "rollout", "old_log_probs_check_fraction": 0.0}
     bound, rl_mode = _choose_mode(r)
     rl |= rl_mode
     if "off_policy_token_limit" in rl and not bound:

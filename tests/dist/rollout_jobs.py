@@ -7,7 +7,8 @@ import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -29,17 +30,16 @@ from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
 from mindspeed_rl.engine import parallel
 from mindspeed_rl.engine.batching import Rows
-from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.train_engine import TrainEngine
-from mindspeed_rl.engine.weights import load_weights
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.resharding.destinations import read_destinations
 from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
-from mindspeed_rl.resharding.transfer import WeightStream
+from mindspeed_rl.resharding.transfer import WeightSource
 from mindspeed_rl.rollout.requests import Completion, Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
+from mindspeed_rl.workers.engines import PassSettings, build_engine
 from mindspeed_rl.workers.rollout_replica import _build_routing_arguments
 
 TEMPERATURE = 0.9
@@ -52,7 +52,7 @@ class Pair:
     """A training engine and the rollout engine that it feeds."""
 
     engine: TrainEngine
-    stream: WeightStream
+    stream: WeightSource
     rollout: VllmEngine
     infer_tp: int
     delta: bool = False
@@ -174,14 +174,16 @@ def pair_of(
     parallel._init_model_parallel(config, plan.layout.vpp, 120)
     try:
         parallel._seed_all(1)
-        model = build_model(config, plan, trainable=True)
-        load_weights(model, HfFolder(setting.folder))
-        shape = batch_shape(config, packed=setting.packed, pad_id=0, num_predictions=plan.model_config.mtp_num_layers)
-        engine = TrainEngine(config, model, shape, temperature=TEMPERATURE)
+        passes = PassSettings(packed=setting.packed, pad_id=0, temperature=TEMPERATURE)
+        built = build_engine(config, plan, Path(setting.folder), passes, trains=True)
+        engine: Any = built.engine
+        engine.load(HfFolder(setting.folder))
         engine.start_training(1)
+        stream = built.build_stream()
+        stream.trained = replace(stream.trained, bucket_bytes=1 << 16)
         dtype = "bfloat16" if config.bf16 else "float32"
         rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype)
-        yield Pair(engine, WeightStream(model, bucket_bytes=1 << 16), rollout, infer_tp, dtype=getattr(torch, dtype))
+        yield Pair(engine, stream, rollout, infer_tp, dtype=getattr(torch, dtype))
         dist.barrier()
     finally:
         parallel_state.destroy_model_parallel()

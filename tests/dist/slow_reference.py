@@ -208,6 +208,11 @@ class SlowRun:
         self.old = [values + _tensor(row.drift) for values, row in zip(self.log_probs, self.rows)]
 
     @property
+    def is_recorded(self) -> bool:
+        """The old policy is what the rollout engine recorded."""
+        return self.rl.get("old_log_probs") == "rollout"
+
+    @property
     def _records(self) -> bool:
         """The first pass finds the experts of all later ones; R3's are in the rows where the run is made up."""
         return self.replay == "R2" or self.replay == "R3" and self.rows[0].routing is None
@@ -251,7 +256,9 @@ class SlowRun:
     def prepare(self, has_old: bool) -> None:
         """Advantages, returns and masks of every row."""
         rl, rows = self.rl, self.rows
-        if not has_old:
+        if self.is_recorded:
+            self.old = self.rollout
+        elif not has_old:
             self.old = []
         greedy = [self.run.greedy[index // self.run.group_size] for index in range(len(rows))]
         self.scored = [
@@ -451,7 +458,8 @@ class SlowRun:
             dropped = bool(direction < 0) and bool(moved > delta)
             policy = policy * (not dropped)
             self._add("actor/off_policy_sequences_dropped", torch.tensor([float(dropped)]))
-        difference = (self.old[index][mask] if self.old else mine.detach()) - rollout
+        is_computed = self.old and not self.is_recorded
+        difference = (self.old[index][mask] if is_computed else mine.detach()) - rollout
         if rl["rollout_importance_sampling_mode"] is not None:
             weights = self._weights(difference)
             policy = policy * weights

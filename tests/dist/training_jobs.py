@@ -26,7 +26,8 @@ from mindspeed_rl.config import MegatronConfig  # noqa: E402
 from mindspeed_rl.engine import parallel  # noqa: E402
 from mindspeed_rl.engine.batching import MicroBatching, Rows  # noqa: E402
 from mindspeed_rl.engine.build import batch_shape, build_model  # noqa: E402
-from mindspeed_rl.engine.train_engine import StepResult, TrainEngine  # noqa: E402
+from mindspeed_rl.engine.interface import StepResult  # noqa: E402
+from mindspeed_rl.engine.train_engine import TrainEngine  # noqa: E402
 from mindspeed_rl.engine.weights import load_weights  # noqa: E402
 from mindspeed_rl.models.plan import plan_model  # noqa: E402
 from mindspeed_rl.resharding.transfer import WeightStream  # noqa: E402

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, finished
-from tiny_task import _SIZES, _tokenizer
+from tiny_task import _SIZES, make_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 _REPLY = 12
@@ -20,7 +20,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(7)
     Qwen2ForCausalLM(Qwen2Config(**_SIZES | {"tie_word_embeddings": False})).save_pretrained(folder)
-    tokenizer = _tokenizer()
+    tokenizer = make_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
     tokenizer.save_pretrained(folder)
     (folder / "prompt.txt").write_text("{prompt}{response}/{label}")

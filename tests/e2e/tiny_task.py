@@ -83,7 +83,7 @@ def make_task(folder: Path) -> Path:
     _write(folder, lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)))
     torch.manual_seed(1)
     Qwen2ForSequenceClassification(Qwen2Config(**_SIZES, num_labels=1)).save_pretrained(folder / "reward_model")
-    _tokenizer().save_pretrained(folder / "reward_model")
+    make_tokenizer().save_pretrained(folder / "reward_model")
     return folder
 
 
@@ -100,7 +100,7 @@ def _write(folder: Path, build: Callable[[], PreTrainedModel]) -> None:
     model = build()
     _warm_up(model, answers)
     model.save_pretrained(folder / "model")
-    _tokenizer().save_pretrained(folder / "model")
+    make_tokenizer().save_pretrained(folder / "model")
     for name, part in (("train", answers[:80]), ("heldout", answers[80:])):
         rows = ({"prompt": f"{answer}=", "labels": answer} for answer in part)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,9 +121,10 @@ def _warm_up(model: PreTrainedModel, answers: list[str]) -> None:
         optimizer.step()
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
-    """One token a printable character, with its ASCII code as id."""
+def make_tokenizer(vocab_size: int = 127) -> PreTrainedTokenizerFast:
+    """One token a printable character, with its ASCII code as id, and words that no text has for further ids."""
     vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
+    vocabulary |= {f"<{index}>": index for index in range(127, vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")

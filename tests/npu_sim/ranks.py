@@ -87,7 +87,7 @@ _TRAINING: dict[str, Callable[[], None]] = {"cpu": _import_on_cpu, "npu": _impor
 
 
 #: of other programs
-_ALONE: dict[str, Callable[[], None]] = {"rollout": _import_rollout, "selectors": _import_rollout}
+_ALONE: dict[str, Callable[[], None]] = {"rollout": _import_rollout, "experts_exchange": _import_rollout}
 
 
 def _run(connection: Connection) -> None:

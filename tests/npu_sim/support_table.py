@@ -50,6 +50,11 @@ ROWS = (
      ("test_mindspeed.test_every_layout", "test_mindspeed.test_ring")),
     ("Optimizer state in host memory by MindSpeed's class: numbers of the plain optimizer; checkpoints go on either way",
      "优化器状态经 MindSpeed 的类放在主机内存：数值与普通优化器相同，检查点可双向续训", ("test_swapped_optimizer.",)),
+    ("A share of the optimizer's states in host memory or in a file, updated there: numbers of the device, layouts, saves",
+     "优化器状态按比例放在主机内存或文件中，由主机更新：数值与设备一致，各种切分与保存",
+     ("test_offloaded_optimizer.",)),
+    ("The run file for one device trains, saves and resumes with the numbers of the run without what saves memory",
+     "单设备配置文件可训练、保存、续训，数值与不省显存的运行一致", ("test_one_card.",)),
     ("Supervised stages by their run files, fp32: pretrain, SFT, preference losses, reward models, as on the CPU",
      "监督阶段按其配置文件运行，fp32：预训练、SFT、偏好损失、奖励模型，与 CPU 一致", ("test_stages.",)),
     ("Switches together (recomputation, overlap, exchange of experts, Muon, routers, checkpoints): numbers of the plain run or "
@@ -94,7 +99,8 @@ ROWS = (
      ("test_training.test_prediction", "test_training.test_drafts_of")),
     ("Cost of a step, counted: no pass waits, forward asks for no more than plain Megatron",
      "一步的开销计数：前向反向中主机不等待，前向不超过原版 Megatron", ("test_cost.",)),
-    ("`tools/npu_smoke.sh`: device, HCCL, training steps", "`tools/npu_smoke.sh`：设备、HCCL、训练步", ("test_smoke.",)),
+    ("`tools/npu_smoke.sh`: device, HCCL, training steps, experts", "`tools/npu_smoke.sh`：设备、HCCL、训练步、专家",
+     ("test_smoke.",)),
 )  # fmt: skip
 
 #: what no test here can show

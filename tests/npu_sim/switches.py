@@ -403,7 +403,8 @@ def find_refusal(switch: Switch) -> str | None:
 def list_sources() -> dict[str, str]:
     """Return texts by what can set a key without the user: the planner, importers, shipped run files of NPUs."""
     files = {"planner": (PACKAGE / "planner").glob("*.py"), "importers": (PACKAGE / "importers").glob("*.py")}
-    files["run files"] = iter(sorted(path for path in (ROOT / "configs").glob("*.yaml") if re.search("_A[235]", path.name)))
+    shipped = sorted((ROOT / "configs").glob("*.yaml"))
+    files["run files"] = (path for path in shipped if re.search("_(A2|A3|950)", path.name))
     return {name: "\n".join(path.read_text() for path in paths) for name, paths in files.items()}
 
 

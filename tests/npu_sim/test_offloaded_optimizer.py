@@ -67,6 +67,8 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "muon": (1, {"use_distributed_optimizer": False, "optimizer": "muon"}, {}),
     "muon, TP2": (2, {"use_distributed_optimizer": False, "optimizer": "muon", "tensor_model_parallel_size": 2}, {}),
     "offloaded between steps": (1, {}, {"offload": True}),
+    "gradients in bf16, DP2": (2, {"grad_reduce_in_fp32": False}, {}),
+    "gradients in bf16, TP2": (2, {"grad_reduce_in_fp32": False, "tensor_model_parallel_size": 2}, {}),
     "DP2, gathered while computing": (2, {"overlap_grad_reduce": True, "overlap_param_gather": True}, {}),
     "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
     "PP2 with virtual stages": (2, {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 1}, {}),

@@ -63,6 +63,9 @@ def test_training_saving_and_resuming_equal_the_state_on_the_device(tmp_path: Pa
     check(again, plain, SAVED)
     assert again[0]["log_probs"] == plain[0]["log_probs"]
     check_swapped(first + again)
+    # the allocator of the device has as much less as the state takes, and what its blocks of 512 bytes add
+    held, swapped = (report[0]["steps"][-1]["resident"] for report in (plain, again))
+    assert held["allocated"] - swapped["allocated"] == pytest.approx(held["optimizer"], rel=0.05)
 
 
 RECOMPUTED = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

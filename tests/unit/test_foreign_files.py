@@ -27,6 +27,7 @@ from patience import patient
 from PIL import Image
 from rich.console import Console
 from safetensors.torch import save_file
+from spoilt_values import change_field
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
@@ -52,7 +53,7 @@ from mindspeed_rl.models.plan import read_model
 from mindspeed_rl.models.weights import WeightOp
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.page import _collect_data as collect_data
-from mindspeed_rl.observability.run_files import read_run
+from mindspeed_rl.observability.run_files import ServerFolder, ServerOffer, read_run
 from mindspeed_rl.tools.tool_file import read_tools
 from mindspeed_rl.trainers.prompt_groups import load_groups
 
@@ -64,8 +65,6 @@ CONFIG = {
 }  # fmt: skip
 LORA = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"], "bias": "none"}
 RUN_FILES = ("metrics.jsonl", "completions.jsonl", "examples.jsonl", "timeline.json", "report.json")
-#: values that a field of a JSON file is replaced by
-ODD = [None, True, 0, -1, 1.5, 10**12, 1e400, float("nan"), "", "../etc/passwd", [], [[]], {}, {"a": {}}, "é\ud800"]
 
 
 def write_json(path: Path, value: object) -> Path:
@@ -314,6 +313,19 @@ def open_run(path: Path) -> None:
             trace._print_sample(console, sample, "log-prob", with_table=True)
 
 
+def write_offer(folder: Path) -> Path:
+    servers = ServerFolder(folder)
+    servers.open({})
+    return servers.offer(ServerOffer("127.0.0.1", 8000, "token"))
+
+
+def open_offer(path: Path) -> None:
+    offers = ServerFolder(path.parents[1]).list_offers()  # a damaged one is named in the log
+    if not offers:
+        raise ValueError(f"{path} is passed over")
+    assert 0 < offers[0].port < 65536
+
+
 @dataclass(frozen=True)
 class Reader:
     """A reader of a file.
@@ -363,6 +375,7 @@ READERS: dict[str, Reader] = {
         lambda folder: write_bytes(folder / "tools.yaml", b"tools:\n- class_name: calculator\n  config: {}\n"),
         lambda path: read_tools(str(path)),
     ),
+    "offer of a server": Reader(write_offer, open_offer),
     **{f"{name} of a run": Reader(write_run(name), open_run) for name in RUN_FILES},
     "checksums": Reader(
         lambda folder: write_json(folder / "checksums.json", {"a.bin": [3, 7]}), lambda path: checksums.read(path.parent)
@@ -386,29 +399,6 @@ def damage(content: bytes, at: random.Random) -> bytes:
         else:
             spoilt[place : place + 8] = (b"\0" if kind == "zeros" else b"\xff") * 8
     return bytes(spoilt)
-
-
-def list_fields(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield keys
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, item in items:
-        yield from list_fields(item, (*keys, key))
-
-
-def change_field(value: Any, at: random.Random) -> Any:
-    """Replace the value of a field, or remove a key."""
-    keys = at.choice(list(list_fields(value)))
-    copy = json.loads(json.dumps(value))
-    if not keys:
-        return at.choice(ODD)
-    place = copy
-    for key in keys[:-1]:
-        place = place[key]
-    if at.random() < 0.2:
-        del place[keys[-1]]
-    else:
-        place[keys[-1]] = at.choice(ODD)
-    return copy
 
 
 def list_spoilt(path: Path, count: int, seed: int = 70) -> Iterator[bytes]:

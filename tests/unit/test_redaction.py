@@ -130,7 +130,7 @@ try:
 except ValueError:
     logging.getLogger("mindspeed_rl").exception("it failed")
 lines = LineWriter(folder / "completions.jsonl")
-lines.write({"response": f"a word {secret} the end", "error": "\\u2028"})
+lines.write({"response": f"a word {secret} the end", "error": "\\u2028", "numbers": [12345678, 0.5], "password": [secret]})
 lines.close()
 if os.fork() == 0:
     print("of a fork", secret, "the end", flush=True)
@@ -141,7 +141,7 @@ os.wait()
 
 def test_logs_output_and_samples_of_a_process_have_no_secret_of_its_environment(tmp_path: Path) -> None:
     secret = "plan\"ted/\\+=:'01"
-    env = {**os.environ, "MY_TOKEN": secret}
+    env = {**os.environ, "MY_TOKEN": secret, "A_KEY": "12345678", "B_KEY": "password"}  # no name or number is lost
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and done.stdout == done.stderr == ""
     files = {path.name: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
@@ -149,4 +149,5 @@ def test_logs_output_and_samples_of_a_process_have_no_secret_of_its_environment(
     assert not [name for name, text in files.items() if "plan" in text or "pass@" in text]
     counts = {name: text.count("the end") for name, text in files.items()}
     assert counts == {"worker.log": 6, "run.log": 2, "completions.jsonl": 1}
-    assert json.loads(files["completions.jsonl"]) == {"response": f"a word {LEFT_OUT} the end", "error": "\u2028"}
+    expected = {"response": f"a word {LEFT_OUT} the end", "error": "\u2028", "numbers": [12345678, 0.5], "password": [LEFT_OUT]}
+    assert json.loads(files["completions.jsonl"]) == expected

@@ -104,7 +104,8 @@ def check_versions(line: stack.VersionLine, installed: Mapping[str, str | None])
         elif stack.has_version(name, version, expected):
             findings.append(Finding("versions", name, "ok", version))
         else:
-            findings.append(Finding("versions", name, "fail", version, f"the {line.name} line has {expected}"))
+            why = f": {version} is {stack.PLACEHOLDER}" if stack.is_placeholder(name, version) else ""
+            findings.append(Finding("versions", name, "fail", version, f"the {line.name} line has {expected}{why}"))
     for name in stack.NEEDED:
         version = installed.get(name)
         if version is None:
@@ -133,6 +134,10 @@ def check_cann(line: stack.VersionLine, environment: Mapping[str, str]) -> list[
     ):
         if version is None:
             findings.append(Finding("versions", name, "absent", "not installed", f"the {line.name} line has {name} {expected}"))
+        elif name == "CANN" and stack.at_least(version, stack.NEXT_CANN[0]):
+            later, user = stack.NEXT_CANN
+            fix = f"the {line.name} line was released with {line.cann}; {later} belongs to {user}, and was not tried with it"
+            findings.append(Finding("versions", name, "warn", version, fix))
         elif stack.at_least(version, expected):
             findings.append(Finding("versions", name, "ok", version))
         else:
@@ -243,7 +248,7 @@ def check_imports() -> list[Finding]:
         missing = re.search(r"No module named '([\w.]+)'", lines[-1])
         fix = f"run `python -c 'import {module}'` to see the full message"
         if missing:
-            fix = f"the package of {missing[1]} is not installed: start envs/npu_a2/install.sh (or npu_a3) again"
+            fix = f"the package of {missing[1]} is not installed: start envs/npu_a2/install.sh (or npu_a3, npu_a5) again"
         elif known:
             fix = f"{known.cause} {known.fix}"
         findings.append(Finding("imports", module, "fail", lines[-1], fix))

@@ -131,7 +131,7 @@ _MESSAGES = (
         r"aclnn\w+.*not in lib(opapi|aclnn_ops_train|aclnn_math)|aclnn\w+ .*not (found|implemented)",
         "CANN is older than torch_npu, or the operator package for this chip is not installed.",
         "Install the CANN version of the line that `mindspeed-rl doctor` shows, with its kernels package (A2: 910b, "
-        "A3: 910_93).",
+        "A3: 910_93, 950: 950).",
     ),
     _message(
         "vllm-version",

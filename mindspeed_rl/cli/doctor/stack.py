@@ -98,6 +98,9 @@ _MEGATRON_LINES = (
     _MegatronLine("second", ("0.17", "0.18", "0.19"), ("core_r0.17.0", "core_r0.18.0"), "only on the CPU"),
 )
 
+#: CANN that is newer than that of every line, and what it was released for
+NEXT_CANN = ("9.2", "vllm-ascend 0.30")
+
 #: packages every line needs, in any version
 NEEDED = ("ray", "transformers", "hydra-core", "safetensors", "transferqueue")
 
@@ -123,6 +126,11 @@ def find_line(installed: Mapping[str, str | None], cann: str | None = None) -> V
         return count, cann is not None and at_least(cann, line.cann)
 
     return max(LINES, key=matches)
+
+
+def is_placeholder(name: str, version: str) -> bool:
+    """Return True for a distribution without code, which the package index has under the name of another."""
+    return name == "mindspeed" and _fits(version, _REFUSED[name][0][0])
 
 
 def _get_release(version: str) -> str:
@@ -196,12 +204,15 @@ _VERIFIED: dict[str, tuple[tuple[str, str], ...]] = {
     "numpy": (("==2.3.*", f"{_SUITE}, {_SIMULATED}"),),
     "transferqueue": (("==0.1.*", _SUITE),),
 }
+#: what the package index has under the name of MindSpeed
+PLACEHOLDER = "a placeholder of the package index without code; install the branch core_r0.16.0 (envs/npu_a2/install.sh)"
 #: distribution -> (releases, why they are refused)
 _REFUSED: dict[str, tuple[tuple[str, str], ...]] = {
     "megatron-core": (
         ("<0.16", "the adaptors change functions of 0.16 to 0.19 by name"),
         (">=0.20.dev0", "the adaptors change functions of 0.16 to 0.19 by name"),
     ),
+    "mindspeed": (("<0.1.dev0", PLACEHOLDER),),
     "vllm-ascend": (
         ("<0.18", "no table of `additional_config` for it: weights would be kept in a layout no push can write"),
     ),
@@ -301,11 +312,11 @@ def _judge(name: str, installed: Mapping[str, str | None]) -> tuple[State, str]:
     if version is None:
         return "missing", ""
     release = version.split("+")[0]
-    if name == "mindspeed" and (why := _explain_mismatch(installed.get("megatron-core"), release)):
-        return "refused", why
     for releases, why in _REFUSED.get(name, ()):
         if _fits(release, releases):
             return "refused", why
+    if name == "mindspeed" and (why := _explain_mismatch(installed.get("megatron-core"), release)):
+        return "refused", why
     if name == "megatron-core" and installed.get("torch-npu") is not None:
         line = _find_megatron_line(release)
         if line is not None and line != _MEGATRON_LINES[0]:

@@ -81,7 +81,6 @@ NO_EQUIVALENT: dict[str, str] = {
     "ds3_gather_for_generation": "weights are resharded bucket by bucket and never gathered in full",
     "multi_turn_func": "rl_config.multi_turn_scheduler takes a function as module:function, with multi_turn_enable: true",
     "reward_manager": "write rl_config.verifier_function",
-    "strategy": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
     "num_completions_to_print": "write rl_config.log_completions: true with log_completions_keep",
 }
 

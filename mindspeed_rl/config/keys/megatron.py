@@ -32,6 +32,8 @@ LEFT_OFF_FEATURES = {
 NEEDED_BY_MINDSPEED = (
     ("swap_optimizer", "use_distributed_optimizer", True, "MindSpeed swaps the state of the distributed optimizer alone"),
     ("swap_optimizer", "reuse_fp32_param", False, "MindSpeed supports one of them at a time"),
+    ("swap_optimizer", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
+    ("reuse_fp32_param", "grad_reduce_in_fp32", True, "MindSpeed's step reads all gradients in fp32"),
     ("reuse_fp32_param", "bf16", True, "the bf16 weights are half of the fp32 ones"),
 )
 # Megatron-core's names of a layer's linear modules
@@ -146,10 +148,18 @@ class _DataKeys:
         on_resume="exact")
 
 
+EngineName = Literal["megatron", "fsdp"]
+ENGINES: tuple[str, ...] = get_args(EngineName)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _ParallelKeys:
     """Parallelism: the split of a model over devices."""
 
+    engine: EngineName = key("megatron",
+        "what computes the role: megatron, or fsdp: transformers' own modules, a shard of all weights on each device",
+        "由什么计算该角色：megatron；或 fsdp，即 transformers 自己的模块，每个设备存全部权重的一个分片",
+        elsewhere="strategy", on_resume="fixed")
     num_npus: int | None = key(None, "devices of a run without rl_config; tensor x pipeline x context parallel size when unset",
         "没有 rl_config 时的设备数；不设时为张量 x 流水 x 上下文并行数", range=Range.DEVICES, on_resume="random")
     tensor_model_parallel_size: int = key(1, "devices one layer is split over", "一层切分到的设备数", range=Range.PROCESSES,
@@ -316,6 +326,10 @@ class _MemoryKeys:
     swap_optimizer: bool = key(False, "keep optimizer state in host memory", "优化器状态放在主机内存", on_resume="exact")
     swap_optimizer_times: int = key(16, "parts of a swapped optimizer that come to the device one after the other",
         "换出的优化器状态分多少份依次搬到设备上", range=Range.PARTS, needs=("swap_optimizer", (True,)), only_on="npu",
+        on_resume="exact")
+    grad_reduce_in_fp32: bool = key(True,
+        "gradients of bf16 weights in fp32; false: in bf16, half the bytes, with sums over micro-batches rounded by chance",
+        "bf16 权重的梯度用 fp32；false：用 bf16，字节数减半，micro-batch 之间的累加采用随机舍入", needs=("bf16", (True,)),
         on_resume="exact")
     optimizer_offload_fraction: float = key(0.0,
         "share of the parameters whose optimizer states are off the device and are updated by the host's processors; 0: none, "
@@ -538,9 +552,9 @@ class MegatronConfig(
     def adds_head_to_main_grad(self) -> bool:
         """True where the head's gradient is added to the gradients' buffer chunk by chunk.
 
-        Megatron's reduction during the backward pass needs it as a tensor.
+        Megatron's reduction during the backward pass needs it as a tensor, and so do sums in bf16, which are rounded once.
         """
-        return not self.overlap_grad_reduce
+        return not self.overlap_grad_reduce and self.grad_reduce_in_fp32
 
     @property
     def trained_tower_parts(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.objective import named_estimator
+from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason
 from mindspeed_rl.run.rules.violation import format_value
 
 #: rounds of generation above which a rollout is called slow
@@ -156,7 +157,7 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
             "alltoall_seq is read as alltoall, which sends the same tokens",
         ),
     )
-    return next((reason for is_idle, reason in conditions if is_idle), "")
+    return next((reason for is_idle, reason in conditions if is_idle), find_idle_reason(role, name))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from mindspeed_rl.config.keys.diagnostics import PROFILER_STAGES
 from mindspeed_rl.config.keys.megatron import LORA_TARGETS, NEEDED_BY_MINDSPEED, is_weight, read_split
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.rollout_rules import ROLLOUT_RULES
+from mindspeed_rl.run.rules.training_engine_rules import training_engine_rules
 from mindspeed_rl.run.rules.violation import Broken, needs, violate
 
 
@@ -579,6 +580,7 @@ RUN_RULES = (
     _packing,
     _prediction_layers,
     _roles,
+    training_engine_rules,
     _dedicated_devices,
     _rollout_modes,
     *ROLLOUT_RULES,

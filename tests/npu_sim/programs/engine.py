@@ -207,7 +207,9 @@ def main() -> None:
         if settings.get("stream_each_step"):
             weights = ((name, value.float().cpu().numpy()) for name, value in WeightStream(model).named_tensors())
             sums = {name: zlib.crc32(value.tobytes()) for name, value in weights}
-            steps[-1] |= {"lr": outcome.lr, "weights": sums, "resident": engine.offloader.resident_bytes()}
+            allocated = round(platform.current().memory_stats().allocated_gib * 2**30)
+            resident = engine.offloader.resident_bytes() | {"allocated": allocated}
+            steps[-1] |= {"lr": outcome.lr, "weights": sums, "resident": resident}
         if settings.get("offload"):
             before = platform.current().memory_stats().allocated_gib
             copies = Copies()

@@ -86,6 +86,7 @@ def main() -> None:
     device.set_device(rank)
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from mindspeed_rl.adaptors.engine_hooks import DERIVED
     from mindspeed_rl.rollout.requests import Sampling
     from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 
@@ -185,14 +186,20 @@ def main() -> None:
     cut = engine.generate(requests, Sampling(0.7, NEW_TOKENS, (1,), min_p=0.0 if "drafts" in settings else 0.05))
     result["worst_cut"] = max(gaps([(completion.token_ids, completion.log_probs) for completion in cut], 0.7))
     for version in range(1, 1 + settings.get("rounds", 2)):
+        if version > 1:  # all that a push writes need not be kept
+            engine.list_replaced = lambda model: [
+                value.data for name, value in model.named_parameters() if not name.endswith(DERIVED)
+            ]
         before = used()
         engine.release_memory()
         memory.append([before, used()])
+        if engine.hooks._kept is not None:
+            result["kept_bytes"] = engine.hooks._kept.num_bytes
         engine.restore_memory("weights")
         push(version)
         engine.restore_memory("cache")
         equal.append(sample_tokens() == first)
-    result |= {"memory": memory, "equal": equal}
+    result |= {"memory": memory, "equal": equal, "weight_bytes": engine.resident_bytes()["rollout weights"]}
     engine.release_memory()
     engine.restore_memory("weights")
     push(9, 3.0)

@@ -66,6 +66,7 @@ def main() -> None:
         "data_path": str(shipped.data_path).replace("./runs/quickstart", str(folder)).replace("'", ""),
         "save": "null",
         "num_npus": 1,
+        "tensor_model_parallel_size": 1,
         "train_iters": 4,
         "stage": settings["stage"],
         **settings.get("keys", {}),

@@ -160,37 +160,47 @@ def _check_width(name: str, what: str, width: int, wanted: int) -> None:
 
 
 def _infer_attention_v2(query: Tensor, key: Tensor, value: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """Latent attention of one new token of each sequence; layout BNSD_NBSD.
+    """Latent attention of the newest tokens of each sequence, one (layout BNSD_NBSD) or as many as are checked (TND_NTD).
 
     All heads share one key, whose latent part is the value too:
-    out = softmax((q c^T + q_rope k_rope^T) softmax_scale) c, over the first `actual_seq_kvlen` rows of the sequence's blocks.
+    out = softmax((q c^T + q_rope k_rope^T) softmax_scale) c, over the first `actual_seq_kvlen` rows of the sequence's blocks;
+    with sparse mode 3 a token sees what lies in front of it.
 
     Args:
-        query: [B, N, 1, 512] and query_rope [B, N, 1, 64].
+        query: [B, N, 1, 512] and query_rope [B, N, 1, 64]; in TND_NTD [T, N, 512] and [T, N, 64], of which sequence i has the
+            rows up to `actual_seq_qlen[i]`.
         key: the cache of c, [blocks, 1, size, 512], which `value` is as well, and key_rope [blocks, 1, size, 64].
 
     Returns:
-        [N, B, 1, 512].
+        [N, B, 1, 512], in TND_NTD [N, T, 512].
     """
     name = "npu_fused_infer_attention_score_v2"
     known = (
         "query_rope", "key_rope", "block_table", "block_size", "actual_seq_kvlen", "num_query_heads", "num_key_value_heads",
-        "softmax_scale", "input_layout", "sparse_mode",
+        "softmax_scale", "input_layout", "sparse_mode", "atten_mask", "actual_seq_qlen",
     )  # fmt: skip
     refused = [key for key, given in settings.items() if given is not None and key not in known]
     layout, mode, table = settings.get("input_layout", "BSH"), settings.get("sparse_mode", 0), settings.get("block_table")
-    if refused or layout != "BNSD_NBSD" or mode != 0 or table is None or settings.get("num_key_value_heads") != 1:
+    ends = settings.get("actual_seq_qlen")
+    fits = (layout, mode, ends is None) in (("BNSD_NBSD", 0, True), ("TND_NTD", 3, False))
+    if refused or not fits or table is None or settings.get("num_key_value_heads") != 1:
         raise RuntimeError(f"{name}: {layout} with sparse_mode {mode} {' '.join(refused)} is not simulated")
     query_rope, key_rope = settings["query_rope"], settings["key_rope"]
     _check_width(name, "the latent key", key.shape[-1], LATENT)
     _check_width(name, "the rotated key", key_rope.shape[-1], ROTATED)
     out = torch.zeros(query.shape[1], query.shape[0], *query.shape[2:], dtype=query.dtype)
-    for number, length in enumerate(settings["actual_seq_kvlen"][: len(query)]):
+    tokens = torch.cat([query, query_rope], -1)
+    if ends is None:  # a token of each sequence, whose place among the others is its sequence's
+        ends, tokens = list(range(1, len(query) + 1)), tokens.squeeze(2)
+    start = 0
+    for number, (end, length) in enumerate(zip(ends, settings["actual_seq_kvlen"])):
         blocks = table[number][: -(-length // key.shape[2])]
         latent, rotated = (_gathered(cache.transpose(1, 2), blocks, length, 1) for cache in (key, key_rope))
-        rows = torch.cat([query[number], query_rope[number]], -1).transpose(0, 1)
-        result, _ = _attend(rows, torch.cat([latent, rotated], -1), latent, settings["softmax_scale"], causal=False)
-        out[:, number] = result.transpose(0, 1).to(out.dtype)
+        if end > start and length:
+            keys = torch.cat([latent, rotated], -1)
+            result, _ = _attend(tokens[start:end], keys, latent, settings["softmax_scale"], causal=mode == 3)
+            out[:, start:end] = result.transpose(0, 1).reshape(out[:, start:end].shape).to(out.dtype)
+        start = end
     return out, torch.zeros(0)
 
 

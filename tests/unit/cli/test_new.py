@@ -16,8 +16,6 @@ from mindspeed_rl.rewards import REWARDS
 from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.explain.plan_page import explain
 
-SUPERVISED = ("preference", "sft")
-
 
 def make(folder: Path, kind: str, *options: str) -> Path:
     assert main(["new", str(folder / "my-task"), "--kind", kind, *options]) == 0
@@ -45,7 +43,7 @@ def test_every_kind_is_a_folder_with_data_a_valid_run_file_and_a_readme(kind: st
     assert "$" not in readme + (folder / "run.yaml").read_text()
     for name in re.findall(r"^\| `([\w.]+)`", readme, re.MULTILINE):
         assert (folder / name).is_file()
-    assert ("mindspeed-rl preprocess" in readme) == (kind in SUPERVISED)
+    assert "mindspeed-rl preprocess" not in readme
     assert (folder / "model/config.json").is_file()
 
 
@@ -104,6 +102,7 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
         (["there"], "there exists already; choose another name"),
         (["a b"], "'a b' is not a name for a task"),
         (["x", "--kind", "math"], "invalid choice: 'math'"),
+        (["x", "--data", "there"], "--data is for --kind own"),
         (["x", "--model", "there"], "--model there holds no config.json"),
     ],
 )
@@ -116,3 +115,40 @@ def test_what_cannot_be_made_is_one_line(
     assert main(["new", *words]) == 2
     assert error in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_the_plan_of_every_kind_passes_the_checks_of_train(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(make(tmp_path, kind))
+    monkeypatch.setitem(REWARDS, "my_task", None)
+    monkeypatch.delitem(REWARDS, "my_task")
+    capsys.readouterr()
+    assert main(["explain", "--config", "run.yaml", "--validate"]) == 0, capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("valid\n")
+
+
+@pytest.mark.parametrize("columns", [("question", "answer"), ("prompt", "completion"), ("instruction", "output")])
+def test_own_data_becomes_questions_and_answers(columns: tuple[str, str], tmp_path: Path) -> None:
+    data = tmp_path / "data.csv"
+    data.write_text(",".join((*columns, "more")) + "\n" + "".join(f"{number}?,{number}!,x\n" for number in range(20)))
+    folder = make(tmp_path, "own", "--data", str(data))
+    rows = [json.loads(line) for name in ("train", "heldout") for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+    assert sorted(rows, key=str) == sorted(({"question": f"{n}?", "answer": f"{n}!"} for n in range(20)), key=str)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error"),
+    [
+        (["a,b", *["1,2"] * 9], "rows have the columns a, b, but question and answer"),
+        (["question,answer", *["1,2"] * 3], "has 3 rows; 8 or more are needed"),
+        (["question,answer", "1,2", "3,"], "row 2: question and answer must not be empty"),
+    ],
+)
+def test_own_data_that_cannot_be_used_is_one_line(
+    rows: list[str], error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "data.csv").write_text("\n".join(rows) + "\n")
+    assert main(["new", str(tmp_path / "my-task"), "--kind", "own", "--data", str(tmp_path / "data.csv")]) == 2
+    assert error in capsys.readouterr().err and not (tmp_path / "my-task").exists()

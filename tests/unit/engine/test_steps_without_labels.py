@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine.batching import MicroBatching, Rows
-from mindspeed_rl.engine.train_engine import NonFiniteError, TrainEngine
+from mindspeed_rl.engine.interface import NonFiniteError
+from mindspeed_rl.engine.train_engine import TrainEngine
 
 IDS = torch.arange(2, 12)
 

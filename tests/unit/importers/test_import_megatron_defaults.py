@@ -56,6 +56,12 @@ def test_slime_generates_until_there_are_enough_groups() -> None:
     assert (rl["dynamic_sample"], rl["max_resample_times"]) == (True, 1_000_000)
 
 
+def test_log_probs_of_the_engine_are_those_of_the_old_policy() -> None:
+    run = take("slime", SLIME + NO_DROPOUT + "--hf-checkpoint m --use-rollout-logprobs")
+    assert run.tree["rl_config"]["old_log_probs"] == "rollout"
+    assert run.plans is not None and run.plans[0].old_policy == run.plans[1].old_policy == "rollout engine"
+
+
 def test_slime_evaluates_with_the_sampling_of_the_rollout() -> None:
     command = SLIME + NO_DROPOUT + "--hf-checkpoint m --eval-prompt-data aime a.jsonl --eval-interval 5 "
     assert take("slime", command).tree["rl_config"]["eval_greedy"] is False
@@ -70,6 +76,22 @@ def test_a_dataset_without_split_holds_rows_back() -> None:
     assert take("mindspeed-llm", LLM + "--data-path ./d").tree["megatron_training"]["split"] == "969,30,1"
     own = take("mindspeed-llm", LLM + "--data-path ./d --split 100,0,0").tree["megatron_training"]
     assert own["split"] == "100,0,0"
+
+
+def test_positions_that_begin_anew_do_not_hide_other_samples() -> None:
+    # decoder_packed_mtf_dataset.py resets positions inside `if reset_attention_mask`; attention crosses samples without it
+    alone = take("mindspeed-llm", LLM + "--data-path ./d --pack --reset-position-ids")
+    assert not {"reset_position_ids", "reset_attention_mask"} & alone.tree["megatron_training"].keys()
+    assert "--reset-attention-mask alone" in alone.same["reset_position_ids"]
+    both = take("mindspeed-llm", LLM + "--data-path ./d --pack --reset-position-ids --reset-attention-mask").tree
+    assert both["megatron_training"]["reset_position_ids"] and both["megatron_training"]["reset_attention_mask"]
+    neat = take("mindspeed-llm", LLM + "--data-path ./d --neat-pack").tree["megatron_training"]
+    assert neat["pack"] is True and not {"neat_pack", "reset_attention_mask"} & neat.keys()
+    neat = take("mindspeed-llm", LLM + "--data-path ./d --neat-pack --reset-attention-mask").tree["megatron_training"]
+    assert neat["neat_pack"] and neat["reset_attention_mask"]
+    pretrain = LLM.replace("posttrain_gpt.py --stage sft", "pretrain_gpt.py") + "--data-path ./d --reset-position-ids"
+    training = take("mindspeed-llm", pretrain).tree["megatron_training"]
+    assert training["reset_position_ids"] is True and "reset_attention_mask" not in training
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,12 @@ def test_a_reward_function_of_openrlhf_is_a_module_that_replaces_the_model() -> 
     fail("openrlhf", command.replace("examples/mine.py", "http://10.0.0.1:5000/get_reward"), "is no Python file")
 
 
+def test_openrlhf_generates_until_there_are_enough_groups() -> None:
+    words = "--algo.dynamic_filtering_enable --algo.advantage.estimator reinforce_baseline --rollout.n_samples_per_prompt 8 "
+    rl = take("openrlhf", OPENRLHF + words + "--algo.kl.init_coef 0").tree["rl_config"]
+    assert (rl["dynamic_sample"], rl["max_resample_times"]) == (True, 1_000_000)
+
+
 def test_scores_that_openrlhf_normalizes_and_a_factor_of_truncated_ones_are_named() -> None:
     fail("openrlhf", OPENRLHF + "--reward.normalize_enable", "reward_scale would be as they are scored here, but is mean and")
     # 0 is the factor of a truncated response's reward, not "off"

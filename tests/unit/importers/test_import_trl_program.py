@@ -118,6 +118,16 @@ def test_adapters_of_peft_have_its_own_defaults(tmp_path: Path) -> None:
         ("(completions, answer,", "(completions, trainer_state,", "reads trainer_state, which is not available"),
         ('if __name__ == "__main__":\n    main()', "GRPOTrainer(model=MODEL)", "several trainers in lines"),
         ("model=MODEL,", "model=build(),", "the model is made by build"),
+        ("from trl import GRPOConfig, GRPOTrainer", "from trl import GRPOConfig\nfrom mine import GRPOTrainer",
+         "GRPOTrainer is not that of trl"),
+        ("from trl import GRPOConfig, GRPOTrainer", "from trl import GRPOTrainer\nclass GRPOConfig: pass",
+         "GRPOConfig is not that of trl"),
+        ("from trl import GRPOConfig, GRPOTrainer", "from trl import GRPOConfig\nfrom trl.experimental.a import GRPOTrainer",
+         "GRPOTrainer is not that of trl"),
+        ("config = GRPOConfig(", "config = TrainingArguments(", "write them as GRPOConfig"),
+        ("from datasets import", "from mine import", "load_dataset is not that of datasets"),
+        ("GROUP = 8", "GROUP = 8\ndef more():\n    global GROUP\n    GROUP = 16", "num_generations is GROUP"),
+        ("GROUP = 8", 'GROUP = 8\nos.environ["LR"] = pick()', "learning_rate is pick"),
     ],
 )  # fmt: skip
 def test_what_only_a_run_has_is_named_with_its_line(tmp_path: Path, old: str, new: str, sentence: str) -> None:

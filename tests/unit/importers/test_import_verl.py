@@ -79,6 +79,12 @@ def test_states_that_the_host_updates_are_a_share_where_they_are_on() -> None:
     assert values(run, f"critic_config.{key}", f"megatron_training.{key}") == [1, None]
 
 
+def test_gradients_in_bf16_are_the_actors() -> None:
+    option, key = f"+{A}.megatron.override_ddp_config.grad_reduce_in_fp32", "megatron_training.grad_reduce_in_fp32"
+    assert imported(f"{option}=False").get(key) is False
+    assert imported("").get(key) is None
+
+
 def test_muon_is_the_actors_with_verls_defaults_and_the_critics_where_it_is_written() -> None:
     run = imported(
         f"{A}.optim.optimizer=muon {A}.optim.muon_momentum=0.9 {A}.optim.muon_nesterov=True "
@@ -430,6 +436,14 @@ def test_veomni_has_ulysses_experts_and_a_cosine_of_its_own() -> None:
     assert run.plans is not None and (run.plans[0].cp, run.plans[0].ep, run.plans[0].dp) == (2, 4, 4)
     assert "a decay that ends before the run" in refusal(words + f"{A}.optim.lr_decay_ratio=0.5")
     assert imported(words + f"{A}.optim.lr_scheduler_type=constant").tree["megatron_training"]["lr_decay_style"] == "constant"
+
+
+def test_a_group_of_one_response_has_the_reward_for_its_advantage() -> None:
+    # core_algos.compute_grpo_outcome_advantage: mean 0 and deviation 1 where a prompt has one response
+    run = imported(f"{R}.n=1 algorithm.gamma=0.9")
+    rl = run.tree["rl_config"]
+    assert (rl["adv_estimator"], rl["advantage_whiten"], rl.get("gamma", 1.0)) == ("reinforce_plus_plus", False, 1.0)
+    assert "must be at least 2" in refusal(f"{R}.n=1 algorithm.use_kl_in_reward=True")
 
 
 def test_several_files_are_read_one_after_another_with_the_reward_of_each_row() -> None:

@@ -174,3 +174,9 @@ def test_long_prompts_and_rows_are_cut_or_left_out_as_there() -> None:
     assert imported(f"{rows}--truncation_strategy delete").get("megatron_training.seq_length") == 512
     for strategy in ("left", "right"):
         assert "rows that are cut" in refusal(f"{rows}--truncation_strategy {strategy}")
+
+
+def test_a_server_of_an_earlier_release_has_the_options_of_its_engine() -> None:
+    earlier = imported("swift rollout --model m --tensor_parallel_size 2 --gpu_memory_utilization 0.8").tree
+    today = "swift rollout --model m --vllm_tensor_parallel_size 2 --vllm_gpu_memory_utilization 0.8"
+    assert earlier == imported(today).tree

@@ -108,6 +108,14 @@ def test_an_older_cann_is_told_its_line_or_the_upgrade(cann: str, advice: str, t
     assert finding.status == "fail" and advice in finding.fix
 
 
+@pytest.mark.parametrize(("cann", "status"), [("9.1.0", "ok"), ("9.1.0.B020", "ok"), ("9.2.0", "warn"), ("9.2.RC1", "warn")])
+def test_a_newer_cann_than_the_lines_is_said_to_be_another(cann: str, status: str, tmp_path: Path) -> None:
+    (tmp_path / "version.cfg").write_text(f"version={cann}\n")
+    (finding, _) = checks.check_cann(stack.LINES[0], {"ASCEND_HOME_PATH": str(tmp_path)})
+    assert finding.status == status
+    assert ("released with 9.1.0; 9.2 belongs to vllm-ascend 0.30" in finding.fix) == (status == "warn")
+
+
 def test_a_package_that_an_entry_module_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "vllm_ascend" / "worker"
     folder.mkdir(parents=True)

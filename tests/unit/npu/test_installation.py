@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -102,7 +103,9 @@ def test_a_record_has_a_marker_where_hosts_differ_alone() -> None:
     ]
 
 
-def install(tmp_path: Path, *arguments: str, cann: str = "9.1.0", glibc: str = "2.39") -> tuple[int, str]:
+def install(
+    tmp_path: Path, *arguments: str, cann: str = "9.1.0", glibc: str = "2.39", python: str = "/no/python"
+) -> tuple[int, str]:
     """Start the installer on a machine with this CANN and this C library."""
     home, atb, tools = tmp_path / "toolkit", tmp_path / "nnal" / "atb", tmp_path / "bin"
     for folder in (home, atb, tools, tmp_path / "cann"):
@@ -112,7 +115,7 @@ def install(tmp_path: Path, *arguments: str, cann: str = "9.1.0", glibc: str = "
     (home / "version.cfg").write_text(f"# version: 1.0\nruntime_running_version=[{cann}:{cann}.B020]\n")
     (tools / "getconf").write_text(f"#!/bin/sh\necho glibc {glibc}\n")
     (tools / "getconf").chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "ASCEND_ROOT": str(tmp_path), "PYTHON": "/no/python"}
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "ASCEND_ROOT": str(tmp_path), "PYTHON": python}
     command = ["bash", str(COMMON / "install.sh"), "--chip", "a2", "--venv", str(tmp_path / "venv"), *arguments]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert not (tmp_path / "venv").exists()
@@ -147,6 +150,34 @@ def test_an_older_glibc_is_refused_with_the_lines_that_run_on_it(tmp_path: Path)
         assert status == 1 and expected in text, text
     status, text = install(tmp_path / "e", "--line", "cann85", glibc="2.27")
     assert status == 1 and "torch_npu's wheels need 2.28" in text
+
+
+def test_a_newer_cann_than_the_lines_is_said_to_be_another(tmp_path: Path) -> None:
+    _, text = install(tmp_path / "a", cann="9.2.0")
+    assert "CANN 9.2 is that of vllm-ascend 0.30; the line main was released with CANN 9.1.0" in text
+    _, text = install(tmp_path / "b", cann="9.1.0")
+    assert "vllm-ascend 0.30" not in text
+
+
+def test_ascend_950_has_one_line(tmp_path: Path) -> None:
+    status, text = install(tmp_path / "a", "--chip", "a5")
+    assert status == 1 and "the line 'main' needs Python" in text
+    status, text = install(tmp_path / "b", "--chip", "a5", cann="9.0.0")
+    assert status == 1 and "Ascend 950 needs the line main with CANN 9.1.0 or newer, not 'fallback'" in text
+
+
+def test_a_folder_for_machines_without_a_network_is_made_for_one_kind_of_machine(tmp_path: Path) -> None:
+    folder = tmp_path / "wheelhouse"
+    status, text = install(tmp_path / "a", "--download", str(folder), "--offline", str(folder))
+    assert status == 1 and "--download and --offline are the two halves of one installation" in text
+    chosen = {"python": sys.executable}
+    status, text = install(tmp_path / "b", "--offline", str(folder), **chosen)
+    assert status == 1 and f"'{folder}' is no folder that install.sh --download has filled to its end" in text
+    folder.mkdir()
+    (folder / "made-for").write_text("line main, chip a3, aarch64, Python 3.10\n")
+    status, text = install(tmp_path / "c", "--offline", str(folder), **chosen)
+    mine = f"line main, chip a2, {platform.machine()}, Python 3.{sys.version_info.minor}"
+    assert status == 1 and f"is made for line main, chip a3, aarch64, Python 3.10; this machine has {mine}." in text
 
 
 def test_a_line_that_does_not_exist_is_a_usage_error(tmp_path: Path) -> None:

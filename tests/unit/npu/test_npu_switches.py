@@ -51,7 +51,7 @@ def test_runs_are_found_through_the_names_that_a_test_uses() -> None:
     swapped = runs["swap_optimizer", "true"]  # a constant, an argument, an override of a command
     assert any(test.startswith("test_swapped_optimizer.py::test_a_checkpoint_goes_on") for test in swapped)
     assert "test_training.py::test_grpo_runs_as_a_command" in swapped
-    assert ("swap_optimizer", "false") not in runs
+    assert ("swap_optimizer", "never") not in runs
     assert switches.find_runs(switches.Switch("actor_config", "no_such_key", "true")) == ()
 
 

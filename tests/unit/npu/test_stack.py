@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 
 from mindspeed_rl.adaptors import megatron_cpu, vllm_ascend
 from mindspeed_rl.cli import doctor
-from mindspeed_rl.cli.doctor import stack
+from mindspeed_rl.cli.doctor import checks, stack
 
 ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / "tests/data/npu/contract.json").read_text())
@@ -94,6 +94,16 @@ def test_mindspeed_is_refused_where_it_is_made_for_another_megatron(
     assert member.state == expected
     if expected == "refused":
         assert member.text.startswith("made for megatron-core 0.1") and f"{megatron} is installed" in member.text
+
+
+@pytest.mark.parametrize("megatron", [None, "0.16.1"])
+def test_the_placeholder_of_the_package_index_is_named(megatron: str | None) -> None:
+    result = stack.examine_stack({"megatron-core": megatron, "mindspeed": "0.0.1.dev1"})
+    member = next(member for member in result.members if member.name == "mindspeed")
+    assert member.state == "refused" and "placeholder of the package index" in member.text
+    installed = {"mindspeed": "0.0.1.dev1"}
+    finding = next(finding for finding in checks.check_versions(stack.LINES[0], installed) if finding.name == "mindspeed")
+    assert finding.status == "fail" and "placeholder" in finding.fix and "core_r0.16.0" in finding.fix
 
 
 @pytest.mark.parametrize("name", ["torch-npu", "vllm-ascend", "vllm", "megatron-core"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import random
 import sys
 import types
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from mindspeed_rl.adaptors import vllm_ascend
+from mindspeed_rl.adaptors.vllm_ascend_sleep import subtract_ranges
 from mindspeed_rl.cli.doctor import stack
 from mindspeed_rl.config import GenerateConfig
 
@@ -358,3 +360,16 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_memory_that_no_sync_writes_is_all_that_is_left_of_the_blocks(seed: int) -> None:
+    generator = random.Random(seed)
+    blocks = [(start, start + generator.randint(1, 90)) for start in range(100, 1000, 100)]
+    starts = [generator.randrange(1100) for _ in range(30)]
+    taken = [(start, start + generator.randint(0, 40)) for start in starts]
+    left = list(subtract_ranges(blocks, taken))
+    kept = {address for start, stop in left for address in range(start, stop)}
+    lost = {address for start, stop in taken for address in range(start, stop)}
+    assert kept == {address for start, stop in blocks for address in range(start, stop)} - lost
+    assert sum(stop - start for start, stop in left) == len(kept) and all(start < stop for start, stop in left)

@@ -123,7 +123,9 @@ def test_connections_of_other_users_to_a_socket_of_this_process_are_counted() ->
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_the_error_of_a_group_that_is_not_complete_names_strangers() -> None:
-    connect = "import os, socket, sys; os.setuid(65534); s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+    # what the connection imports, while the interpreter's folder can be read
+    connect = "import encodings.idna, os, socket, sys; os.setuid(65534)\n"
+    connect += "s = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
     connect += "print('here', flush=True); sys.stdin.read()"
     with socket.create_server(("127.0.0.1", 0)) as door:
         words = [sys.executable, "-c", connect, str(door.getsockname()[1])]

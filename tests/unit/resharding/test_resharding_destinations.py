@@ -92,6 +92,28 @@ def test_an_entry_is_a_view_of_the_elements_that_the_loader_writes() -> None:
         assert held.untyped_storage().data_ptr() == parameters[entry.parameter].untyped_storage().data_ptr()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_a_sync_writes_is_exactly_what_need_not_be_kept_until_then(transposed: bool) -> None:
+    model = Fused(torch.float32)
+    result = read_destinations(model, model.load_weights, SHAPES, torch.float32)
+    tensors = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    model.load_weights(tensors.items())
+    parameters = {name: parameter.data for name, parameter in model.named_parameters()}
+    if transposed:  # a kernel's layout, in which the proof reads it
+        parameters["held.odd"] = parameters["held.odd"].t().contiguous().t()
+    expected = {name: value.clone() for name, value in parameters.items()}
+    replaced = list(result.list_replaced(parameters))
+    for view in replaced:
+        view.fill_(float("nan"))
+    lost = {name: int(value.isnan().sum()) for name, value in parameters.items()}
+    # rows of padding follow the head's 10000, and a part of the columns is not in one piece
+    assert lost == {name: value.numel() for name, value in parameters.items()} | {"held.head": 10000 * 6}
+    model.load_weights(tensors.items())
+    if transposed:
+        parameters["held.odd"].copy_(dict(model.named_parameters())["held.odd"])
+    assert all(torch.equal(value, expected[name]) for name, value in parameters.items())
+
+
 @pytest.mark.parametrize("name", list(CONFIGS))
 @pytest.mark.parametrize(("tp", "expert_ranks"), [(1, 1), (2, 1), (4, 1), (2, 4)])
 def test_the_stated_layout_is_what_an_engine_reads_out(name: str, tp: int, expert_ranks: int) -> None:

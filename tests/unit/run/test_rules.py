@@ -63,6 +63,11 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         "offloaded_optimizer",
         ["optimizer_offload_fraction (1)", "reuse_fp32_param (true)", "bf16 weight"],
     ),
+    (
+        {"platform": "npu", M: {"swap_optimizer": True, "use_distributed_optimizer": True, "grad_reduce_in_fp32": False}},
+        "mindspeed_optimizer",
+        ["swap_optimizer (true)", "grad_reduce_in_fp32 (false) to be true", "all gradients in fp32"],
+    ),
     ({M: {"optimizer_offload_fraction": 1.5}}, "range", ["optimizer_offload_fraction (1.5)", "at most 1"]),
     ({R: {"loss_type": "clip_cov", "clip_cov_lb": 6.0}}, "covariance_bounds", ["clip_cov_lb (6)", "clip_cov_ub (5)"]),
     ({R: {"loss_type": "real"}}, "groups_in_micro_batches", ["loss_type real", "micro_batch_size (4)", "multiple of 8"]),

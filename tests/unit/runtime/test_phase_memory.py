@@ -58,6 +58,52 @@ def test_a_new_phase_does_not_see_the_peak_of_the_one_before() -> None:
     assert second.results()["memory/generate/engine_step_gib"] * 1024 < 16
 
 
+def test_the_fullest_moment_of_a_phase_counts_when_owners_take_turns() -> None:
+    held = {"weights": torch.ones(16 * MIB)}  # 64 MiB, which leave
+    memory, metrics = PhaseMemory(lambda: {owner: tensor.nbytes for owner, tensor in held.items()}), Metrics()
+    with memory("update weights", "push buckets", metrics):
+        torch.ones(32 * MIB).sum()  # 128 MiB beside the weights
+        with memory.exchange():
+            held.clear()
+        held["KV cache"] = torch.ones(24 * MIB)  # 96 MiB in their place
+    results = {name: value * 1024 for name, value in metrics.results().items()}
+    assert results["memory/update_weights/weights_gib"] == 64 and "memory/update_weights/kv_cache_gib" not in results
+    assert results["memory/update_weights/push_buckets_gib"] == pytest.approx(128, abs=16)
+
+
+def test_what_leaves_in_a_phase_is_no_memory_of_the_moment_after() -> None:
+    held = {"weights": torch.ones(32 * MIB)}
+    memory, metrics = PhaseMemory(lambda: {owner: tensor.nbytes for owner, tensor in held.items()}), Metrics()
+    with memory("reference pass", "activations", metrics), memory.exchange():
+        held.clear()
+    results = {name: value * 1024 for name, value in metrics.results().items()}
+    assert results["memory/reference_pass/weights_gib"] == 128 and results["memory/reference_pass/activations_gib"] < 16
+
+
+def test_memory_of_a_sleeping_engine_is_not_counted() -> None:
+    asleep = torch.ones(16 * MIB)
+    awake: list[torch.Tensor] = []
+    memory = PhaseMemory(lambda: {"rollout weights": sum(t.nbytes for t in awake)}, lambda: 0 if awake else asleep.nbytes)
+    counted, metrics = memory.allocated_gib, Metrics()
+    with memory("update", "activations", metrics):
+        torch.ones(8 * MIB).sum()
+        with memory.exchange():
+            awake.append(asleep)
+    results = {name: value * 1024 for name, value in metrics.results().items()}
+    # awake it is an owner, and the fuller moment; the allocator counted it all the time
+    assert results["memory/update/rollout_weights_gib"] == 64 and results["memory/update/activations_gib"] < 16
+    assert (memory.allocated_gib - counted) * 1024 == pytest.approx(64, abs=16)
+
+
+def test_the_start_is_measured_over_all_models() -> None:
+    memory = PhaseMemory(dict)
+    with memory.starting():
+        torch.ones(32 * MIB).sum()
+        with memory.exchange():  # each model leaves before the next is built
+            pass
+    assert memory.start_gib * 1024 > 128
+
+
 @pytest.mark.parametrize("error", [MemoryError("no"), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
 def test_out_of_memory_names_the_phase_and_the_three_largest_owners(error: Exception) -> None:
     owners = {"weights": 3 << 30, "gradients": 6 << 30, "optimizer": 12 << 30, "KV cache": 1 << 20}

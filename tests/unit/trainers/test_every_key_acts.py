@@ -122,7 +122,8 @@ ELSEWHERE: dict[str, str] = {
     "engine/multi_token_prediction.py": "mtp_loss_scaling_factor mtp_detach_heads",
     "engine/muon.py": "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor "
     "muon_split_qkv muon_tp_mode",
-    "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr",
+    "engine/optimizer.py": "weight_decay clip_grad adam_beta1 adam_beta2 adam_eps lr_warmup_init optimizer vit_lr aligner_lr "
+    "grad_reduce_in_fp32",
     "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
@@ -159,6 +160,7 @@ ELSEWHERE: dict[str, str] = {
     "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
+    "workers/engines.py": "engine",
     "workers/server_rollout.py": "longest_first",
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
     "partial_rollout partial_rollout_max_split keep_spare_samples",

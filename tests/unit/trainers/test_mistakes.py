@@ -234,6 +234,10 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "cache above the memory": (
         keys("generate_config.kv_cache_memory_gib=100000"), ["kv_cache_memory_gib: 100000 GiB x 1", "GiB for everything"]
     ),
+    "disk of optimizer states that is not there": (
+        keys("megatron_training.optimizer_offload_fraction=1", "megatron_training.optimizer_offload_path=/nowhere/at/all"),
+        ["actor_config.optimizer_offload_path: /nowhere/at/all is no folder on this machine", "make it on a local disk"],
+    ),
     "judge that is not there": (
         lambda: [f"rl_config.judge_url=http://127.0.0.1:{free_port()}/v1", "rl_config.judge_model=x"],
         ["rl_config.judge_url: http://127.0.0.1:", "cannot be reached", "start the server"],

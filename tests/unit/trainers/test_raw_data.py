@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,10 @@ def vary(row: Row, number: int) -> Row:
     return json.loads(json.dumps(row).replace("2+2", f"{number}+2"))
 
 
+def card_of(inputs: SupervisedInputs) -> str:
+    return "\n".join(map(str, inputs.cards))
+
+
 def write(path: Path, rows: list[Row]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -145,7 +150,7 @@ def test_raw_rows_become_the_files_that_preprocess_writes(name: str, model: Path
     expected = files_of(str(tmp_path / "own"))
     found = files_of(str(inputs.run.data_config.data_path).removesuffix("_text_document"))
     assert found == expected and len(expected) >= 2
-    assert handler in inputs.card and "example 1" in inputs.card
+    assert handler in card_of(inputs) and "example 1" in card_of(inputs)
     assert inputs.run.config.actor_config.data_path == str(data)  # the run file stays as it is
 
 
@@ -196,9 +201,17 @@ def test_columns_of_the_run_file_are_read(model: Path, tmp_path: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     assert tokenizer.decode(trained, skip_special_tokens=True) == "ja"
+    for row, names in (
+        ({"frage": "1?", "answer": "ja"}, {"prompt": "frage"}),
+        ({"prompt": "1?", "completion": "ja"}, {"query": ""}),
+    ):
+        reading = find_form(row, "samples", names)
+        assert reading is not None and reading.columns == tuple(row)
+        assert reading.map_keys == {"query": "", "response": list(row)[1], "prompt": list(row)[0]}
+    assert find_form({"prompt": "1?", "completion": "ja"}, "samples", {"response": ""}) is None
     pairs = write(tmp_path / "p.jsonl", [{"frage": f"{number}?", "gut": "ja", "schlecht": "nein"} for number in range(3)])
     names = {"prompt": "frage", "chosen": "gut", "rejected": "schlecht"}
-    assert "columns frage, gut, schlecht" in check(model, tmp_path, "dpo", pairs, map_keys=names).card
+    assert "columns frage, gut, schlecht" in card_of(check(model, tmp_path, "dpo", pairs, map_keys=names))
 
 
 WRONG: dict[str, tuple[str, Row, dict[str, object], list[str]]] = {
@@ -259,6 +272,24 @@ def test_a_file_without_rows_is_refused(content: str, model: Path, tmp_path: Pat
         check(model, tmp_path, "sft", path)
 
 
+def test_a_list_is_for_pretraining_alone(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "train.jsonl", [{"instruction": "1?", "output": "2"}])
+    with pytest.raises(ValueError, match="which only stage pretrain blends"):
+        check(model, tmp_path, "sft", [str(data), str(data)])
+
+
+def test_pairs_without_labels_are_described_for_a_reward_model(model: Path, tmp_path: Path) -> None:
+    data = write(tmp_path / "pairs.jsonl", [{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(4)])
+    prefix = Path(str(check(model, tmp_path, "orm", data).run.data_config.data_path))
+    for name in ("chosen", "rejected"):
+        for suffix in (".bin", ".idx"):
+            Path(f"{prefix}_packed_{name}_labels_document{suffix}").unlink()
+    moved = tmp_path / "moved"
+    prefix.parent.rename(moved)
+    card = card_of(check(model, tmp_path, "orm", moved / prefix.name))
+    assert "chosen: 0?yes" in card and "trained" not in card
+
+
 # ---------------------------------------------------------------- cache
 
 
@@ -278,8 +309,8 @@ def test_the_cache_is_read_where_nothing_has_changed(model: Path, data: Path, tm
     second = check(model, tmp_path, "sft", data, train_iters=5, seq_length=64)
     assert first.run.data_config.data_path == second.run.data_config.data_path
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.bin")} == before
-    assert "tokenized into" in first.card and "as tokenized before in" in second.card
-    assert first.card.split("  rows ")[-1] == second.card.split("  rows ")[-1]
+    assert "tokenized into" in card_of(first) and "as tokenized before in" in card_of(second)
+    assert card_of(first).split("  rows ")[-1] == card_of(second).split("  rows ")[-1]
 
 
 def test_another_content_of_the_same_size_and_time_is_tokenized_anew(model: Path, data: Path, tmp_path: Path) -> None:
@@ -288,7 +319,7 @@ def test_another_content_of_the_same_size_and_time_is_tokenized_anew(model: Path
     data.write_text(data.read_text().replace("yes", "sad"))
     os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     second = check(model, tmp_path, "sft", data)
-    assert "⟦sad" in second.card and "⟦yes" in first.card and len(cache_of(tmp_path)) == 2
+    assert "⟦sad" in card_of(second) and "⟦yes" in card_of(first) and len(cache_of(tmp_path)) == 2
 
 
 @pytest.mark.parametrize(
@@ -317,7 +348,7 @@ def test_files_of_tokenizer_and_handler_belong_to_the_key(
     check(own, tmp_path, "sft", data, prompt_type="hf")
     template = own / "chat_template.jinja"
     template.write_text(template.read_text().replace("{% else %}{{ message.content }}", "{% else %}{{ message.content }}!"))
-    card = check(own, tmp_path, "sft", data, prompt_type="hf").card
+    card = card_of(check(own, tmp_path, "sft", data, prompt_type="hf"))
     assert "0?!⟦yes" in card and len(cache_of(tmp_path)) == 2
     handler = tmp_path / "own_rows_handler.py"
     handler.write_text(
@@ -368,7 +399,7 @@ def test_pretraining_blends_raw_data_with_weights_and_prefixes(model: Path, tmp_
     path = inputs.run.data_config.data_path
     assert isinstance(path, list) and [path[0], path[2], path[3]] == [0.3, 0.7, str(tmp_path / "b_text_document")]
     assert len(open_indexed(str(path[1]))) == 3 and len(open_indexed(str(path[1]))[0]) == 61
-    assert "documents  3" in inputs.card
+    assert "documents  3" in card_of(inputs)
 
 
 def test_explain_shows_the_card_and_train_epochs_count_raw_rows(
@@ -383,6 +414,8 @@ def test_explain_shows_the_card_and_train_epochs_count_raw_rows(
     assert explain(["--config", "own.yaml"]) == 0
     output = capsys.readouterr().out
     assert "2 iterations: 2 passes over 3 rows" in output
+    overview = output.split("\n\n")[1]
+    assert re.search(r"rows +4\n.*\n +steps +2 iterations of 3 rows\n +planned +fits", overview), overview
     for text in ("Alpaca rows (columns instruction, output)", "rows       4", "longest 6 tokens", "example 1  0?⟦yes<eos>⟧"):
         assert text in output, output
     assert explain(["--config", "own.yaml", "--validate"]) == 0

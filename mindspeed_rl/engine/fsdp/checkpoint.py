@@ -1,0 +1,99 @@
+"""The state of the FSDP engine in a checkpoint: tensors by HF name in torch.distributed.checkpoint's files.
+
+Each rank writes its rows, and reads those that it has now, so that a checkpoint loads on any number of ranks. `DistReader`
+reads without unpickling code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
+from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
+from mindspeed_rl.engine.fsdp.engine import FsdpEngine
+from mindspeed_rl.engine.fsdp.optimizer import MOMENTS, init_moments
+
+#: prefix of the weights' names; those of the optimizer have the name of the moment
+_WEIGHTS = "weights."
+
+
+class DcpFiles:
+    """The state of the FSDP engine; see `interface.StateFiles`."""
+
+    name = "fsdp"
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True where the engine trains."""
+        return self._engine.optimizer is not None
+
+    def describe(self) -> dict[str, Any]:
+        """Return layout and schedule."""
+        scheduler = self._engine.scheduler
+        saves = scheduler is not None and not self._engine.config.no_save_optim
+        return {
+            "layout": {"shards": dist.get_world_size()},
+            "scheduler": scheduler.state_dict() if saves else None,
+            "optimizer_steps": self._engine.optimizer_steps,
+        }
+
+    def check(self, record: Mapping[str, Any], path: Path) -> None:
+        """Accept every checkpoint of this engine: names and shapes are those of the model, which the load compares."""
+
+    def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
+        """Return the request, which is run at once on every rank: a rule excludes `async_save`."""
+        state = self._list_tensors(with_optimizer=with_optimizer and self.has_optimizer)
+
+        def write() -> None:
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
+
+        return AsyncRequest(write, (), [])
+
+    def restore(
+        self,
+        path: Path,
+        record: Mapping[str, Any],
+        subset: Literal["all", "adapters", "base"],
+        *,
+        with_optimizer: bool,
+        fresh_head: bool,
+        fetch: Callable[[Callable[[], set[str]]], None],
+    ) -> None:
+        """Take the state of a checkpoint.
+
+        Raises:
+            ValueError: it lacks a tensor.
+        """
+        if with_optimizer:
+            self._engine.start_restored(record)
+        metadata = read_metadata(path / METADATA_FILE)
+        fetch(lambda: {info.relative_path for info in metadata.storage_data.values()})
+        state = self._list_tensors(with_optimizer=with_optimizer)
+        if fresh_head:
+            state.pop(SHARDED_SCORE_HEAD).to_local().zero_()
+        if missing := state.keys() - metadata.state_dict_metadata.keys():
+            raise ValueError(f"load: {path} has no {min(missing)}; it is a checkpoint of another model.")
+        # into the memory of the parameters and of the moments
+        dcp.load(state, storage_reader=DistReader(path), planner=DefaultLoadPlanner())
+
+    def _list_tensors(self, *, with_optimizer: bool) -> dict[str, Any]:
+        """Return this rank's tensors by the names that they have in the files."""
+        engine = self._engine
+        state = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
+        if with_optimizer:
+            assert engine.optimizer is not None
+            # a save before the first step has moments too
+            init_moments(engine.optimizer, engine.optimizer_steps)
+            for name, parameter in engine.model.names.items():
+                state |= {f"{moment}.{name}": engine.optimizer.state[parameter][moment] for moment in MOMENTS}
+        return state

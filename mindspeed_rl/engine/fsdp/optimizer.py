@@ -1,0 +1,75 @@
+"""AdamW over shards with Megatron's groups, norm, clipping and schedule, so that an update does not depend on the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.fsdp.model import ShardedModel
+
+#: Megatron's; added to the norm by which clipped gradients are divided
+_CLIP_EPS = 1e-6
+#: moments of AdamW, by their names in torch
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def build_adamw(config: MegatronConfig, model: ShardedModel) -> torch.optim.AdamW:
+    """Build AdamW; biases and vectors have no weight decay, as in Megatron.
+
+    Raises:
+        ValueError: no learning rate is set.
+    """
+    if config.lr is None:
+        raise ValueError("lr: no learning rate is set; a role that trains needs one.")
+    groups: dict[float, list[torch.nn.Parameter]] = {1.0: [], 0.0: []}
+    for name, parameter in model.names.items():
+        groups[0.0 if parameter.dim() == 1 or name.endswith(".bias") else 1.0].append(parameter)
+    return torch.optim.AdamW(
+        [{"params": members, "wd_mult": factor} for factor, members in groups.items() if members],
+        lr=config.lr,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+@torch.no_grad()
+def init_moments(optimizer: torch.optim.AdamW, num_steps: int) -> None:
+    """Give each parameter its moments where it has none, and set the steps on which Adam's bias correction depends."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state[parameter]
+            for name in MOMENTS:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter)
+            state["step"] = torch.tensor(float(num_steps), device=parameter.device)
+
+
+def list_gradients(model: ShardedModel) -> list[Tensor]:
+    """Return this rank's rows of the gradients that there are."""
+    return [cast(DTensor, value.grad).to_local() for value in model.names.values() if value.grad is not None]
+
+
+@torch.no_grad()
+def compute_squared_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the squared norm of all gradients, 0-d float32, not read back; collective."""
+    square = torch.zeros(1, device=device)
+    if gradients:
+        square += torch.stack(torch._foreach_norm(list(gradients))).square().sum()
+    dist.all_reduce(square)
+    return square.reshape(())
+
+
+@torch.no_grad()
+def clip(gradients: Sequence[Tensor], norm: float, limit: float) -> None:
+    """Scale the gradients down to a norm; a limit of 0 leaves them."""
+    factor = limit / (norm + _CLIP_EPS)
+    if limit > 0.0 and factor < 1.0:
+        torch._foreach_mul_(list(gradients), factor)

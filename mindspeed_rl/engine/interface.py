@@ -1,0 +1,216 @@
+"""The interface of a training engine: what workers, stages and checkpoints use of one, whichever computes the model.
+
+`engine/train_engine.py` is Megatron's, `engine/fsdp/engine.py` the one of transformers' modules. `workers/engines.py` has the
+table of both, and is the only place that reads which one a role has; a key or a feature that an engine lacks is refused before
+anything starts (`run/rules/training_engine_rules.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.engine.batching import BatchShape, MicroBatching, Rows
+from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.models.plan import ModelPlan
+from mindspeed_rl.models.weights import TensorSource
+from mindspeed_rl.observability.metrics import Metrics, merge
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+
+#: input of a loss: `LossInputs`, or a batch type made of them
+_Batch = TypeVar("_Batch")
+
+
+class NonFiniteError(RuntimeError):
+    """A loss, a gradient or its norm was NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step.
+
+    Attributes:
+        losses: losses of this rank's micro-batches, without gradient; none on ranks without results.
+        grad_norm: global norm before clipping.
+        lr: learning rate of the step.
+        is_skipped: no rank had anything to learn from, so nothing has changed but the position in the schedule.
+        num_computed, num_tokens: with prefix sharing, tokens that this rank has computed, and all tokens of its sequences.
+    """
+
+    losses: list[LossOutput]
+    grad_norm: float
+    lr: float
+    is_skipped: bool = False
+    num_computed: int = 0
+    num_tokens: int = 0
+
+    @property
+    def metrics(self) -> Metrics:
+        """Metrics of the losses, merged over micro-batches."""
+        return merge(loss.metrics for loss in self.losses)
+
+
+class OffloadsState(Protocol):
+    """Weights, gradients and optimizer state of one engine, each on or off the device."""
+
+    def resident_bytes(self) -> dict[str, int]:
+        """Return the bytes of weights, gradients and optimizer state that are on the device now."""
+        ...
+
+    def start_offload(self, *, optimizer: bool) -> None:
+        """Start to copy the optimizer's state to the host in the background; `offload` then only frees it."""
+        ...
+
+    def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
+        """Offload the named states."""
+        ...
+
+    def start_onload(self, *, optimizer: bool) -> None:
+        """Start to copy the optimizer's state to the device in the background; `onload` waits for it."""
+        ...
+
+    def onload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
+        """Put the named states back; those on the device stay unchanged."""
+        ...
+
+
+class Engine(Protocol):
+    """A model and, when it trains, its optimizer and schedule; methods are collective over the training world.
+
+    Attributes:
+        config: keys of the role.
+        plan: the model's plan.
+        device: device of the tensors.
+        shape: layout of micro-batches.
+        outputs: results of the head that losses get, and `forward` returns by default.
+        offloader: moves its state off the device.
+        steps_per_iteration: optimizer steps of an iteration.
+        num_updates: optimizer steps since the start of the run.
+        on_gradients: functions that are called in every step between the backward pass and the optimizer.
+        passes_together: all ranks must make equally many calls of `forward`, because each pass is collective over them.
+    """
+
+    config: MegatronConfig
+    shape: BatchShape
+    outputs: HeadOutputs
+    steps_per_iteration: int
+    num_updates: int
+    on_gradients: list[Callable[[], None]]
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def plan(self) -> ModelPlan: ...
+
+    @property
+    def offloader(self) -> OffloadsState: ...
+
+    @property
+    def passes_together(self) -> bool: ...
+
+    def start_training(self, steps_per_iteration: int) -> None:
+        """Build optimizer and schedule; the weights must be loaded."""
+        ...
+
+    def load(self, source: TensorSource) -> None:
+        """Fill this rank's part of the weights from HF tensors, reading no more than it needs."""
+        ...
+
+    def limit_vocab(self, size: int) -> None:
+        """Give no probability to tokens from this id on. Not collective."""
+        ...
+
+    def forward(
+        self, rows: Rows, batching: MicroBatching, outputs: HeadOutputs | None = None, *, temperature: float | None = None
+    ) -> tuple[list[Tensor], ...] | None:
+        """Compute results of the predicted tokens: one list for each, of a float32 CPU tensor a row, in row order."""
+        ...
+
+    def measure(self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], LossOutput]) -> list[LossOutput]:
+        """Compute a loss on each of this rank's micro-batches, without gradients; none on ranks without results."""
+        ...
+
+    @overload
+    def train_step(
+        self,
+        rows: Rows,
+        batching: MicroBatching,
+        loss: Callable[[LossInputs], LossOutput],
+        batch: None = None,
+        *,
+        has_next: bool = False,
+    ) -> StepResult: ...
+
+    @overload
+    def train_step(
+        self,
+        rows: Rows,
+        batching: MicroBatching,
+        loss: Callable[[_Batch], LossOutput],
+        batch: Callable[[LossInputs], _Batch],
+        *,
+        has_next: bool = False,
+    ) -> StepResult: ...
+
+
+class StateFiles(Protocol):
+    """The form in which a checkpoint has the state of one engine; methods are collective over the training world.
+
+    Attributes:
+        name: the engine, as the record of a checkpoint names it.
+    """
+
+    name: str
+
+    @property
+    def has_optimizer(self) -> bool:
+        """True where the engine trains."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the record of a checkpoint has of the engine: `layout`, and `scheduler`, None where it is not saved."""
+        ...
+
+    def check(self, record: Mapping[str, Any], path: Path) -> None:
+        """Check that this engine can take the weights of a checkpoint with such a record.
+
+        Raises:
+            ValueError: it cannot.
+        """
+        ...
+
+    def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
+        """Return the request that writes this rank's files `__<rank>_*.distcp` into the folder."""
+        ...
+
+    def restore(
+        self,
+        path: Path,
+        record: Mapping[str, Any],
+        subset: Literal["all", "adapters", "base"],
+        *,
+        with_optimizer: bool,
+        fresh_head: bool,
+        fetch: Callable[[Callable[[], set[str]]], None],
+    ) -> None:
+        """Take the state of a checkpoint.
+
+        Args:
+            path: folder of the checkpoint.
+            record: its record.
+            subset: the weights that it has for this model.
+            with_optimizer: also optimizer and schedule.
+            fresh_head: the checkpoint lacks the score head, whose values are then 0.
+            fetch: brings files, by the names that a function lists, to this rank's disk where it lacks some.
+        """
+        ...

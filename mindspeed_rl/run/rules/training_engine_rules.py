@@ -1,0 +1,200 @@
+"""What a training engine cannot do, in one table: by key of a role, by key of the run, and by form of a model.
+
+Every key of a role is either read by the engine, or in one of the tables here: refused with a value that is not allowed, or
+listed by `explain` as without effect. `tests/unit/run/test_training_engines.py` has the keys that are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import reduce
+
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.models.model_config import ModelConfig
+from mindspeed_rl.run.record import Run
+from mindspeed_rl.run.rules.violation import Broken, violate
+
+_SHARDS = "it divides every weight over all devices, and not layers or sequences"
+_NO_ADAPTERS = "it has no adapters"
+
+
+@dataclass(frozen=True)
+class _KeyLimit:
+    """Limit of an engine on a key.
+
+    Attributes:
+        allowed: values that it takes; the first is suggested.
+        reason: why it takes no other.
+    """
+
+    allowed: tuple[object, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class _EngineLimits:
+    """Limits of an engine.
+
+    Attributes:
+        role_keys: limits on keys of a role.
+        run_keys: limits on keys of the run, by dotted name, where any role has the engine.
+        without_effect: keys of a role that it does not read -> reason.
+        forms: sentence about a form of a model that it does not compute -> True for a model of this form.
+        commands: commands that know only another engine's layers.
+    """
+
+    role_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
+    run_keys: Mapping[str, _KeyLimit] = field(default_factory=dict)
+    without_effect: Mapping[str, str] = field(default_factory=dict)
+    forms: Mapping[str, Callable[[ModelConfig], bool]] = field(default_factory=dict)
+    commands: tuple[str, ...] = ()
+
+
+def _same(names: str, allowed: tuple[object, ...], reason: str) -> dict[str, _KeyLimit]:
+    return dict.fromkeys(names.split(), _KeyLimit(allowed, reason))
+
+
+_FSDP = _EngineLimits(
+    role_keys={
+        **_same("tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size", (1,), _SHARDS),
+        **_same("expert_model_parallel_size", (1,), _SHARDS),
+        **_same("expert_tensor_parallel_size", (None, 1), _SHARDS),
+        **_same("num_layers_per_virtual_pipeline_stage num_layer_list noop_layers", (None,), _SHARDS),
+        **_same("use_tp_pp_dp_mapping moe_tp_extend_ep", (False,), _SHARDS),
+        **_same("optimizer", ("adam",), "it updates rows of matrices, which Muon needs in full"),
+        **_same("recompute_granularity", (None, "full"), "it recomputes whole layers"),
+        **_same("recompute_method", (None, "uniform"), "it recomputes every layer"),
+        **_same("recompute_num_layers", (None, 1), "it recomputes each layer by itself"),
+        **_same("recompute_modules", (None,), "it recomputes whole layers"),
+        **_same("recompute_activation_function swap_attention", (False,), "it has the layers of transformers as they are"),
+        **_same("reuse_fp32_param", (False,), "its weights are the fp32 ones, and no bf16 copy of them is kept"),
+        **_same("grad_reduce_in_fp32", (True,), "it reduces gradients in fp32"),
+        **_same("optimizer_offload_fraction", (0.0,), "its optimizer is on the device or, with swap_optimizer, in host memory"),
+        **_same("grad_reduce_in_fp32", (True,), "its gradients are those of fp32 weights"),
+        **_same("async_save", (False,), "it writes checkpoints before training continues"),
+        **_same("check_weight_copies_interval", (0,), "no weight is on two of its devices"),
+        **_same("lora_target_modules", (None,), _NO_ADAPTERS),
+        **_same("mtp_num_layers", (0,), "it trains no multi-token-prediction layers"),
+        **_same("dsa_indexer_loss_coeff", (0.0,), "it trains no indexers"),
+        **_same("attention_dropout hidden_dropout", (0.0,), "it has no dropout"),
+        **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
+    },
+    run_keys={
+        **_same("rl_config.use_prefix_grouper", (False,), "the attention of transformers computes a shared prefix in each row"),
+        **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
+        **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
+        **_same("rl_config.router_replay.mode", ("disabled",), "it computes no experts"),
+        **_same("msprobe_config.msprobe", (False,), "dumps record the modules of Megatron"),
+    },
+    without_effect={
+        "use_distributed_optimizer": "the state of the optimizer is always divided over all devices",
+        "overlap_grad_reduce": "gradients of a layer are always reduced during the backward pass of the next",
+        "overlap_param_gather": "weights of a layer are always gathered during the pass of the one before",
+        "ddp_bucket_size": "a layer is a bucket",
+        "padded_vocab_size": "its embedding has the rows of config.json",
+        "sequence_parallel": _SHARDS,
+        "context_parallel_algo": _SHARDS,
+        "optimizer_offload_path": "it has no file of optimizer states",
+        "swap_optimizer_times": "a swapped optimizer comes to the device in one part",
+        "hccl_group_buffer": "its one group has rl_config.hccl_buffersize",
+        "gemm_gradient_accumulation_fusion": "it is a kernel of Megatron's layers",
+        **dict.fromkeys(
+            "use_fused_ring_attention_update use_ascend_coc coc_mode coc_parallel_num coc_fused_kernel".split(),
+            "it is a kernel of Megatron's layers",
+        ),
+        **dict.fromkeys(
+            "muon_momentum muon_use_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv "
+            "muon_tp_mode".split(),
+            "it has no Muon",
+        ),
+        **dict.fromkeys("lora_r lora_alpha lora_dropout lora_ckpt_filter".split(), _NO_ADAPTERS),
+        **dict.fromkeys("vit_lr aligner_lr".split(), "it trains no vision tower"),
+        **dict.fromkeys("mtp_loss_scaling_factor mtp_detach_heads".split(), "it trains no multi-token-prediction layers"),
+        **dict.fromkeys(
+            "moe_router_bias_update_rate moe_aux_loss_coeff moe_z_loss_coeff seq_aux moe_router_load_balancing_type "
+            "moe_grouped_gemm moe_permutation_async_comm moe_alltoall_overlap_comm use_fused_moe_token_permute_and_unpermute "
+            "moe_token_dispatcher_type".split(),
+            "it computes no experts",
+        ),
+    },
+    forms={
+        "a model with experts": lambda model: model.num_moe_experts is not None,
+        "a model of images": lambda model: model.vision is not None,
+        "gated delta nets": lambda model: model.linear_attention is not None,
+        "latent attention": lambda model: model.multi_latent_attention,
+        "sparse attention": lambda model: model.sparse_attention is not None,
+    },
+    commands=("plan", "diff", "npu-cost"),
+)
+#: value of the key `engine` -> its limits
+_LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
+
+
+def training_engine_rules(run: Run) -> Iterator[Broken]:
+    """Check each role, and what all roles share, against the limits of its engine."""
+    cfg, engines = run.config, dict[str, None]()
+    for group in _list_roles(cfg):
+        role: MegatronConfig = getattr(cfg, group)
+        engines[role.engine] = None
+        yield from _check_keys(role.engine, f"{group}.", _LIMITS[role.engine].role_keys, role)
+    for engine in engines:
+        for path, limit in _LIMITS[engine].run_keys.items():
+            *groups, key = path.split(".")
+            holder: object = reduce(_read_group, groups, cfg)
+            if holder is not None:
+                yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
+
+
+def _read_group(holder: object, name: str) -> object:
+    """Return a group of a run file; None where it or the one around it is left out."""
+    return None if holder is None else getattr(holder, name)
+
+
+def _list_roles(cfg: RunConfig) -> list[str]:
+    """Return the roles with keys of their own."""
+    others = [f"{role}_config" for role in ("ref", "reward", "critic", "teacher")]
+    return ["actor_config", *(group for group in others if group in cfg.set_keys)]
+
+
+def _check_keys(engine: str, prefix: str, limits: Mapping[str, _KeyLimit], group: object) -> Iterator[Broken]:
+    for name, limit in limits.items():
+        value = getattr(group, name)
+        if value not in limit.allowed:
+            key = prefix + name
+            yield violate(
+                "training_engine", f"[{key}] cannot be used with engine: {engine}: {limit.reason}", {key: limit.allowed[0]}
+            )
+
+
+def find_idle_reason(role: MegatronConfig, name: str) -> str:
+    """Return why the engine of a role does not read a key; empty where it does."""
+    reason = _LIMITS[role.engine].without_effect.get(name)
+    return "" if reason is None else f"engine is {role.engine}: {reason}"
+
+
+def check_model_form(config: MegatronConfig, model_config: ModelConfig, architecture: str) -> None:
+    """Check that the engine of a role computes its model.
+
+    Raises:
+        ValueError: it does not.
+    """
+    for form, applies in _LIMITS[config.engine].forms.items():
+        if applies(model_config):
+            raise ValueError(
+                f"engine: {config.engine} does not compute {form}, which {architecture} is or has; set engine: megatron."
+            )
+
+
+def check_command(config: MegatronConfig, group: str, command: str) -> None:
+    """Check that a command knows the layers of a role's engine.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if command in _LIMITS[config.engine].commands:
+        raise ValueError(
+            f"{group}.engine: {config.engine}: mindspeed-rl {command} knows the layers of engine: megatron only; set that for "
+            "an answer about Megatron."
+        )

@@ -1,0 +1,115 @@
+"""transformers' modules under FSDP2 train as Megatron's do, on one rank and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import fsdp_jobs
+import numpy as np
+import pytest
+import tiny_families
+import training_jobs
+from ranks import Ranks
+from training_jobs import Setting
+
+#: dense families of text of the support table that transformers has under their own name
+DENSE = ("qwen3", "llama", "qwen2", "mistral", "phi3", "seed_oss", "olmo3", "ernie4_5", "gemma", "gemma2", "gemma3", "glm4")
+DENSE = (*DENSE, "hunyuan")
+_QUICK = ("qwen3",)
+
+
+def _relative(actual: Any, expected: Any) -> float:
+    return float(np.abs(actual - expected).max() / max(np.abs(expected).max(), 1e-30))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Name of a family -> the folder of its tiny model."""
+    return cache(lambda name: str(tiny_families.save(name, tmp_path_factory.mktemp(name))))
+
+
+@pytest.fixture(scope="module")
+def by_megatron(ranks: Callable[[int], Ranks], folders: Callable[[str], str]) -> Callable[[str, str], Any]:
+    known: dict[tuple[str, str], Any] = {}
+
+    def report(name: str, job: str) -> Any:
+        if (name, job) not in known:
+            function = {"forward": training_jobs.forward, "train": training_jobs.train}[job]
+            (known[name, job],) = ranks(1).run(function, setting=Setting(folders(name)))
+        return known[name, job]
+
+    return report
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.slow) for name in DENSE])
+@pytest.mark.parametrize("size", [1, 2])
+def test_both_engines_compute_and_train_alike(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], by_megatron: Callable[[str, str], Any], name: str, size: int
+) -> None:
+    group, setting = ranks(size), Setting(folders(name))
+    rows = {row: values for part in group.run(fsdp_jobs.forward, setting=setting) for row, values in part.items()}
+    for row, (log_probs, entropy) in by_megatron(name, "forward").items():
+        np.testing.assert_allclose(rows[row][0], log_probs, atol=1e-5)
+        np.testing.assert_allclose(rows[row][1], entropy, atol=1e-5)
+    first, *_ = group.run(fsdp_jobs.train, setting=setting, steps=3)
+    expected = by_megatron(name, "train")
+    assert first["grad_norm"] == pytest.approx(expected["grad_norm"][:3], rel=1e-5)
+    assert first["lr"] == expected["lr"][:3]
+
+
+@pytest.mark.parametrize(
+    ("packed", "size", "budget", "keys"),
+    [
+        (False, 2, None, {}),
+        pytest.param(True, 1, 40, {}, marks=pytest.mark.slow),
+        (True, 2, 40, {"recompute_granularity": "full"}),
+        pytest.param(True, 3, None, {"swap_optimizer": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_training_does_not_depend_on_micro_batches_ranks_or_recomputation(
+    ranks: Callable[[int], Ranks],
+    folders: Callable[[str], str],
+    by_megatron: Callable[[str, str], Any],
+    packed: bool,
+    size: int,
+    budget: int | None,
+    keys: dict[str, Any],
+) -> None:
+    setting = Setting(folders("qwen3"), keys, packed=packed, token_budget=budget)
+    first, *_ = ranks(size).run(fsdp_jobs.train, setting=setting, steps=5)
+    expected = by_megatron("qwen3", "train")
+    assert first["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-5)
+    for name, weight in expected["weights"].items():
+        assert _relative(first["weights"][name], weight) < 2e-5, name
+
+
+def test_a_run_resumes_exactly_also_on_other_ranks_but_not_on_the_other_engine(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str], tmp_path: Path
+) -> None:
+    setting = Setting(folders("qwen3"))
+    folder = str(tmp_path / "saved")
+    expected, *_ = ranks(2).run(fsdp_jobs.save, setting=setting, folder=folder, steps=2, more=2)
+    same, *_ = ranks(2).run(fsdp_jobs.resume, setting=setting, folder=folder, more=2)
+    assert same["loaded"] == {"iteration": 2, "run_state": {"reached": 2}, "random_restored": True}
+    assert same["grad_norm"] == expected["grad_norm"] and same["lr"] == expected["lr"]
+    for name, weight in expected["weights"].items():
+        np.testing.assert_array_equal(same["weights"][name], weight)
+    other, *_ = ranks(1).run(fsdp_jobs.resume, setting=setting, folder=folder, more=2)
+    assert other["lr"] == expected["lr"] and not other["loaded"]["random_restored"]
+    for name, weight in expected["weights"].items():
+        assert _relative(other["weights"][name], weight) < 2e-6, name
+    (message,) = ranks(1).run(fsdp_jobs.load_megatron, setting=setting, folder=folder)
+    assert "saved by engine: fsdp" in message and "hf/latest" in message
+
+
+def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
+    ranks: Callable[[int], Ranks], folders: Callable[[str], str]
+) -> None:
+    (sound,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), break_weight=False)
+    assert {quantity for quantity, _, _ in sound} == {"log-probs", "loss", "gradient norm", "gradient", "first update"}
+    assert max(value for _, value, _ in sound) < 1e-5
+    (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), break_weight=True)
+    assert broken[0][1] > 1e-3 and broken[0][2] == "model.layers.0.mlp.up_proj.weight"  # the largest is first

@@ -1,0 +1,119 @@
+"""Every key of a role is read by its training engine, refused, or listed as without effect; the engine is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from published import MODELS
+from sample_runs import prompt_level
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.config.keys.schema import list_keys
+from mindspeed_rl.models import architecture_for
+from mindspeed_rl.run.explain.effects import find_keys_without_effect
+from mindspeed_rl.run.rules import training_engine_rules as rules
+from mindspeed_rl.run.rules.validation import validate
+
+#: keys of data, stages and losses, which are the same with every engine
+_SHARED_GROUPS = ("_DataKeys", "_PreferenceKeys")
+#: keys that the engine of transformers' modules reads
+_READ = set(
+    "engine num_npus lr lr_decay_style lr_decay_iters lr_warmup_fraction lr_warmup_iters lr_warmup_init min_lr weight_decay "
+    "clip_grad adam_beta1 adam_beta2 adam_eps no_check_for_nan_in_loss_and_grad load save save_interval save_hf keep_last "
+    "ckpt_format load_iteration load_previous sigterm_grace_s finetune no_load_optim no_load_rng no_save_optim no_save_rng "
+    "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size "
+    "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
+    "npu_deterministic threads_per_worker "
+    "deterministic ai_framework log_interval eval_iters eval_interval skip_train".split()
+)
+
+
+def _list_group(name: str) -> set[str]:
+    (owner,) = [base for base in MegatronConfig.__mro__ if base.__name__ == name]
+    return set(owner.__dict__["__annotations__"])
+
+
+def test_every_key_of_a_role_is_read_refused_or_without_effect() -> None:
+    limits = rules._LIMITS["fsdp"]
+    shape = {name for name in _list_group("ModelKeys") if name not in {*limits.role_keys, *limits.without_effect}}
+    # a model block describes the model, and is compared with config.json whatever the engine
+    known = [_READ, set(limits.role_keys), set(limits.without_effect) - {"padded_vocab_size"}, shape]
+    known += [_list_group(group) for group in _SHARED_GROUPS]
+    keys = sorted(name for names in known for name in names)
+    assert keys == sorted(list_keys(MegatronConfig))
+
+
+_FSDP = {"engine": "fsdp", "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+#: group, key, value
+_REFUSED: list[tuple[str, str, Any]] = [
+    ("actor_config", "tensor_model_parallel_size", 2),
+    ("actor_config", "optimizer", "muon"),
+    ("actor_config", "recompute_granularity", "selective"),
+    ("actor_config", "lora_target_modules", ["linear_qkv"]),
+    ("actor_config", "async_save", True),
+    ("actor_config", "mtp_num_layers", 1),
+    ("actor_config", "grad_reduce_in_fp32", False),
+    ("rl_config", "use_prefix_grouper", True),
+    ("rl_config", "router_replay", {"mode": "R2"}),
+    ("msprobe_config", "msprobe", True),
+]
+
+
+def _find_messages(**groups: Any) -> list[str]:
+    return [violation.message for violation in validate(prompt_level(**groups))]
+
+
+@pytest.mark.parametrize(("group", "key", "value"), _REFUSED)
+def test_what_the_engine_lacks_is_refused_with_its_name(group: str, key: str, value: Any) -> None:
+    (message,) = [
+        text for text in _find_messages(megatron_training=_FSDP, **{group: {key: value}}) if "engine: fsdp" in text
+    ]
+    assert message.startswith(f"{group}.{key}")
+    megatron = _FSDP | {"engine": "megatron"}
+    assert not any("engine:" in text for text in _find_messages(megatron_training=megatron, **{group: {key: value}}))
+
+
+def test_a_sound_run_breaks_no_rule() -> None:
+    assert _find_messages(megatron_training=_FSDP) == []
+
+
+def test_only_the_role_with_the_engine_is_limited() -> None:
+    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    found = _find_messages(ref_config=layout | {"engine": "fsdp", "recompute_granularity": "selective"})
+    (message,) = [text for text in found if "engine:" in text]
+    assert message.startswith("ref_config.recompute_granularity (selective) cannot be used with engine: fsdp")
+
+
+def test_what_all_roles_share_is_limited_by_the_engine_of_any() -> None:
+    layout = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    found = _find_messages(ref_config=layout | {"engine": "fsdp"}, rl_config={"use_prefix_grouper": True})
+    assert [text.partition(" ")[0] for text in found if "engine: fsdp" in text] == ["rl_config.use_prefix_grouper"]
+
+
+def test_explain_lists_what_has_no_effect() -> None:
+    keys = _FSDP | {"use_distributed_optimizer": True, "overlap_grad_reduce": True}
+    reasons = find_keys_without_effect(prompt_level(megatron_training=keys))
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce"):
+        assert reasons[f"megatron_training.{name}"].startswith("engine is fsdp: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("Qwen3-30B-A3B", "experts"), ("DeepSeek-R1", "experts"), ("Qwen2.5-7B", None), ("Llama-3.2-1B", None)]
+)
+def test_forms_of_models_are_refused_by_name(name: str, form: str | None) -> None:
+    model_config = architecture_for(MODELS[name]).read_model_config(MODELS[name])
+    rules.check_model_form(MegatronConfig(), model_config, name)
+    fsdp = MegatronConfig(engine="fsdp")
+    if form is None:
+        rules.check_model_form(fsdp, model_config, name)
+        return
+    with pytest.raises(ValueError, match=f"engine: fsdp does not compute a model with {form}"):
+        rules.check_model_form(fsdp, model_config, name)
+
+
+def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
+    for command in ("plan", "diff", "npu-cost"):
+        rules.check_command(MegatronConfig(), "actor_config", command)
+        with pytest.raises(ValueError, match=f"^actor_config.engine: fsdp: mindspeed-rl {command} knows"):
+            rules.check_command(MegatronConfig(engine="fsdp"), "actor_config", command)

@@ -1,0 +1,98 @@
+"""Supervised stages on transformers' modules under FSDP2: the losses and updates are those on Megatron."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from supervised_samples import answers, instruction_row, pair_row, write_columns
+
+from mindspeed_rl.checkpoint.hf import HfFolder
+from mindspeed_rl.cli import engine_parity
+from mindspeed_rl.workers.supervised_worker import SupervisedWorker
+
+#: stage -> its keys; adam_eps hides updates of gradients that are only rounding
+_STAGES: dict[str, dict[str, Any]] = {
+    "sft": {},
+    "dpo": {"dpo_loss_type": "sigmoid"},
+    "simpo": {},
+    "orpo": {},
+}
+
+
+def _write(folder: Path, stage: str) -> Path:
+    if stage == "sft":
+        return write_columns(folder / "rows", [instruction_row(*sample) for sample in answers(16, seed=2)])
+    chosen, rejected = answers(16, seed=3), answers(16, seed=4)
+    rows = [pair_row(prompt, good, bad) for (prompt, good), (_, bad) in zip(chosen, rejected)]
+    return write_columns(folder / "pairs", rows)
+
+
+def _read(worker: SupervisedWorker) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in worker.role.stream.named_tensors()}
+
+
+@pytest.mark.parametrize("stage", _STAGES)
+def test_a_stage_trains_as_on_megatron(start: Callable[..., SupervisedWorker], tmp_path: Path, stage: str) -> None:
+    data = _write(tmp_path, stage)
+    keys = {"adam_eps": 1e-5, **_STAGES[stage]}
+    ours, theirs = (start(stage, data, engine=engine, **keys) for engine in ("fsdp", "megatron"))
+    for _ in range(2):
+        metrics, expected = (worker.train().metrics.results() for worker in (ours, theirs))
+        names = [name for name in expected if name.startswith("train/") and "memory" not in name]
+        assert {name: metrics[name] for name in names} == pytest.approx(
+            {name: expected[name] for name in names}, rel=1e-5, abs=1e-6
+        )
+    weights = _read(ours)
+    for name, weight in _read(theirs).items():
+        assert (weights[name] - weight).abs().max() <= 1e-5 * weight.abs().max() + 1e-7, name
+
+
+@pytest.mark.parametrize("stage", ["sft", "orm"])
+def test_a_stage_saves_a_folder_and_resumes(start: Callable[..., SupervisedWorker], tmp_path: Path, stage: str) -> None:
+    data, save = _write(tmp_path, stage), tmp_path / "save"
+    keys: dict[str, Any] = {"engine": "fsdp", "save": str(save), "save_hf": True}
+    worker = start(stage, data, **keys)
+    worker.train()
+    worker.save(1)
+    expected = _read(worker)
+    folder = HfFolder(save / "hf" / "latest")
+    assert all(torch.equal(folder.read(name), value) for name, value in expected.items())
+    resumed = start(stage, data, **keys | {"load": str(save), "finetune": False})
+    assert resumed.resumed_state()["iteration"] == 1 and resumed.consumed == 8
+    assert all(torch.equal(value, expected[name]) for name, value in _read(resumed).items())
+    first, again = (side.train().metrics.results() for side in (worker, resumed))
+    assert first["train/loss"] == again["train/loss"] and first["train/grad_norm"] == again["train/grad_norm"]
+    after = _read(worker)
+    assert all(torch.equal(value, after[name]) for name, value in _read(resumed).items())
+
+
+def test_a_value_head_trains_as_on_megatron(start: Callable[..., SupervisedWorker], tmp_path: Path) -> None:
+    data = _write(tmp_path, "dpo")
+    reports = []
+    for engine in ("fsdp", "megatron"):
+        worker = start("orm", data, engine=engine, adam_eps=1e-5)
+        reports.append([worker.train().metrics.results() for _ in range(2)])
+    for ours, theirs in zip(*reports):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], rel=1e-5)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-5)
+
+
+def _write_run(folder: Path, model: Path) -> list[str]:
+    run = {
+        "platform": "cpu",
+        "megatron_training": {"stage": "sft", "load": str(model), "tokenizer_name_or_path": str(model), "lr": 1e-3},
+    }
+    (folder / "run.yaml").write_text(json.dumps(run))
+    return ["run", "--config-dir", str(folder), "--json", str(folder / "differences.json")]
+
+
+def test_the_command_names_its_engines(tmp_path: Path, tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for engines in ("megatron", "megatron,deepspeed", "fsdp,fsdp"):
+        with pytest.raises(SystemExit) as stop:
+            engine_parity.main([*_write_run(tmp_path, tiny_model), "--engines", engines])
+        assert stop.value.code == 2 and "--engines" in capsys.readouterr().err
