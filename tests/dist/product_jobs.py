@@ -284,8 +284,8 @@ class OwnFleet:
     def score(self, prompts: Any, responses: Any) -> list[Any]:
         return self._call("score", prompts, responses)
 
-    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
-        return self._call("compute_log_probs", role, count)
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> list[WorkerReport]:
+        return self._call("compute_log_probs", role, count, start)
 
     def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
         return self._call("compute_teacher_log_probs", count)
