@@ -284,8 +284,8 @@ class OwnFleet:
     def score(self, prompts: Any, responses: Any) -> list[Any]:
         return self._call("score", prompts, responses)
 
-    def compute_log_probs(self, role: str, count: int) -> list[WorkerReport]:
-        return self._call("compute_log_probs", role, count)
+    def compute_log_probs(self, role: str, count: int, start: int = 0) -> list[WorkerReport]:
+        return self._call("compute_log_probs", role, count, start)
 
     def compute_teacher_log_probs(self, count: int) -> list[WorkerReport]:
         return self._call("compute_teacher_log_probs", count)
@@ -352,7 +352,7 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
     tokenizer = load_tokenizer(tokenizer_path)
     prompts, held_out = load_prompts(resolved, tokenizer)
     devices = resolved.plan.world_size
-    inputs = RLInputs(resolved, tokenizer, tokenizer_path, prompts, held_out, resolved.resume, devices, summary="", card="")
+    inputs = RLInputs(resolved, tokenizer, tokenizer_path, prompts, held_out, resolved.resume, devices, summary="", cards=())
     trackers = make_trackers(resolved.rl, resolved.folder, {}, last_iteration=resolved.resume.iteration)
     termination = Termination()
     with IterationProgress(resolved.plan.train_iters, stream=io.StringIO()) as progress:

@@ -28,6 +28,8 @@ from torch import Tensor
 _TOLERANCE = 5e-4
 #: that of Muon's updates: it makes small singular values of a gradient, with their rounding, as large as the others
 _MUON_TOLERANCE = 1e-2
+#: step of a router's bias where the run file has none (DeepSeek-V3, arXiv:2412.19437, section 4.2)
+_BIAS_RATE = 1e-3
 
 
 class PredictingModel(SlowModel):
@@ -286,9 +288,9 @@ class SlowIteration(SlowRun):
 
     def end_step(self) -> None:
         """After the optimizer's step: biases of routers move towards the experts with too few tokens."""
-        rate = self.training.get("moe_router_bias_update_rate")
-        if rate is None:
+        if not self.actor.biases() or "lora" in self.product.names:  # a frozen router is not balanced
             return
+        rate = self.training.get("moe_router_bias_update_rate", _BIAS_RATE)
         gates = [layer.mlp.gate for layer in self.actor.model.model.layers if hasattr(layer.mlp, "gate")]
         for place, gate in enumerate(gates):
             counts = torch.bincount(torch.cat([chosen[place].flatten() for chosen in self.step_chosen]), minlength=4).double()

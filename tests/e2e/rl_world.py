@@ -216,7 +216,7 @@ class World:
         model = self._task / "model"
         resume, devices = ResumePoint(model, 0), run.plan.world_size
         return RLInputs(
-            run, self._tokenizer, str(model), prompts(actor.data_path), held_out, resume, devices, summary="", card=""
+            run, self._tokenizer, str(model), prompts(actor.data_path), held_out, resume, devices, summary="", cards=()
         )
 
 

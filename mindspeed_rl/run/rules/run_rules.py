@@ -448,6 +448,13 @@ def _adapters(run: Run) -> Iterator[Broken]:
         if name not in LORA_TARGETS:
             text = unknown_value(key, name, LORA_TARGETS)
             yield violate("lora_targets", text, {key: list(LORA_TARGETS)}, keys={key: targets})
+    if "linear_qkv" in targets and run.config.with_shape("actor_config").multi_latent_attention:
+        yield violate(
+            "lora_latent",
+            f"{key}: linear_qkv does not exist with multi_latent_attention; linear_proj, linear_fc1 and linear_fc2 do",
+            {key: [name for name in targets if name != "linear_qkv"] or ["linear_proj"]},
+            keys={key: targets},
+        )
     if actor.moe_alltoall_overlap_comm and {"linear_fc1", "linear_fc2"} & set(targets):
         yield violate(
             "lora_overlap",

@@ -111,6 +111,18 @@ def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_experts_or_to_
     assert said(PLAIN) == "None"
 
 
+def test_adapters_of_queries_and_keys_are_refused_where_attention_is_latent(tmp_path: Path) -> None:
+    latent = {**PLAIN, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+
+    def rules(config: dict[str, Any], *targets: str) -> set[str]:
+        return {
+            item.rule for item in validate(run(tmp_path / "m", config, megatron_training={"lora_target_modules": [*targets]}))
+        }
+
+    assert "lora_latent" in rules(latent, "linear_qkv", "linear_fc1")
+    assert "lora_latent" not in rules(latent, "linear_proj", "linear_fc1") | rules(PLAIN, "linear_qkv", "linear_fc1")
+
+
 def test_exact_log_probs_know_the_experts_of_config_json(tmp_path: Path) -> None:
     def said(config: dict[str, Any], mode: str) -> str:
         rl = {"exact_log_probs": True, "router_replay": {"mode": mode}}
