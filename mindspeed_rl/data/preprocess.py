@@ -134,11 +134,6 @@ def run(
     started = time.monotonic()
     handler = _build_handler(config)
     source = source or _open_input(config, handler, chunk_size)
-    first = read_first_row(source)
-    hint = "" if first is None else describe_right_handler(handler, first[1])
-    if first is not None and hint and config.on_bad_row == "error":
-        problem = handler.encode([(1, first[1])]).bad[0][1]
-        raise ValueError(f"{first[0]}: {problem}{hint}")
     for path in source.ignored:
         print(f"ignored (of another format or split than the files that are read): {path}", file=sys.stderr)
     if source.note:
@@ -150,11 +145,15 @@ def run(
     resume = config.n_subs > 1
     fingerprint = _fingerprint(config, source)
     with work_folder(config.output_prefix, fingerprint, resume=resume) as work:
-        counts, parts = write_parts(config, handler, source, total_weight, work, names)
+        try:
+            counts, parts = write_parts(config, handler, source, total_weight, work, names)
+        except ValueError as error:
+            raise ValueError(f"{error}{_find_hint(config, handler, source)}") from error
         if counts.rows_kept == 0:
             dropped = ", ".join(f"{reason}: {count}" for reason, count in counts.dropped.items())
             raise ValueError(
-                f"no row of {config.input!r} was kept ({counts.rows_read} read; {dropped or 'the input is empty'}){hint}"
+                f"no row of {config.input!r} was kept ({counts.rows_read} read; {dropped or 'the input is empty'})"
+                f"{_find_hint(config, handler, source)}"
             )
         merged = {name: str(work / f"merged_{Path(prefix).name}") for name, prefix in names.items()}
         for name, prefix in merged.items():
@@ -177,6 +176,14 @@ def run(
         counts, lengths, files=files, first_sample=first_sample, packs=packs, elapsed_s=time.monotonic() - started
     )
     return PreprocessReport(counts, files, text, lengths)
+
+
+def _find_hint(config: PreprocessConfig, handler: Handler, source: RowSource) -> str:
+    """Return a phrase that names the handler for rows which this one refuses; empty where it reads the first one."""
+    if handler.open_source(config) is not None:  # it has chosen its rows itself
+        return ""
+    first = read_first_row(source)
+    return "" if first is None else describe_right_handler(handler, first[1])
 
 
 def _open_input(config: PreprocessConfig, handler: Handler, chunk_size: ChunkSize = DEFAULT_CHUNK_SIZE) -> RowSource:

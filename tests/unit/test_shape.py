@@ -21,9 +21,9 @@ DECIDED_IN = {
     # the page shows the formula of every algorithm
     "build_objective": ("run/objective.py", "cli/parity.py", "run/explain/algorithm_page.py"),
     # nor has the command that stores log-probs of a teacher
-    "find_model": ("run/models.py", "run/ref_model.py", "workers/stages/teacher_store.py"),
-    # inference has no run
-    "plan_model": ("run/models.py", "inference/megatron_engine.py"),
+    "find_model": ("run/models.py", "run/ref_model.py", "workers/stages/teacher_store.py", "diagnostics/engine_parity.py"),
+    # inference has no run, and engines are compared in another layout than the run's
+    "plan_model": ("run/models.py", "inference/megatron_engine.py", "diagnostics/engine_parity.py"),
 }
 
 

@@ -18,8 +18,9 @@ from mindspeed_rl.observability.trackers import make_trackers
 from mindspeed_rl.run.phases import Phase
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
-from mindspeed_rl.trainers.sft_setup import _check_data, _derive_throughput
+from mindspeed_rl.trainers.sft_setup import _derive_throughput
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
+from mindspeed_rl.trainers.supervised_data import _check_content, list_data_checks
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
@@ -76,23 +77,34 @@ def test_skip_train_evaluates_and_changes_nothing(start: Callable[..., Any], pre
     assert worker.consumed == 0 and not (tmp_path / "save").exists()
 
 
-def config(**keys: Any) -> MegatronConfig:
-    return MegatronConfig(**{"stage": "sft", **keys})
+def check_data(stage: str = "sft", **keys: Any) -> None:
+    """The checks of files that `explain` and `train` make before anything starts."""
+    for check in list_data_checks(MegatronConfig(stage=stage, **keys)):
+        check()
 
 
 def test_missing_data_is_named_before_anything_starts(prefix: Path, tmp_path: Path) -> None:
-    _check_data(config(data_path=str(prefix)))
+    check_data(data_path=str(prefix))
     with pytest.raises(ValueError, match="data_path: not set; stage dpo learns from it"):
-        _check_data(config(stage="dpo"))
+        check_data("dpo")
     with pytest.raises(
         ValueError, match=r"chosen_input_ids_document.idx does not exist \(found attention_mask, input_ids, labels"
     ):
-        _check_data(config(stage="dpo", data_path=str(prefix)))
-    with pytest.raises(ValueError, match="eval_data_path: .*elsewhere_packed_input_ids_document.idx does not exist"):
-        _check_data(config(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere")))
-    with pytest.raises(ValueError, match=r"data_path: .*input_ids_document\.bin, row 0, position 0: token id \d+ is not"):
-        _check_data(config(data_path=str(prefix)), 2)
-    with pytest.raises(ValueError, match=r"has no .*sft_packed_sample_lengths_document\.bin, so nothing shows where samples"):
-        _check_data(config(data_path=str(prefix), pack=True, reset_attention_mask=True), 1 << 20)
+        check_data("dpo", data_path=str(prefix))
+    with pytest.raises(ValueError, match="eval_data_path: .*elsewhere"):
+        check_data(data_path=str(prefix), eval_data_path=str(tmp_path / "elsewhere"))
     with pytest.raises(ValueError, match="data_path: .*sft.idx does not exist .*with _text_document"):
-        _check_data(config(stage="pretrain", data_path=[0.5, str(prefix)]))
+        check_data("pretrain", data_path=[0.5, str(prefix)])
+
+
+def test_what_files_hold_is_checked_before_anything_starts(start: Callable[..., Any], prefix: Path) -> None:
+    run = start("sft", prefix).run
+    _check_content(run, "data_path", str(prefix), prefix, 1 << 20, is_raw=False)
+    with pytest.raises(ValueError, match=r"data_path: .*input_ids_document\.bin, row 0, position 0: token id \d+ is not"):
+        _check_content(run, "data_path", str(prefix), prefix, 2, is_raw=False)
+
+
+def test_a_pack_without_its_borders_is_refused(start: Callable[..., Any], prefix: Path) -> None:
+    run = start("sft", prefix, pack=True, reset_attention_mask=True).run
+    with pytest.raises(ValueError, match=r"has no .*sft_packed_sample_lengths_document\.bin, so nothing shows where samples"):
+        _check_content(run, "data_path", str(prefix), prefix, 1 << 20, is_raw=False)
