@@ -93,6 +93,9 @@ class FlippedAdvantages:
     def entropy_threshold(self) -> float | None:
         return self._advantages.entropy_threshold
 
+    def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
+        return self._advantages.compare_log_probs(iteration, count)
+
     def compute(self, iteration: int, *, kl_coef: float) -> Metrics:
         metrics = self._advantages.compute(iteration, kl_coef=kl_coef)
         batch, _ = self._plane.get("metrics", ["advantages"], indexes=self._rows, timeout_s=patient(60.0))
