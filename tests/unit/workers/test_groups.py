@@ -116,7 +116,7 @@ def test_the_listed_way_from_the_command_to_the_policy_loss_exists() -> None:
             tree = named[-1]  # overloads stand in front of what they describe
         sources.append(ast.unparse(tree))
     # the shell calls what it is asked for by name, and the engine the loss that it was given
-    indirect = {"WorkerProcess.call": "getattr(self._worker, method)", "TrainEngine.loss_step": "loss("}
+    indirect = {"WorkerProcess.call": "getattr(self._worker, method)", "compute_loss": "loss("}
     for source, (_, name), (_, following) in zip(sources, path, path[1:]):
         assert indirect.get(name, following.split(".")[-1]) in source
 
