@@ -102,19 +102,21 @@ def _gather(values: Tensor, ids: Tensor, first: int) -> Tensor:
 
 @dataclass
 class _Sums:
-    """Sums over the vocabulary of exp(logit - top), of that times (logit - top), and the logits at some ids, of each token.
+    """Sums over the vocabulary of exp(logit - top), of that times (logit - top), and logit - top at some ids, of each token.
 
     The chunks of the vocabulary are added one after the other; where a chunk has a larger logit, what is there is scaled.
 
     Attributes:
         top: largest logit so far, over all ranks that share the vocabulary.
-        at: [n, k] logits at the ids; 0 where another rank has the id, or none has.
+        at: [n, k] logit - top at the ids; 0 where another rank has the id, or none has.
+        found: [n, k] True at the ids so far; None where all rows of the vocabulary are one chunk.
     """
 
     top: Tensor
     total: Tensor
     weighted: Tensor
     at: Tensor
+    found: Tensor | None
 
     @classmethod
     def compute(cls, head: VocabHead, hidden: Tensor, weight: Tensor, ids: Tensor) -> _Sums:
@@ -123,18 +125,19 @@ class _Sums:
         Args:
             ids: [n, k] token ids, of any rank.
         """
-        first = head.first_id(weight)
+        first, parts = head.first_id(weight), head.split_vocab(weight)
         sums: _Sums | None = None
-        for rows in head.split_vocab(weight):
+        for rows in parts:
             logits = head.compute_logits(hidden, weight, rows)
             top = head.find_maxima(logits)
             if sums is not None:
                 top = torch.maximum(top, sums.top)
-            at = _gather(logits, ids, first + rows.start)
             shifted = logits.sub_(top[:, None])
+            at = _gather(shifted, ids, first + rows.start)  # before `shifted` is overwritten
+            found = None if len(parts) == 1 else _locate(ids, first + rows.start, shifted.size(1))[1]
             weights = shifted.exp()
             # weights of padding are exactly 0, their logits are huge but finite: the product is 0
-            part = cls(top, adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1), at)
+            part = cls(top, adaptors.sum_rows(weights, head.group), shifted.mul_(weights).sum(-1), at, found)
             sums = part if sums is None else sums._add(part)
         assert sums is not None  # a rank has rows
         return sums
@@ -144,7 +147,10 @@ class _Sums:
         falls = self.top - other.top
         scale = falls.exp()
         weighted = scale * (self.weighted + falls * self.total)
-        return _Sums(other.top, scale * self.total + other.total, weighted + other.weighted, self.at + other.at)
+        assert self.found is not None and other.found is not None  # of several chunks
+        at = self.at + falls[:, None] * self.found + other.at
+        total = scale * self.total + other.total
+        return _Sums(other.top, total, weighted + other.weighted, at, self.found | other.found)
 
 
 class _WeightGradient:
@@ -210,7 +216,6 @@ class _VocabLogProbs(torch.autograd.Function):
         teacher: Tensor | None,
         divergence: Callable[[Tensor, Tensor], tuple[Tensor, ...]] | None,
     ) -> tuple[Tensor, ...]:
-        first, vocab = head.first_id(weight), weight.size(0)
         # log-probs, log of the sum of exponentials, entropy of each chunk: a single one is not copied
         statistics: tuple[list[Tensor], ...] = ([], [], [])
         at_others: Tensor | None = None
@@ -223,9 +228,9 @@ class _VocabLogProbs(torch.autograd.Function):
         for chunk in head.split(hidden):
             ids = labels[chunk, None] if others is None else torch.cat([labels[chunk, None], others[chunk].long()], 1)
             sums = _Sums.compute(head, hidden[chunk], weight, ids)
+            columns = torch.stack([sums.total, sums.weighted, sums.at[:, 0]], 1)
             # one rank has an id, the others add 0
-            picked = (sums.at - sums.top[:, None]) * _locate(ids, first, vocab)[1]
-            summed = head.all_reduce(torch.cat([torch.stack([sums.total, sums.weighted], 1), picked], 1))
+            summed = head.all_reduce(columns if others is None else torch.cat([columns, sums.at[:, 1:]], 1))
             total, weighted, label = summed[:, :3].unbind(1)
             log_total = total.log()
             if at_others is not None:
