@@ -247,7 +247,7 @@ def test_bytes_of_each_phase_are_the_planners(published: Published, task: Path, 
     measured["start"] = ran.metrics[0]["memory/start_gib"]
     planned = {phase.name: count(phase) for phase in plan.fullest.phases}
     update = measured["update"]
-    # the simulator's step has one more float32 tensor of the largest parameter than MindSpeed's code has states of it
+    # 6 % above the plan, by what one float32 copy of the embedding takes: which tensor that is has not been found
     assert measured.pop("update") == pytest.approx(planned.pop("update"), rel=0.05, abs=VOCAB * SHAPE["hidden_size"] * 5 / GIB)
     assert measured == pytest.approx(planned, rel=0.05, abs=MASK_GIB)
     # what a start has at most is not more than what an update has
