@@ -4,4 +4,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common.sh"
 
 model deepseekv3_671b DeepSeek-V3
 : "${NNODES:=32}" "${TP:=4}" "${PP:=8}" "${EP:=8}" "${NUM_LAYER_LIST:=7,7,8,8,8,8,8,7}" "${GBS:=128}"
-tune_lora "$@"
+# latent attention has no linear_qkv
+tune_lora megatron_training.lora_target_modules="[linear_proj,linear_fc1,linear_fc2]" "$@"
