@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -206,28 +206,6 @@ class TrainEngine:
         return losses if parallel.is_output_source() else []
 
     # ------------------------------------------------------------------ training
-
-    @overload
-    def train_step(
-        self,
-        rows: Rows,
-        batching: MicroBatching,
-        loss: Callable[[LossInputs], LossOutput],
-        batch: None = None,
-        *,
-        has_next: bool = False,
-    ) -> StepResult: ...
-
-    @overload
-    def train_step(
-        self,
-        rows: Rows,
-        batching: MicroBatching,
-        loss: Callable[[_Batch], LossOutput],
-        batch: Callable[[LossInputs], _Batch],
-        *,
-        has_next: bool = False,
-    ) -> StepResult: ...
 
     def train_step(
         self,

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -123,28 +123,6 @@ class FsdpEngine:
         return losses
 
     # ------------------------------------------------------------------ training
-
-    @overload
-    def train_step(
-        self,
-        rows: Rows,
-        batching: MicroBatching,
-        loss: Callable[[LossInputs], LossOutput],
-        batch: None = None,
-        *,
-        has_next: bool = False,
-    ) -> StepResult: ...
-
-    @overload
-    def train_step(
-        self,
-        rows: Rows,
-        batching: MicroBatching,
-        loss: Callable[[_Batch], LossOutput],
-        batch: Callable[[LossInputs], _Batch],
-        *,
-        has_next: bool = False,
-    ) -> StepResult: ...
 
     def train_step(
         self,
