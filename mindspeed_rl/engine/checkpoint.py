@@ -191,7 +191,7 @@ class CheckpointSaver:
 
     def _build_record(self, iteration: int, run_state: Mapping[str, object]) -> dict[str, object]:
         """Return the content of run_state.json."""
-        engine, config = self.engine, self.engine.config
+        engine, config, scheduler = self.engine, self.engine.config, self.engine.scheduler
         lora = LoraSettings.from_config(config)
         adapters_only = lora is not None and config.lora_ckpt_filter
         return {
@@ -201,6 +201,7 @@ class CheckpointSaver:
             "world_size": dist.get_world_size(),
             "bf16": config.bf16,
             "lora": None if lora is None else {**lora.record(), "with_base": not adapters_only},
+            "scheduler": None if scheduler is None or config.no_save_optim else scheduler.state_dict(),
             **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
             "num_updates": engine.num_updates,
@@ -490,7 +491,7 @@ def load_checkpoint(
     iteration, disks = choose_checkpoint(folder, iteration)
     path = iteration_folder(folder, iteration)
     record, missing = _open_checkpoint(Path(folder), path, disks)
-    with_optimizer = files.has_optimizer and not (config.finetune or config.no_load_optim)
+    with_optimizer = engine.scheduler is not None and not (config.finetune or config.no_load_optim)
     _check_record(engine, files, record, path, with_optimizer=with_optimizer)
     subset = _choose_subset(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
     fresh_head = engine.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
@@ -564,22 +565,11 @@ class MegatronFiles:
     def __init__(self, engine: TrainEngine) -> None:
         self._engine = engine
 
-    @property
-    def has_optimizer(self) -> bool:
-        """True where the engine trains."""
-        return self._engine.optimizer is not None
-
     def describe(self) -> dict[str, Any]:
-        """Return layout and schedule."""
-        engine = self._engine
-        layout, config = engine.plan.layout, engine.config
-        has_schedule = not config.no_save_optim and engine.scheduler is not None
-        sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": config.context_parallel_size}
-        return {
-            "layout": sizes,
-            "noop_layers": list(layout.noop_layers),
-            "scheduler": engine.scheduler.state_dict() if has_schedule and engine.scheduler is not None else None,
-        }
+        """Return the layout."""
+        layout, cp = self._engine.plan.layout, self._engine.config.context_parallel_size
+        sizes = {"tp": layout.tp, "pp": layout.pp, "vpp": layout.vpp, "ep": layout.ep, "cp": cp}
+        return {"layout": sizes, "noop_layers": list(layout.noop_layers)}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Raise ValueError where a checkpoint names its layers in another way."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import Tensor
 
 from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
@@ -22,9 +24,6 @@ from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability.metrics import Metrics, merge
-
-if TYPE_CHECKING:
-    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 
 #: input of a loss: `LossInputs`, or a batch type made of them
 _Batch = TypeVar("_Batch")
@@ -93,6 +92,7 @@ class Engine(Protocol):
         shape: layout of micro-batches.
         outputs: results of the head that losses get, and `forward` returns by default.
         offloader: moves its state off the device.
+        scheduler: schedule of the optimizer; None where the engine does not train.
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
         on_gradients: functions that are called in every step between the backward pass and the optimizer.
@@ -102,6 +102,7 @@ class Engine(Protocol):
     config: MegatronConfig
     shape: BatchShape
     outputs: HeadOutputs
+    scheduler: OptimizerParamScheduler | None
     steps_per_iteration: int
     num_updates: int
     on_gradients: list[Callable[[], None]]
@@ -172,13 +173,8 @@ class StateFiles(Protocol):
 
     name: str
 
-    @property
-    def has_optimizer(self) -> bool:
-        """True where the engine trains."""
-        ...
-
     def describe(self) -> dict[str, Any]:
-        """Return what the record of a checkpoint has of the engine: `layout`, and `scheduler`, None where it is not saved."""
+        """Return this engine's part of a checkpoint's record: `layout`, and what `check` or `restore` read."""
         ...
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:

@@ -20,7 +20,7 @@ from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
 from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.engine.fsdp.optimizer import MOMENTS, init_moments
 
-#: prefix of the weights' names; those of the optimizer have the name of the moment
+#: prefix of the names of weights; optimizer states have the name of the moment there
 _WEIGHTS = "weights."
 
 
@@ -32,27 +32,16 @@ class DcpFiles:
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
 
-    @property
-    def has_optimizer(self) -> bool:
-        """True where the engine trains."""
-        return self._engine.optimizer is not None
-
     def describe(self) -> dict[str, Any]:
-        """Return layout and schedule."""
-        scheduler = self._engine.scheduler
-        saves = scheduler is not None and not self._engine.config.no_save_optim
-        return {
-            "layout": {"shards": dist.get_world_size()},
-            "scheduler": scheduler.state_dict() if saves else None,
-            "optimizer_steps": self._engine.optimizer_steps,
-        }
+        """Return the layout, and the steps on which Adam's bias correction depends."""
+        return {"layout": {"shards": dist.get_world_size()}, "optimizer_steps": self._engine.optimizer_steps}
 
     def check(self, record: Mapping[str, Any], path: Path) -> None:
         """Accept every checkpoint of this engine: names and shapes are those of the model, which the load compares."""
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return the request, which is run at once on every rank: a rule excludes `async_save`."""
-        state = self._list_tensors(with_optimizer=with_optimizer and self.has_optimizer)
+        state = self._list_tensors(with_optimizer=with_optimizer and self._engine.optimizer is not None)
 
         def write() -> None:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
