@@ -45,6 +45,21 @@ class Device:
 
 
 # assumptions.py has where each number comes from
+
+#: announced figures; bf16 is taken as half of what is announced for FP8
+_950PR = Device(
+    "950PR",
+    memory=128 * GIB,
+    driver=int(3.03 * GIB),
+    runtime=int(0.36 * GIB),
+    flops=500e12,
+    bandwidth=1.6e12,
+    link=1e12,
+    network=25e9,
+    host=48e9,
+    devices_per_node=8,
+)
+
 DEVICES: dict[str, Device] = {
     "A2": Device(
         "A2",
@@ -70,31 +85,8 @@ DEVICES: dict[str, Device] = {
         host=48e9,
         devices_per_node=384,
     ),
-    # announced figures; bf16 is taken as half of what is announced for FP8
-    "950PR": Device(
-        "950PR",
-        memory=128 * GIB,
-        driver=int(3.03 * GIB),
-        runtime=int(0.36 * GIB),
-        flops=500e12,
-        bandwidth=1.6e12,
-        link=1e12,
-        network=25e9,
-        host=48e9,
-        devices_per_node=8,
-    ),
-    "950DT": Device(
-        "950DT",
-        memory=144 * GIB,
-        driver=int(3.03 * GIB),
-        runtime=int(0.36 * GIB),
-        flops=500e12,
-        bandwidth=4e12,
-        link=1e12,
-        network=25e9,
-        host=48e9,
-        devices_per_node=8,
-    ),
+    "950PR": _950PR,
+    "950DT": replace(_950PR, name="950DT", memory=144 * GIB, bandwidth=4e12),
     # one worker on one core of a server; `--calibrate` corrects the figures for your machine
     "cpu": Device(
         "cpu",

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from engine_steps import ROWS, negative_log_prob, steps, weights
 from megatron.core.parallel_state import RankGenerator
 from torch import Tensor
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine import parallel
-from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.batching import MicroBatching
 from mindspeed_rl.engine.build import batch_shape, build_model
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.train_engine import TrainEngine
@@ -23,20 +23,6 @@ from mindspeed_rl.models.layers import _RecomputingMLP
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.run.batch_sizes import Layout
 from mindspeed_rl.run.explain.plan_page import _list_parallel_groups
-
-ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
-
-
-def negative_log_prob(inputs: LossInputs) -> LossOutput:
-    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
-
-
-def steps(engine: TrainEngine, count: int) -> list[float]:
-    return [engine.train_step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
-
-
-def weights(engine: TrainEngine) -> list[Tensor]:
-    return [parameter.detach().clone() for model in engine.model.models for parameter in model.parameters()]
 
 
 def state_bytes(engine: TrainEngine) -> int:

@@ -3,40 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import engine_steps
 import pytest
 import torch
-from torch import Tensor
+from engine_steps import check_equal
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine import gradient_sums
-from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.gradient_sums import GradientSums, add_rounded
 from mindspeed_rl.engine.train_engine import TrainEngine
 
-ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22), torch.arange(30, 41)], [3, 2, 1])
+_ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22), torch.arange(30, 41)], [3, 2, 1])
+#: gradients of several micro-batches
+steps = partial(engine_steps.steps, rows=_ROWS)
 MakeEngine = Callable[..., TrainEngine]
 LAYOUTS: list[dict[str, Any]] = [{}, {"use_distributed_optimizer": True}, {"optimizer": "muon"}]
 HALF = {"bf16": True, "grad_reduce_in_fp32": False}
-
-
-def negative_log_prob(inputs: LossInputs) -> LossOutput:
-    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
-
-
-def steps(engine: TrainEngine, count: int) -> list[float]:
-    return [engine.train_step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
-
-
-def weights(engine: TrainEngine) -> list[Tensor]:
-    return [parameter.detach().clone() for model in engine.model.models for parameter in model.parameters()]
-
-
-def check_equal(engine: TrainEngine, other: TrainEngine) -> None:
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(engine), weights(other), strict=True))
 
 
 def test_small_parts_are_not_lost_in_the_mean() -> None:

@@ -14,16 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from engine_steps import check_equal, steps
 
-from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.engine import offloaded_optimizer
-from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
 from mindspeed_rl.engine.offloaded_optimizer import OffloadedOptimizer, choose_offloaded
 from mindspeed_rl.engine.train_engine import TrainEngine
 
-ROWS = Rows([torch.arange(2, 9), torch.arange(11, 22)], [3, 2])
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"bf16": True},
@@ -40,22 +37,6 @@ MakeEngine = Callable[..., TrainEngine]
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices that divide the tiny model's weights, whose rows have 32 and 48 numbers, into several."""
     monkeypatch.setattr(offloaded_optimizer, "SLICE", 640)
-
-
-def negative_log_prob(inputs: LossInputs) -> LossOutput:
-    return LossOutput(-(inputs.outputs[0] * inputs.mask).sum(), inputs.mask.sum())
-
-
-def steps(engine: TrainEngine, count: int) -> list[float]:
-    return [engine.train_step(ROWS, MicroBatching(1), negative_log_prob).grad_norm for _ in range(count)]
-
-
-def weights(engine: TrainEngine) -> list[Tensor]:
-    return [parameter.detach().clone() for model in engine.model.models for parameter in model.parameters()]
-
-
-def check_equal(engine: TrainEngine, other: TrainEngine) -> None:
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights(engine), weights(other), strict=True))
 
 
 def count_state_bytes(engine: TrainEngine) -> int:
