@@ -40,6 +40,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags
+from mindspeed_rl.importers.source_plan import RECORDED_POLICY
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
@@ -575,9 +576,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
     rewards = _read_rewards(run, command)
     placement, keys = _read_placement(run, command)
     limit, notes, sizes = _read_lengths(command, shared)
-    # slime compares the log-probs of engine and actor in its tests alone
-    uses_engine = command.flag("use_rollout_logprobs")
-    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if uses_engine else {}
     return replace(
         shared,
         loss="cispo" if name == "cispo" else "grpo",
@@ -589,7 +587,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         kl_coef=coefficient,
         kl_estimator=kind,
         kl_place=place,
-        old_policy="rollout engine" if recorded else None,
+        old_policy=RECORDED_POLICY if command.flag("use_rollout_logprobs") else None,
         advantage=estimator,
         advantage_scale=_find_scale(command, batch) if of_group else None,
         entropy_coef=command.number("entropy_coef", 0.0),
@@ -620,7 +618,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
             **shared.keys,
             **keys,
             **sizes,
-            **{f"{RL}.{name}": value for name, value in recorded.items()},
             **_read_evaluation(run, command),
             # groups are generated until there are enough
             f"{RL}.max_resample_times": _NO_LIMIT if command.get("dynamic_sampling_filter_path") in _FILTERS else None,

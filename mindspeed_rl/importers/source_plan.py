@@ -123,6 +123,8 @@ class SourcePlan:
         return dataclasses.replace(self, lr_first=first, lr_10=tenth, lr_last=last, lr_warmup_steps=rates.warmup)
 
 
+#: value of `SourcePlan.old_policy` where the rollout engine's own log-probs are the old policy's
+RECORDED_POLICY = "rollout engine"
 #: what a run here always has -> its value, where another project says something else
 _ALWAYS_HERE = {
     "layers": "those of config.json",
@@ -272,7 +274,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         lam=objective.lam if "lam" in reads else None,
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
-        old_policy="rollout engine" if objective.reads_rollout_policy else "actor",
+        old_policy=RECORDED_POLICY if objective.reads_rollout_policy else "actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

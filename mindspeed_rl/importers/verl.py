@@ -47,7 +47,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
-from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
 from mindspeed_rl.importers.translators import (
     describe_preprocessing,
     find_module,
@@ -996,10 +996,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
 def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
     """Return the run with loss, estimator, KL and correction."""
     estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
-    old_policy = _read_old_policy(run, command)
-    # verl compares nothing there and goes on whatever the difference is
-    recorded = {"old_log_probs": "rollout", "old_log_probs_fallback": "warn"} if old_policy == "rollout engine" else {}
-    numbers = {f"{RL}.{name}": value for name, value in (_read_loss_numbers(command, loss) | recorded).items()}
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
@@ -1023,7 +1019,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         entropy_coef=command.number(f"{_ACTOR}entropy_coeff", 0),
         gamma=gamma if "gamma" in reads else None,
         lam=command.number("algorithm.lam", 1.0) if "lam" in reads else None,
-        old_policy=old_policy,
+        old_policy=_read_old_policy(run, command),
         objective=Objective(
             loss_type=loss.loss_type,
             level=loss.level if loss.level != "token" or loss.loss_type == "luspo" else None,
@@ -1033,7 +1029,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
             whiten=False if single else None,
             correction=_read_correction(command),
         ),
-        keys={**shared.keys, **numbers},
+        keys={**shared.keys, **{f"{RL}.{name}": value for name, value in _read_loss_numbers(command, loss).items()}},
         notes={
             **shared.notes,
             "stage": "the loop for the estimator",
@@ -1126,7 +1122,7 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
         run.refuse(f"{_ACTOR}loss_agg_mode", "a value loss that is not the mean over tokens")
 
 
-def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float | str]:
+def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
     """Return the numbers that one loss has."""
     if loss.loss_type == "sapo":
         return {name: command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))}
@@ -1230,7 +1226,7 @@ def _read_old_policy(run: Import, command: SourceCommand) -> str:
     if command.flag(f"{_CORRECTION}bypass_mode"):
         if command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla") != "vanilla":
             run.refuse(f"{_ACTOR}policy_loss.loss_mode", "verl computes the clipped loss instead in bypass_mode; leave it out")
-        return "rollout engine"
+        return RECORDED_POLICY
     is_older = _FULLY_ASYNC in command.trailing and command.count("async_training.trigger_parameter_sync_step", 4) > 1
     return "synced actor" if is_older else "actor"
 

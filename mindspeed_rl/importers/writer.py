@@ -12,6 +12,7 @@ from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import Option
 from mindspeed_rl.importers.recipe import ACTOR, RL, Recipe
 from mindspeed_rl.importers.result import Import
+from mindspeed_rl.importers.source_plan import RECORDED_POLICY
 
 #: rank of adapters that a run file does not set, as it is the one of the adapter that training continues
 UNSET_RANK = MegatronConfig.lora_r
@@ -67,6 +68,7 @@ def build_keys(recipe: Recipe) -> dict[str, object]:
         _schedule,
         _adapt,
         _predict,
+        _choose_old_policy,
         _weigh_ratio,
         _weigh_rewards,
         _penalize_kl,
@@ -145,6 +147,13 @@ def _predict(recipe: Recipe) -> dict[str, object]:
         return {}
     values = {"num_layers": layers.count, "loss_scaling_factor": layers.factor, "detach_heads": layers.detaches}
     return {f"{ACTOR}.mtp_{name}": value for name, value in values.items()}
+
+
+def _choose_old_policy(recipe: Recipe) -> dict[str, object]:
+    """Return where the old log-probs come from; other projects go on whatever the trainer's are, so a difference only warns."""
+    if recipe.old_policy != RECORDED_POLICY:
+        return {}
+    return _rl({"old_log_probs": "rollout", "old_log_probs_fallback": "warn"})
 
 
 def _weigh_ratio(recipe: Recipe) -> dict[str, object]:

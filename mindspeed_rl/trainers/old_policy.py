@@ -76,7 +76,6 @@ class OldPolicy:
     """Log-probs of the policy that the update starts from: a pass of the trainer, or what the rollout engine recorded.
 
     Attributes:
-        column: column of the data plane with them, in this iteration.
         was_computed: the trainer's take the place of recorded ones, in this iteration.
         metrics: of this iteration's comparison.
     """
@@ -101,7 +100,7 @@ class OldPolicy:
         """
         self._num_rows, self._checked_rows, self._recorded = num_rows, checked_rows, recorded
         self._agreement, self._fallback = agreement, fallback
-        self._begin()
+        self.was_computed, self.metrics = False, Metrics()
 
     @classmethod
     def choose(cls, run: Run) -> OldPolicy:
@@ -121,10 +120,10 @@ class OldPolicy:
             fallback=run.rl.old_log_probs_fallback,
         )
 
-    def _begin(self) -> None:
-        """Go back to what every iteration starts from."""
-        self.column = "rollout_log_probs" if self._recorded else "old_log_probs"
-        self.was_computed, self.metrics = False, Metrics()
+    @property
+    def column(self) -> str:
+        """Column of the data plane with them, in this iteration."""
+        return "rollout_log_probs" if self._recorded and not self.was_computed else "old_log_probs"
 
     def passes(self, iteration: int, *, needs_all: bool, compare: Callable[[int], tuple[Metrics, bool]]) -> Iterator[range]:
         """Yield the rows of each pass of the trainer that this iteration needs.
@@ -137,7 +136,7 @@ class OldPolicy:
         Raises:
             DisagreementError: the recorded log-probs differ by more than `log_probs_diff_limit`, and the run is to stop.
         """
-        self._begin()
+        self.was_computed, self.metrics = False, Metrics()
         count = self._num_rows if needs_all else self._checked_rows
         if count:
             yield range(count)
@@ -153,7 +152,7 @@ class OldPolicy:
             if self._fallback == "trainer":
                 if count < self._num_rows:
                     yield range(count, self._num_rows)
-                self.column, self.was_computed = "old_log_probs", True
+                self.was_computed = True
             follows = "the trainer's are taken" if self.was_computed else "the recorded ones are taken all the same"
             _LOG.warning("warning: %s; %s (rl_config.old_log_probs_fallback).", text, follows)
         if self._fallback == "trainer":
