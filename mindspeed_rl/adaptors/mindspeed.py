@@ -147,7 +147,7 @@ def apply() -> None:
             raise RuntimeError(f"{cure} is not installed; envs/npu_a2/install.sh and envs/npu_a3/install.sh do it.")
     if importlib.util.find_spec("mindspeed.megatron_adaptor") is None:
         raise RuntimeError(
-            "the installed package mindspeed has no megatron_adaptor: that of the package index is a placeholder. "
+            "the installed package mindspeed has no megatron_adaptor: the package index has only a placeholder. "
             "Install MindSpeed (branch core_r0.16.0); envs/npu_a2/install.sh and envs/npu_a3/install.sh do it."
         )
     early = sorted(name for name in sys.modules if name.startswith("megatron.core."))

@@ -178,8 +178,8 @@ class PolicyBatch:
         advantages: one value a token.
         response_mask: bool; tokens the actor sampled. A row without any is a filler and is not counted.
         loss_mask: bool; tokens that train, a subset of response_mask; None means all of response_mask.
-        old_log_probs: log-probs of the policy at the start of the update; None means those of the inference engine where
-            the objective reads these, else exactly on-policy (log_probs without gradient).
+        old_log_probs: log-probs of the policy at the start of the update; None means
+            rollout_log_probs where the objective reads them, else exactly on-policy (log_probs without gradient).
         ref_log_probs: log-probs of the reference policy; required when the KL is in the loss.
         rollout_log_probs: log-probs of the inference engine.
         entropy: per-token entropy; required for entropy_coeff (with gradient).
@@ -259,7 +259,7 @@ class PolicyInputs:
         drift: log_probs - old_log_probs; carries the gradient.
         log_ratio: the drift within `policy_losses.LOG_RATIO_LIMIT`; carries the gradient.
         old_log_probs: log-probs of the policy at the start of the update; log_probs without gradient where there is one step
-            per rollout; the inference engine's where the objective reads these.
+            per rollout; rollout_log_probs where the objective reads them.
         ref_log_probs: log-probs of the reference; set for a loss that needs "reference".
         rollout_log_probs: log-probs of the inference engine; None where the caller has none.
         entropy: with gradient; None where the caller has none.

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--rows", type=int, default=8, help="rows; default 8")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of the longest row; default 64")
-    parser.add_argument("--bound", type=float, default=1e-5, help="largest difference that is no fault; default 1e-5")
+    parser.add_argument("--bound", type=float, default=1e-5, help="largest accepted difference; default 1e-5")
     parser.add_argument("--json", type=Path, help="also write all differences to this file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
     arguments = parser.parse_intermixed_args(argv)

@@ -188,7 +188,7 @@ def _read_own(path: str) -> list[_Row]:
     reading: Reading | None = None
     for file, number, row in read_rows(open_source(path)):
         if isinstance(row, MalformedRowError) or not isinstance(row, Mapping):
-            raise ValueError(f"--data {file}, row {number}: {row if isinstance(row, MalformedRowError) else 'is no object'}")
+            raise ValueError(f"--data {file}, row {number}: {row if isinstance(row, MalformedRowError) else 'not an object'}")
         reading = reading or find_form(row, "samples")
         if reading is None or reading.handler != _QUESTIONS:
             raise ValueError(

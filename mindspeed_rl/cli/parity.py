@@ -135,7 +135,7 @@ def rl_config(batch: RolloutBatch, overrides: dict[str, Any]) -> RLConfig:
 
 
 def _find_old_log_probs(objective: Objective, columns: dict[str, Tensor]) -> Tensor:
-    """Return the log-probs of the old policy: [B, R]; those of the file's one step without a column of them."""
+    """Return log-probs of the old policy: [B, R]; without a column for them, the file's only or recorded log-probs."""
     recorded = "rollout_log_probs" if objective.reads_rollout_policy else "log_probs"
     if recorded not in columns:
         raise ValueError(f"old_log_probs rollout needs the column {recorded}")

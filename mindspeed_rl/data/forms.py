@@ -218,7 +218,7 @@ def choose_reading(
         key: key of the run file that names the data.
 
     Raises:
-        ValueError: there is no row; the handler writes data of another stage; or no form is recognized.
+        ValueError: the data is empty; the handler writes data of another stage; or no form is recognized.
     """
     first = read_first_row(source)
     if first is None:
