@@ -43,6 +43,12 @@ from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags,
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
+from mindspeed_rl.importers.swift_templates import (
+    find_unknown_weights,
+    list_prompt_defaults,
+    note_template,
+    write_template,
+)
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     describe_preprocessing,
@@ -50,7 +56,6 @@ from mindspeed_rl.importers.translators import (
     name_prompts,
     name_tokens,
     read_option_file,
-    take_template_words,
 )
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
@@ -610,20 +615,14 @@ def _read_rate(
 
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
     """Note options that the stage answers: what trains, and how losses are averaged."""
-    stage = _STAGES[kind]
-    scale = command.text("loss_scale", "default")
-    scales = {"pt": ("all",), "sft": ("default",)}.get(kind, ("last_round", "default"))
+    stage, unknown = _STAGES[kind], find_unknown_weights(command, kind)
     answers = {
         "calculate_per_token_loss": (
             command.flag("calculate_per_token_loss") == (kind in ("sft", "pt")),
             "as the loss is averaged here",
             "another average of the loss",
         ),
-        "loss_scale": (
-            scale in scales,
-            "these tokens train here",
-            f"the weights of tokens {scale}; available are {', '.join(scales)}",
-        ),
+        "loss_scale": (not unknown, "these tokens train here", unknown),
         "use_chat_template": (
             command.flag("use_chat_template") == (kind != "pt"),
             "the stage decides it",
@@ -654,10 +653,11 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
             pixels = read_count(variable, read_scalar(value)) * side**2
             run.translate(variable, {f"{ACTOR}.{key}": pixels}, f"tokens of {side} x {side} pixels")
             flags += f" --{key.replace('_', '-')} {pixels}"
+    template = "" if kind in ("grpo", "ppo", "pt") else write_template(run, command, kind)
     for option, key in (("dataset", "data_path"), ("val_dataset", "eval_data_path")):
         if option == "dataset" or command.has(option):
             path = _find_data(command, option)
-            keys[f"{ACTOR}.{key}"], notes[key] = path, _describe_data(run, command, kind, option, path, flags)
+            keys[f"{ACTOR}.{key}"], notes[key] = path, _describe_data(run, command, kind, option, path, flags, template)
     fills = any("self-cognition" in item for item in command.list_texts("dataset"))
     for name, place in (("model_author", "AUTHOR"), ("model_name", "NAME")):
         words = " / ".join(command.list_texts(name))
@@ -679,8 +679,13 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
     return keys, notes
 
 
-def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, path: str, flags: str) -> str:
-    """Return the note of the data: what to download, join or preprocess."""
+def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, path: str, flags: str, template: str) -> str:
+    """Return the note of the data: what to download, join or preprocess.
+
+    Args:
+        flags: options of preprocessing for images.
+        template: those for the chat template.
+    """
     names, has_rollouts = command.list_texts(option), kind in ("grpo", "ppo")
     name, _, count = names[0].partition("#")
     if has_rollouts and any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names):
@@ -694,10 +699,10 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        template = take_template_words(run)
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf{template}"
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler{template}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
+        notes += [note] if (note := note_template(command)) and kind != "pt" else []
     else:
         for column, source in _COLUMNS.get(name, {}).items():
             run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
@@ -961,6 +966,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
         },
         defaults=(
             *shared.defaults,
+            *list_prompt_defaults(command),
             (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
             (f"{ENGINE}.dtype", dtype, "that of the training"),
         ),

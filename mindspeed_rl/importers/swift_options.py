@@ -541,7 +541,7 @@ _NONE: dict[str, Option] = {
     ),
     **_each(
         "add_non_thinking_prefix disable_ignore_empty_think",
-        no_effect("the chat template is that of the tokenizer"),
+        with_others("words of preprocessing", off="it is for answers of hybrid models in supervised stages"),
     ),
     **_each(
         "adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight adalora_target_r adalora_tfinal "
