@@ -99,7 +99,7 @@ _SHARED: dict[str, Option] = {
     "val_size": part("split", off="0: nothing is held back"),
     "streaming": with_others("rows in the order of a buffer", off="off: rows are drawn from all of the data", by_nature=True),
     "tokenized_path": refused("tokens that LLaMA-Factory wrote, or a run that only writes them"),
-    "default_system": refused("another system message for rows without one; write it into the rows"),
+    "default_system": with_others("system message of rows without one", off="it is a word of preprocessing", by_nature=True),
     "tool_format": refused("another form of tools than the template's"),
     "ignore_pad_token_for_loss": same("padding has no part in the loss", True),
     "preserve_thinking": with_others("thoughts of earlier answers", off="it is a word of preprocessing", by_nature=True),

@@ -42,6 +42,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_distillation, read_policy_teacher
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
 from mindspeed_rl.importers.swift_templates import (
     find_unknown_weights,
@@ -60,6 +61,7 @@ from mindspeed_rl.importers.translators import (
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
+    count_experts,
     find_lora_targets,
     list_expert_defaults,
     note_prediction,
@@ -70,8 +72,10 @@ from mindspeed_rl.importers.writer import (
 #: program -> stage here; others only generate
 _STAGES = {
     "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "cpo": "cpo", "orpo": "orpo", "kto": "kto",
-    "rm": "orm", "sft": "sft", "pt": "pretrain",
+    "rm": "orm", "sft": "sft", "pt": "pretrain", "gkd": "ray_grpo",
 }  # fmt: skip
+#: kinds whose responses are sampled
+_WITH_ROLLOUTS = ("grpo", "ppo", "gkd")
 #: kinds that read pairs of answers
 _PAIRS = ("dpo", "simpo", "cpo", "orpo", "rm")
 _MEGATRON = "megatron "
@@ -79,10 +83,6 @@ _SERVING = {
     "rollout": "mindspeed-rl rollout --config-name",
     "deploy": "mindspeed-rl rollout --config-name",
     "infer": "mindspeed-rl generate --load",
-}
-#: kinds of `rlhf` without a counterpart
-_OTHER_KINDS = {
-    "gkd": "commands of GKD; rl_config.distillation has its losses (docs/distillation.md)",
 }
 #: programs that train nothing and serve nothing
 _OTHER_PROGRAMS = {
@@ -118,6 +118,8 @@ _FUNCTIONS = {
     "repetition": "swift_repetition",
     "soft_overlong": "soft_overlong",
 }
+#: scheduler of ms-swift -> here
+_SCHEDULERS = {"math_tip_trick": "mindspeed_rl.rollout.agents.swift_schedulers:MathTips"}
 _LEVELS = {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}
 #: policy loss there -> here, the name of its formula, its average
 _LOSSES = {
@@ -130,11 +132,13 @@ _LOSSES = {
     "fipo": ("fipo", "fipo", "token"),
     "real": ("real", "real", "sequence"),
 }
+#: variable that the user sets: rows of a preference stage that fit into one pack
+_ROWS_PER_PACK = "ROWS_PER_PACK"
 #: longest prompt where the command has no limit
 _PROMPT_LENGTH = 2048
 
 
-_BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS for name in _STAGES}
+_BY_STAGE = {name: OPTIONS if name in _WITH_ROLLOUTS else SUPERVISED_OPTIONS for name in _STAGES}
 #: options of earlier releases, which its guides still name
 _RETIRED: dict[str, Option] = {
     "vllm_device": no_effect("the rollout shares the actor's devices, or has rl_config.rollout_resource", "auto"),
@@ -157,23 +161,55 @@ _TABLES = {
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command among those of a script, else the one that serves or generates."""
-    found = [(command, parsed) for command in commands if (parsed := _read_command(command)) is not None]
+    read = [(command, parsed) for command in commands if (parsed := _read_command(command)) is not None]
+    others = [parsed for _, parsed in read if parsed.program in _OTHER_PROGRAMS]
+    found = [item for item in read if item[1].program not in _OTHER_PROGRAMS]
+    training = [item for item in found if item[1].program not in _SERVING]
+    if others and not training:
+        raise ConfigError([f"{' '.join(others[0].trailing)}: {_OTHER_PROGRAMS[others[0].program]}"])
     if not found:
         raise ConfigError(["there is no command of ms-swift, such as swift rlhf --rlhf_type grpo --model Qwen/Qwen3-4B ..."])
-    training = [item for item in found if item[1].program not in _SERVING]
     different = [item for item in training if item[1].options != training[0][1].options]
     if different or (training and training[0][0].uncertain):
         lines = ", ".join(str(command.line) for command, _ in training)
         raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
     command, parsed = (training or found)[0]
-    environment = dict(parsed.environment)
+    environment, options = dict(parsed.environment), dict(parsed.options)
     servers = [item.options for _, item in found if item.program == "rollout"] if training else []
+    if training:
+        options = _read_cached_data(options, others)
+        environment |= {_OTHERS: " ".join(dict.fromkeys(item.program for item in others))}
     if servers:
+        # environment and turns of a server are those of its run
+        options = {name: value for name, value in servers[0].items() if name in _OF_TURNS} | options
         # the servers of the script are those of the run
         environment |= {"SWIFT_SERVERS": str(len(servers))}
         environment |= {"SWIFT_SERVER_TP": str(servers[0].get("vllm_tensor_parallel_size", 1))}
         environment |= {"SWIFT_SERVER_DP": str(servers[0].get("vllm_data_parallel_size", 1))}
-    return replace(parsed, environment=environment, devices=devices or parsed.devices)
+    return replace(parsed, options=options, environment=environment, devices=devices or parsed.devices)
+
+
+#: options of a server that belong to the run whose server it is
+_OF_TURNS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "external_plugins")
+#: variable with the programs of a script that neither train nor serve
+_OTHERS = "SWIFT_OTHERS"
+#: options of `export` that say which rows a folder of tokens has, and what trains of them
+_OF_CACHED_DATA = (
+    "dataset", "val_dataset", "split_dataset_ratio", "system", "loss_scale", "columns", "truncation_strategy",
+    "use_chat_template",
+)  # fmt: skip
+
+
+def _read_cached_data(options: Mapping[str, object], others: list[SourceCommand]) -> dict[str, object]:
+    """Return the options of a training with the data of the `export` of its script in place of the folders that it wrote."""
+    folders = [options[name] for name in ("cached_dataset", "cached_val_dataset") if name in options]
+    names = {str(name) for folder in folders for name in (folder if isinstance(folder, list) else [folder])}
+    for export in others:
+        own = str(Path(str(export.options.get("output_dir", ""))))
+        if names and "to_cached_dataset" in export.options and {str(Path(name).parent) for name in names} == {own}:
+            rest = {name: value for name, value in options.items() if name not in ("cached_dataset", "cached_val_dataset")}
+            return {name: value for name, value in export.options.items() if name in _OF_CACHED_DATA} | rest
+    return dict(options)
 
 
 def _read_command(command: Command) -> SourceCommand | None:
@@ -182,6 +218,10 @@ def _read_command(command: Command) -> SourceCommand | None:
     if not program:
         return None
     flags, trailing = read_flags(words)
+    if (name := program.removeprefix(_MEGATRON)) in _OTHER_PROGRAMS:
+        own = {option: _read_value(value) for option, value in flags.items()}
+        launcher = "megatron" if program.startswith(_MEGATRON) else "swift"
+        return SourceCommand(name, own, trailing=(launcher, name))
     values = {name: _read_value(value) for name, value in flags.items()}
     files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
     environment = dict(command.environment)
@@ -193,8 +233,6 @@ def _read_command(command: Command) -> SourceCommand | None:
         options["logging_steps"] = options.pop("log_interval")
     if program.endswith("rlhf"):
         kind = str(options.get("rlhf_type", "dpo"))
-        if kind in _OTHER_KINDS:
-            raise ConfigError([f"--rlhf_type {kind}: not available here: {_OTHER_KINDS[kind]}"])
         program = program.replace("rlhf", kind)
     if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
@@ -208,11 +246,7 @@ def _read_command(command: Command) -> SourceCommand | None:
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the program of a command, "megatron sft" for one of Megatron-SWIFT, and the words after it; "" for other commands.
-
-    Raises:
-        ConfigError: it has no counterpart.
-    """
+    """Return the program of a command, "megatron sft" for one of Megatron-SWIFT, and the words after it; "" for others."""
     for place, word in enumerate(words):
         name, before = Path(word).name, Path(words[place - 1]).name if place else ""
         path = Path(word)
@@ -226,9 +260,7 @@ def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
             before = "megatron" if "_megatron" in words[place - 1] else "swift"
         if before not in ("swift", "megatron"):
             continue
-        if name in _OTHER_PROGRAMS:
-            raise ConfigError([f"{before} {name}: {_OTHER_PROGRAMS[name]}"])
-        if name in ("rlhf", "sft", "pt", *_SERVING):
+        if name in ("rlhf", "sft", "pt", *_SERVING, *_OTHER_PROGRAMS):
             return (_MEGATRON if before == "megatron" else "") + name, words[place + 1 :]
     return "", ()
 
@@ -336,6 +368,7 @@ class _Sizes:
                 [f"{world} devices are no whole replicas of {self.tp} x {self.pp} x {self.cp}; --devices says them"]
             )
         self.group, self.iterations, self.steps = 1, 1, 1
+        self.packed = _count_packed_rows(command, self.kind)
         self.rollout: int | None = None
         if self.is_megatron:
             self.micro, self.step = command.count("micro_batch_size", 1), command.count("global_batch_size", 16)
@@ -345,17 +378,18 @@ class _Sizes:
             default = 1 if self.kind == "grpo" else max(1, math.ceil(16 / self.micro / world))
             accumulated = command.count("gradient_accumulation_steps", default)
             # a rollout's forward passes count those of all processes, also where several share a sequence
-            per_pass, passes = self.micro * (world if self.kind in ("grpo", "ppo") else self.dp), accumulated
+            per_pass, passes = self.micro * (world if self.kind in _WITH_ROLLOUTS else self.dp), accumulated
             self.step = per_pass * accumulated
+        self.micro, self.step = self.micro * self.packed, self.step * self.packed
         if self.kind == "ppo":
             parts = command.count("num_mini_batches", 1)
             self.iterations = command.count("num_ppo_epochs", 4)
             self.rollout, self.steps = self.step * parts, parts * self.iterations
-        elif self.kind == "grpo":
+        elif self.kind in _WITH_ROLLOUTS:
             self._set_rollout(command, passes, per_pass)
 
     def _set_rollout(self, command: SourceCommand, accumulated: int, per_pass: int) -> None:
-        self.group = command.count("num_generations", 8)
+        self.group = 1 if self.kind == "gkd" else command.count("num_generations", 8)
         self.iterations = command.count("num_iterations", 1)
         total = command.get("generation_batch_size")
         if total is not None:
@@ -377,6 +411,17 @@ class _Sizes:
                  "a whole number of rollouts, or a rollout one of steps"]
             )  # fmt: skip
 
+    @property
+    def counts_completions(self) -> bool:
+        """True where sizes are written in completions, as Megatron-SWIFT has them, or as a step has no whole groups.
+
+        Counted so, the prompts of a step and of a rollout must divide by the replicas and by the rows of a pass.
+        """
+        if self.rollout is None or self.step % self.group:
+            return self.rollout is not None
+        unit = self.group * self.dp * self.micro
+        return self.is_megatron and self.group > 1 and self.step % unit == 0 and self.rollout % unit == 0
+
     def count_steps(self, command: SourceCommand, rows: int) -> int:
         """Return the optimizer steps of the run over so many rows of data."""
         limit = command.number("train_iters" if self.is_megatron else "max_steps", -1)
@@ -397,6 +442,21 @@ class _Sizes:
         batches = math.ceil(rows / (self.micro * self.dp))
         accumulated = self.step // (self.micro * self.dp)
         return math.ceil(number * max(1, math.ceil(batches / accumulated)))
+
+
+def _count_packed_rows(command: SourceCommand, kind: str) -> int:
+    """Return the rows that a pack of a preference stage has on average; 1 where rows are not joined, or a pack is one row here.
+
+    Raises:
+        ConfigError: the user does not say it.
+    """
+    if not command.flag("packing") or kind not in (*_PAIRS, "kto"):
+        return 1
+    if (count := command.environment.get(_ROWS_PER_PACK)) is None:
+        length = _read_length(command)
+        text = f"--packing: a step has as many rows as fit into packs of {length} tokens, which only the data knows"
+        raise ConfigError([f"{text}; --set {_ROWS_PER_PACK}=NUMBER says how many fit into one on average"])
+    return read_count(_ROWS_PER_PACK, read_scalar(count))
 
 
 def _read_schedule(command: SourceCommand, total: int) -> Schedule:
@@ -460,11 +520,14 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
     if kind in _SERVING:
         _write_serving(run, command, kind)
         return None
+    for name in command.environment.get(_OTHERS, "").split():
+        run.note(f"swift {name}", _OTHER_PROGRAMS[name])
     shared = _describe_shared(run, command, kind, _Sizes(command))
     _note_calculation(run, command, kind)
     if shared.rollout_completions is None:
         return _describe_dataset(run, command, kind, shared)
-    return (_describe_ppo if kind == "ppo" else _describe_grpo)(run, command, shared)
+    describe = {"ppo": _describe_ppo, "grpo": _describe_grpo, "gkd": _describe_gkd}[kind]
+    return describe(run, command, shared)
 
 
 def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> Recipe:
@@ -517,6 +580,9 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         cp=sizes.cp,
         ep=sizes.ep,
         dp=sizes.dp,
+        packed_rows=f"as many as fit into packs, {sizes.packed} on average" if sizes.packed > 1 else None,
+        row_order=_read_order(run, command),
+        expert_capacity=_read_capacity(run, command),
         lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
         weight_decay=command.number("weight_decay", 0.1),
         clip_grad=rate.clip_grad,
@@ -527,8 +593,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
             sizes.micro,
             sizes.group,
             None if sizes.rollout is None else sizes.iterations,
-            # counts of completions have Megatron-SWIFT's own rules
-            counts_completions=(sizes.is_megatron and sizes.group > 1) or sizes.step % sizes.group != 0,
+            counts_completions=sizes.counts_completions,
         ),
         rates=(rate,),
         adapters=lora,
@@ -554,6 +619,30 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         unread=engine.unread,
         defaults=tuple(defaults),
     ).follow(schedule)
+
+
+def _read_order(run: Import, command: SourceCommand) -> str | None:
+    """Return the order of the rows where they do not come by chance."""
+    if command.flag("streaming"):
+        if command.number("max_steps", -1) < 1 and command.number("train_iters", -1) < 1:
+            raise ConfigError(["--streaming needs a length in steps: --max_steps or --train_iters"])
+        run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")
+    run.note_given("streaming", "off")
+    order = command.text("train_sampling_strategy", "random")
+    if order not in ("random", "group_by_length"):
+        run.refuse("--train_sampling_strategy", f"{order} rows; random and group_by_length are available")
+    is_sorted = command.flag("group_by_length") or order == "group_by_length"
+    run.note_given("group_by_length train_sampling_strategy", "see row_order of the plan", changes_nothing=False)
+    return "rows of similar lengths together" if is_sorted else None
+
+
+def _read_capacity(run: Import, command: SourceCommand) -> str | None:
+    """Return the tokens that an expert takes, where there is a limit and the model may have experts."""
+    factor = command.number("moe_expert_capacity_factor", -1.0)
+    names = "moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
+    run.note_given(names, "see expert_capacity of the plan" if factor > 0 else "off", changes_nothing=False)
+    has_experts = count_experts(command.text("mcore_model") or command.text("model")) != 0
+    return f"{factor:g} x the mean, further ones are dropped" if factor > 0 and has_experts else None
 
 
 @dataclass(frozen=True)
@@ -634,8 +723,8 @@ def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
             run.note_given(name, reason, changes_nothing=False)
         elif command.has(name):
             run.refuse(f"--{name}", feature)
-    if command.flag("packing") and kind != "sft":
-        run.refuse("--packing", f"joined rows in stage {stage}")
+    if command.flag("packing") and kind == "pt":
+        run.refuse("--packing", "whole documents in a pack; stage pretrain joins them and cuts the text")
 
 
 def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -653,7 +742,7 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
             pixels = read_count(variable, read_scalar(value)) * side**2
             run.translate(variable, {f"{ACTOR}.{key}": pixels}, f"tokens of {side} x {side} pixels")
             flags += f" --{key.replace('_', '-')} {pixels}"
-    template = "" if kind in ("grpo", "ppo", "pt") else write_template(run, command, kind)
+    template = "" if kind in (*_WITH_ROLLOUTS, "pt") else write_template(run, command, kind)
     for option, key in (("dataset", "data_path"), ("val_dataset", "eval_data_path")):
         if option == "dataset" or command.has(option):
             path = _find_data(command, option)
@@ -665,7 +754,7 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
             run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
         run.note_given(name, "only self-cognition data has places for it")
     share = command.number("split_dataset_ratio", 0.0)
-    if share and kind in ("grpo", "ppo"):
+    if share and kind in _WITH_ROLLOUTS:
         counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
         head, _, first = keys[f"{ACTOR}.data_path"].rpartition("[:")
         if all(count.isdigit() for count in counts):
@@ -686,7 +775,7 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         flags: options of preprocessing for images.
         template: those for the chat template.
     """
-    names, has_rollouts = command.list_texts(option), kind in ("grpo", "ppo")
+    names, has_rollouts = command.list_texts(option), kind in _WITH_ROLLOUTS
     name, _, count = names[0].partition("#")
     if has_rollouts and any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names):
         run.refuse(f"--{option} {' '.join(names)}", "a subset of a dataset: download it, and give its folder")
@@ -719,7 +808,7 @@ def _find_data(command: SourceCommand, option: str = "dataset") -> str:
     if not names:
         raise ConfigError([f"the command names no data: --{option} is missing"])
     name, _, count = names[0].partition("#")
-    if command.program.removeprefix(_MEGATRON) not in ("grpo", "ppo"):
+    if command.program.removeprefix(_MEGATRON) not in _WITH_ROLLOUTS:
         return name_tokens(name, others=len(names) > 1)
     rows, share = sum(int(item.rpartition("#")[2]) for item in names if "#" in item), command.number("split_dataset_ratio", 0.0)
     part = f"[:{round(rows * (1 - share))}]" if share and option == "dataset" else ""
@@ -751,7 +840,7 @@ def _read_prediction(run: Import, command: SourceCommand, kind: str) -> Predicti
     names = "mtp_num_layers mtp_loss_scaling_factor"
     if not command.get("mtp_num_layers"):
         run.note_given(names, "without --mtp_num_layers there are no prediction layers")
-    elif kind in ("grpo", "ppo"):
+    elif kind in _WITH_ROLLOUTS:
         reason = "in RL ms-swift computes no loss of prediction layers; megatron_training.mtp_num_layers trains them"
         run.note_given(names, reason)
     elif kind not in ("sft", "pt"):
@@ -765,6 +854,7 @@ def _read_prediction(run: Import, command: SourceCommand, kind: str) -> Predicti
 #: options that another stage alone reads
 _OF_GRPO = tuple("beta kl_in_reward epsilon epsilon_high loss_type advantage_estimator scale_rewards ref_model".split())
 _OF_PPO = ("cliprange", "kl_coef")
+_OF_GRPO_ALONE = tuple(name for name in _OF_GRPO if name != "beta")
 _OF_ROLLOUTS = tuple(
     "epsilon epsilon_high teacher_model teacher_model_server teacher_kl_coef async_generate vllm_mode vllm_server_host "
     "vllm_server_port vllm_server_base_url reward_funcs reward_weights reward_model reward_model_plugin".split()
@@ -867,6 +957,7 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
         shared,
         loss=loss,
         beta=beta,
+        answer_term=_name_answer_term(command, kind),
         sequence_length=length,
         keys={**shared.keys, **keys},
         notes={**shared.notes, **notes},
@@ -893,9 +984,6 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
         run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
     option, default = record.term
     term = default if kind == "orpo" else command.number(option, default) if option else 0.0
-    if term and _Sizes(command).micro > 1:
-        feature = "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available"
-        run.refuse(f"--{option}", feature)
     if kind in ("dpo", "simpo") and (term or command.has(option)):
         keys["pref_ftx"] = term
     if kind == "simpo":
@@ -907,6 +995,13 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
     elif kind == "simpo":
         run.note_given("loss_type", "the loss of stage simpo", changes_nothing=False)
     return record.name or form, keys
+
+
+def _name_answer_term(command: SourceCommand, kind: str) -> str | None:
+    """Return the average of a supervised term next to a preference loss; None where it is that of one pair."""
+    option, default = _PREFERENCES[kind].term if kind in _PREFERENCES else ("", 0.0)
+    has_term = kind == "orpo" or (option and command.number(option, default))
+    return "mean of the tokens of a pass" if has_term and _Sizes(command).micro > 1 else None
 
 
 def _read_length(command: SourceCommand) -> int:
@@ -930,7 +1025,11 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
         reason = "ms-swift has no limit here: set your longest prompt"
     length = (_PROMPT_LENGTH if prompt is None else prompt) + response
     known = length if limit is None else command.count("vllm_max_model_len", length)
-    rewards, reward_keys = _read_rewards(run, command)
+    is_distilled = command.program.removeprefix(_MEGATRON) == "gkd"
+    has_images = any(_IMAGES.search(name) for name in command.list_texts("dataset"))
+    rewards, reward_keys = (
+        (Rewards(), read_distillation(run, command, has_images=has_images)) if is_distilled else _read_rewards(run, command)
+    )
     placement, engine_keys, servers = _read_engine(run, command)
     dtype = "float32" if run.get(f"{ACTOR}.bf16") is False else "bfloat16"
     turns = int(command.number("max_turns", 0)) if command.has("multi_turn_scheduler") else 0
@@ -1072,6 +1171,25 @@ def _describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recip
     )
 
 
+def _describe_gkd(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    """Return the run of on-policy distillation; nothing but the divergence from the teacher trains."""
+    recipe = _describe_rollout(run, command, shared)
+    return replace(
+        recipe,
+        level=None,
+        aggregation="token of a micro-batch",
+        advantage_scale="none",
+        divergence=name_divergence_of(command),
+        objective=Objective(loss_type="bnpo"),
+        notes={
+            **recipe.notes,
+            "loss_type": "the average over tokens",
+            "distillation.topk": "" if command.has("gkd_logits_topk") else "the most probable tokens; all of them there",
+        },
+        unread=(*recipe.unread, *_OF_PPO, *_OF_GRPO_ALONE, "calculate_KL"),
+    )
+
+
 def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     """Return estimator and spread, with the default that follows from the estimator."""
     estimator = command.text("advantage_estimator", "grpo")
@@ -1107,34 +1225,6 @@ def _name_average(form: str, sizes: _Sizes) -> str:
     return "token" if sizes.steps == sizes.iterations else "token of the rollout"
 
 
-def _read_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> dict[str, object]:
-    """Return the keys of a teacher: coef * (log-prob of the teacher - old log-prob) is added to the advantage of each token."""
-    given = [name for name in ("teacher_model", "teacher_model_server") if command.has(name)]
-    coefficient = command.number("teacher_kl_coef", 1.0)
-    if not given:
-        run.note_given("teacher_kl_coef", "there is no teacher", changes_nothing=False)
-        return {}
-    teacher, is_server = command.text(given[0], ""), given[0] == "teacher_model_server"
-    if teacher.startswith(("[", "{")):
-        run.refuse(f"--{given[0]}", "several teachers in a command; see rl_config.distillation.teacher_keys")
-    if is_server:
-        teacher = teacher.rstrip("/").removesuffix("/v1") + "/v1"
-    if not has_rewards and coefficient != 1.0:
-        form = "a coefficient of a teacher without task rewards; it scales the loss like lr"
-        run.refuse("--teacher_kl_coef", form)
-    values = {
-        "enabled": True,
-        "teacher_models": [teacher],
-        "loss_mode": "k1",
-        "use_policy_gradient": True,
-        # prompt log-probs of a server have no temperature
-        "teacher_temperature": 1.0 if is_server else None,
-        "use_task_rewards": has_rewards,
-        "distillation_loss_coef": coefficient if has_rewards and command.has("teacher_kl_coef") else None,
-    }
-    return {f"{RL}.distillation.{name}": value for name, value in values.items()}
-
-
 def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[str, object]]:
     """Return what scores, and the keys of a judge or teacher."""
     names, models = command.list_texts("reward_funcs"), command.list_texts("reward_model")
@@ -1142,7 +1232,7 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
     weights = value if isinstance(value, list) else [] if value is None else [value]
     if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
-    keys = _read_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
+    keys = read_policy_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
     if weights and len(weights) != len(names) + len(models):
         raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
     weights = weights or [1.0] * (len(names) + len(models))
@@ -1227,8 +1317,13 @@ def _read_turns(run: Import, command: SourceCommand) -> None:
     name, option = command.text("multi_turn_scheduler"), "--multi_turn_scheduler"
     if name == "gym_scheduler" and command.has("gym_env"):
         run.translate(option, {f"{RL}.multi_turn_enable": True}, "see --gym_env")
+    elif name in _SCHEDULERS:
+        keys = {f"{RL}.multi_turn_scheduler": _SCHEDULERS[name], f"{RL}.multi_turn_enable": True}
+        run.translate(option, keys, "ms-swift's scheduler of this name")
+        run.add_default(f"{ACTOR}.dataset_additional_keys", ["labels"], "the answer by which it goes on")
     elif ":" not in name and not command.has("external_plugins"):
-        run.refuse(option, f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
+        known = ", ".join(_SCHEDULERS)
+        run.refuse(option, f"ms-swift's scheduler {name}; {known} is available, and your own is a class in --external_plugins")
     else:
         run.translate(option, {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
     response = command.count("max_completion_length", 512)
@@ -1249,7 +1344,9 @@ def _read_environment(run: Import, command: SourceCommand) -> None:
 
 def _set_long_prompts(run: Import, command: SourceCommand) -> None:
     """Set what becomes of prompts of more than max_length tokens."""
-    strategy = command.text("truncation_strategy", "left")
+    # GKD leaves them out unless it says otherwise
+    default = "delete" if command.program.removeprefix(_MEGATRON) == "gkd" else "left"
+    strategy = command.text("truncation_strategy", default)
     if strategy not in ("left", "delete"):
         run.refuse("--truncation_strategy", f"{strategy}; rollouts have left and delete")
     kind, note = ("cut_left", "the last tokens; rows with images are left out") if strategy == "left" else ("drop_longer", "")

@@ -48,6 +48,11 @@ def find_unknown_weights(command: SourceCommand, kind: str) -> str:
     strategies = {"pt": ("all",), "sft": ("default",)}.get(kind, ("last_round", "default"))
     if strategy not in strategies or set(names) - {_EMPTY_THOUGHTS}:
         return f"the weights of tokens {command.text('loss_scale')}; available are {', '.join(strategies)}"
+    turns = command.text("multi_turn_scheduler")
+    is_last = kind in ("grpo", "gkd") and command.has("loss_scale") and strategy == "last_round"
+    # math_tip_trick has one response, which goes on
+    if is_last and turns not in ("", "math_tip_trick"):
+        return f"responses of several turns of which the last alone trains (--multi_turn_scheduler {turns})"
     if names and find_hybrid(command) != "qwen":
         return f"tokens of empty thoughts that do not train, of another model than Qwen3 and Qwen3.5 ({_EMPTY_THOUGHTS})"
     return ""

@@ -94,7 +94,8 @@ class DistillationKeys:
     topk_rest: Literal["drop", "lump", "renormalize"] = key("drop",
         "probability outside of the topk tokens: dropped, as verl does; lumped into one more token; or both models are "
         "renormalized over the topk tokens, as ms-swift does",
-        "topk 之外的概率：舍去（drop，同 verl）；合并为一个额外的 token（lump）；或师生都在 topk 之内重新归一化（renormalize，同 ms-swift）",
+        "topk 之外的概率：舍去（drop，同 verl）；合并为一个额外的 token（lump）；或师生都在 topk 之内重新归一化（renormalize，"
+        "同 ms-swift）",
         needs=_TOP_K, on_resume="exact")
     beta: float = key(0.5, "jsd_topk: weight of the teacher; 0 is forward_kl_topk, 1 is reverse_kl_topk",
         "jsd_topk：教师的权重；0 即 forward_kl_topk，1 即 reverse_kl_topk", range=Range.FRACTION,
