@@ -58,6 +58,7 @@ class SourcePlan:
         sample_borders: where the samples of a row end if a benchmark decides it instead of the data.
         prediction_states: what the prediction layers read if it is something else than the states behind the last norm.
         packed_rows: how many rows a step has where packs of tokens are counted instead.
+        documents: how samples are made of the documents of pretraining, if not of the joined text.
         row_order: order of the rows where it is none of chance.
         expert_capacity: tokens of an expert beyond which further ones are dropped.
         answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
@@ -119,6 +120,7 @@ class SourcePlan:
     sample_borders: str | None = None
     prediction_states: str | None = None
     packed_rows: str | None = None
+    documents: str | None = None
     row_order: str | None = None
     expert_capacity: str | None = None
     answer_term: str | None = None
@@ -143,6 +145,7 @@ _ALWAYS_HERE = {
     "sample_borders": "those of the data",
     "prediction_states": "behind the last norm",
     "packed_rows": "a fixed number",
+    "documents": "joined, and the text is cut",
     "row_order": "by chance",
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",

@@ -46,6 +46,7 @@ from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_d
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
 from mindspeed_rl.importers.swift_templates import (
     find_unknown_weights,
+    is_of_hermes,
     list_prompt_defaults,
     note_template,
     write_template,
@@ -289,7 +290,10 @@ def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
         environment.setdefault(str(name), str(value))
     together = content.pop("colocate_groups", None) or []
     roles = [group for group in together if isinstance(group, list)] if isinstance(together, list) else []
-    if (groups := content.pop("device_groups", None)) is not None:
+    groups = content.pop("device_groups", None)
+    if (count := _count_ranks(groups)) is not None:
+        environment[_RAY_GROUPS["train"]] = str(count)
+    elif groups is not None:
         feature = f"device_groups {groups}: not available here: devices by their ranks; take the group out, and write --devices"
         raise ConfigError([f"{path}: {feature}"])
     for name, value in content.items():
@@ -304,6 +308,19 @@ def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
     if any({"train", "rollout"} <= set(group) for group in roles):
         environment.pop(_RAY_GROUPS["rollout"], None)
     return options
+
+
+def _count_ranks(groups: object) -> int | None:
+    """Return the devices of a run under Ray whose one group has all workers; None for other groups."""
+    rest = {name: group for name, group in groups.items() if name != "nproc_per_node"} if isinstance(groups, Mapping) else {}
+    group = next(iter(rest.values()), None)
+    if len(rest) != 1 or not isinstance(group, Mapping) or group.get("workers") != ["default"]:
+        return None
+    ranks = group.get("ranks")
+    span = re.fullmatch(r"list\(range\((\d+), *(\d+)\)\)", str(ranks))
+    if span is not None:
+        return int(span.group(2)) - int(span.group(1)) or None
+    return len(ranks) if isinstance(ranks, list) else ranks if isinstance(ranks, int) else None
 
 
 def _read_value(words: list[str]) -> object:
@@ -561,10 +578,11 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
     if not sizes.is_megatron and command.flag("gradient_checkpointing", default=True):
         reason = "ms-swift computes the layers again in the backward pass"
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
-    if command.text("optimizer") == "muon":
+    if command.text("optimizer") in ("muon", "dist_muon"):
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
+    _read_agent_template(run, command)
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
         run.refuse("--virtual_pipeline_model_parallel_size", form)
@@ -634,6 +652,15 @@ def _read_order(run: Import, command: SourceCommand) -> str | None:
     is_sorted = command.flag("group_by_length") or order == "group_by_length"
     run.note_given("group_by_length train_sampling_strategy", "see row_order of the plan", changes_nothing=False)
     return "rows of similar lengths together" if is_sorted else None
+
+
+def _read_agent_template(run: Import, command: SourceCommand) -> None:
+    """Note a form of tools that is the one of the tokenizer's own template; others are refused."""
+    name = command.text("agent_template")
+    if name == "hermes" and is_of_hermes(command.text("model")):
+        run.note_given("agent_template", "the tokenizer's chat template writes tools so", changes_nothing=False)
+    elif name:
+        run.refuse("--agent_template", f"{name}: another form of tools than that of the tokenizer's chat template")
 
 
 def _read_capacity(run: Import, command: SourceCommand) -> str | None:
@@ -724,7 +751,7 @@ def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
         elif command.has(name):
             run.refuse(f"--{name}", feature)
     if command.flag("packing") and kind == "pt":
-        run.refuse("--packing", "whole documents in a pack; stage pretrain joins them and cuts the text")
+        run.note_given("packing", "see documents of the plan", changes_nothing=False)
 
 
 def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -788,7 +815,7 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler{template}"
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler{template}{_write_length(command, kind)}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
         notes += [note] if (note := note_template(command)) and kind != "pt" else []
@@ -796,6 +823,14 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         for column, source in _COLUMNS.get(name, {}).items():
             run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
     return "; ".join(notes)
+
+
+def _write_length(command: SourceCommand, kind: str) -> str:
+    """Return the options of preprocessing for long rows, which ms-swift leaves out, and for packs."""
+    if kind == "sft" and command.flag("packing"):
+        return f" --neat-pack --seq-length {_read_length(command)}"
+    # rows of fewer tokens than that are kept
+    return f" --seq-length {_read_length(command) + 1}" if command.has("max_length") else ""
 
 
 def _find_data(command: SourceCommand, option: str = "dataset") -> str:
@@ -935,7 +970,8 @@ _PREFERENCES = {
 def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Recipe) -> Recipe:
     """Return the run of a supervised stage."""
     length = _read_length(command)
-    if (strategy := command.text("truncation_strategy", "delete")) != "delete":
+    strategy = command.text("truncation_strategy", "delete")
+    if strategy != "delete" and (kind, strategy) != ("pt", "split"):
         run.refuse("--truncation_strategy", f"{strategy}: rows that are cut; delete leaves them out")
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
     limit = "the model's limit; set the longest row where config.json is elsewhere"
@@ -943,7 +979,7 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
     unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
     if command.flag("packing") and kind == "sft":
         keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}
-        notes["pack"] = "rows that preprocess --neat-pack has joined"
+        notes["pack"] = f"rows that preprocess --neat-pack has joined; those above {length} tokens are cut, and left out there"
     beta, loss = None, {"rm": "ranking"}.get(kind, "cross_entropy")
     if kind in _PREFERENCES:
         beta = command.number("beta", _PREFERENCES[kind].numbers["beta"][1])
@@ -951,12 +987,17 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
         keys |= {f"{ACTOR}.{name}": value for name, value in values.items()}
         unread += _PREFERENCES[kind].unread
         notes["kto_beta"] = "the KL is of the batch of an optimizer step, there of a pass"
+    elif command.flag("enable_dft_loss"):
+        keys[f"{ACTOR}.sft_loss_type"] = "dft"
+        if kind != "sft":
+            run.refuse("--enable_dft_loss", f"in stage {_STAGES[kind]}")
     elif command.has("loss_type"):
         run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
     return replace(
         shared,
         loss=loss,
         beta=beta,
+        documents=_name_documents(command, strategy) if kind == "pt" else None,
         answer_term=_name_answer_term(command, kind),
         sequence_length=length,
         keys={**shared.keys, **keys},
@@ -995,6 +1036,13 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
     elif kind == "simpo":
         run.note_given("loss_type", "the loss of stage simpo", changes_nothing=False)
     return record.name or form, keys
+
+
+def _name_documents(command: SourceCommand, strategy: str) -> str:
+    """Return what becomes of the documents of pretraining; here they are joined, and the text is cut into samples."""
+    length = _read_length(command)
+    rows = f"in packs of {length} tokens" if command.flag("packing") else "one a row"
+    return f"{rows}, those above {length} tokens {'split' if strategy == 'split' else 'left out'}"
 
 
 def _name_answer_term(command: SourceCommand, kind: str) -> str | None:
@@ -1398,6 +1446,7 @@ def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str
 
 def _write_serving(run: Import, command: SourceCommand, kind: str) -> None:
     """Set the engine of a command that serves or generates; the command to run is printed."""
+    _read_agent_template(run, command)
     if command.text("infer_backend", "vllm") != "vllm":
         run.note("--infer_backend", "the engine is vLLM", changes_nothing=False)
         run.refused.pop("--infer_backend", None)

@@ -65,10 +65,11 @@ def _dtype(run: Import, option: str, value: object) -> None:
 
 
 def _optimizer(run: Import, option: str, value: object) -> None:
-    if value not in ("adam", "muon", None):
+    if value not in ("adam", "muon", "dist_muon", None):
         run.refuse(option, f"the optimizer {value}; adam and muon are available")
     else:
-        run.translate(option, {f"{ACTOR}.optimizer": value or "adam"})
+        note = "its states are on all replicas" if value == "dist_muon" else ""
+        run.translate(option, {f"{ACTOR}.optimizer": str(value or "adam").removeprefix("dist_")}, note)
 
 
 def _deepspeed(run: Import, option: str, value: object) -> None:
@@ -371,14 +372,14 @@ _REFUSED: dict[str, Option] = {
     "sdar_loss_coef": refused("SDAR: a distillation loss next to the policy loss"),
     **_each("chord_sft_dataset chord_enable_phi_function", refused("CHORD: a supervised loss next to the policy loss")),
     **_each("use_gym_env gym_env", with_others("environment, by its name in a file of external_plugins")),
-    "agent_template": refused("an agent template of ms-swift; docs/agents.md has tools here"),
+    "agent_template": with_others("the form of tools"),
     "loss_weights": refused("a sum of several preference losses"),
     "ld_alpha": refused("length-desensitized DPO"),
     "reference_free": refused("DPO without a reference"),
     "center_rewards_coefficient": refused("a penalty that centres the scores"),
     "seq_kd": refused("sequence distillation"),
     "whiten_rewards": refused("rewards that are whitened"),
-    "enable_dft_loss": refused("dynamic fine-tuning (DFT loss)"),
+    "enable_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "enable_channel_loss": no_effect("the loss is logged as a whole"),
     "is_binary_loss_scale": refused("another loss scale"),
     "neftune_noise_alpha": refused("NEFTune noise"),
@@ -436,12 +437,9 @@ _REFUSED: dict[str, Option] = {
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
     **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", with_others("the plan's expert_capacity")),
     **_each(
-        "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
-        refused("uneven pipeline stages by these options; write num_layer_list"),
-    ),
-    **_each(
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        refused("uneven pipeline stages by these options; write num_layer_list"),
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+        no_effect("layers of the stages change no result; write num_layer_list for them"),
     ),
     "perform_initialization": refused("training from random weights by this option"),
     "megatron_extra_kwargs": refused("further arguments of Megatron"),
@@ -458,7 +456,7 @@ _REFUSED: dict[str, Option] = {
     "vllm_use_async_engine": no_effect("servers use vLLM's asynchronous engine"),
     "llamapro_num_groups": refused("LLaMA-Pro"),
     "reward_model_type": no_effect("the reward model's config.json decides it"),
-    "predict_with_generate": refused("evaluation by generation in a supervised stage"),
+    "predict_with_generate": no_effect("held-out rows are measured by their loss; mindspeed-rl evaluate generates"),
     "metric": no_effect("answers are written; mindspeed-rl evaluate measures them"),
     "merge_lora": no_effect("save_hf merges adapters"),
     "mlp_padding_free": no_effect("it changes memory or speed, not numbers"),

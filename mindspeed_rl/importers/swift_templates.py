@@ -18,6 +18,8 @@ _KEEPS_THOUGHTS = re.compile(r"(?i)(^|/)qwen3\.8-")
 _OTHER_HYBRID = re.compile(r"(?i)(^|/)(glm-(4\.[5-9]|5)|deepseek-v(3\.[12]|4)|gemma-4)")
 #: base models whose tokenizer has another system prompt than ms-swift's template of their family
 _QWEN_BASE = re.compile(r"(?i)(^|/)qwen2\.5-(coder-)?[\d.]+b/?$")
+#: models whose chat template has tools in the form hermes
+_HERMES = re.compile(r"(?i)(^|/)qwen(2\.5|3)-[\d.]+b(-a\d+b)?(-base|-instruct|-thinking)?(-2507)?/?$")
 _QWEN_SYSTEM = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
 _STRATEGIES = ("default", "last_round", "all")
 #: weights that only take the empty thought out
@@ -32,6 +34,11 @@ def find_hybrid(command: SourceCommand) -> Hybrid:
     if _QWEN_HYBRID.search(model):
         return "qwen"
     return "other" if _OTHER_HYBRID.search(model) else ""
+
+
+def is_of_hermes(model: str) -> bool:
+    """Return True for models whose chat template writes tools in the form hermes: Qwen2.5 and Qwen3 of text."""
+    return _HERMES.search(model) is not None
 
 
 def read_loss_scale(command: SourceCommand, kind: str) -> tuple[str, list[str]]:
