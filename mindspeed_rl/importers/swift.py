@@ -44,6 +44,7 @@ from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_distillation, read_policy_teacher
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
+from mindspeed_rl.importers.swift_rows import map_columns
 from mindspeed_rl.importers.swift_templates import (
     find_unknown_weights,
     is_of_hermes,
@@ -822,6 +823,8 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
     else:
         for column, source in _COLUMNS.get(name, {}).items():
             run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
+        if not command.has("columns"):
+            map_columns(run, f"--{option}", name)
     return "; ".join(notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,34 @@ def test_tools_in_the_form_of_the_tokenizer_are_no_change(model: str, is_own: bo
         assert take(command).same["--agent_template"] == "the tokenizer's chat template writes tools so"
     else:
         assert "hermes: another form of tools" in fail(command)
+
+
+GRPO = "NPROC_PER_NODE=8 swift rlhf --rlhf_type grpo --model models/base --dataset p.jsonl --reward_funcs accuracy"
+ASKED = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"messages": ASKED, "solution": "2"}, {"prompt": "messages", "response": "solution"}),
+        ({"query": "1+1?", "solution": "2"}, {"prompt": "query", "query": "", "response": "solution"}),
+        ({"problem": "1+1?", "solution": "2"}, {"prompt": "problem", "query": "", "response": "solution"}),
+        ({"instruction": "1+1?", "output": "2"}, None),
+        ({"instruction": "1+1?", "input": "", "output": "two", "solution": "2"}, {"response": "solution"}),
+        (None, None),
+    ],
+)
+def test_columns_of_prompts_are_those_that_ms_swift_reads(tmp_path: Path, row: dict | None, expected: dict | None) -> None:
+    if row is not None:
+        (tmp_path / "p.jsonl").write_text("\n" + json.dumps(row) + "\n")
+    run = take(f"{GRPO} --vllm_mode colocate", folder=tmp_path)
+    assert run.get("megatron_training.map_keys") == expected
+    own = take(f"""{GRPO} --vllm_mode colocate --columns '{{"a": "query"}}'""", folder=tmp_path)
+    assert own.get("megatron_training.map_keys") == {"prompt": "a"}
+
+
+def test_prompts_that_end_with_an_answer_are_refused(tmp_path: Path) -> None:
+    row = {"messages": [*ASKED, {"role": "assistant", "content": "2"}], "solution": "2"}
+    (tmp_path / "p.jsonl").write_text(json.dumps(row))
+    with pytest.raises(ConfigError, match="rows that end with an answer"):
+        take(GRPO, folder=tmp_path)
