@@ -40,7 +40,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
-from mindspeed_rl.importers.source_files import require_file
+from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_distillation, read_policy_teacher
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
@@ -52,6 +52,7 @@ from mindspeed_rl.importers.swift_templates import (
     note_template,
     write_template,
 )
+from mindspeed_rl.importers.training_engines import list_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     describe_preprocessing,
@@ -583,6 +584,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
+    defaults += _choose_engine(run, command, kind, sizes)
     _read_agent_template(run, command)
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
@@ -653,6 +655,36 @@ def _read_order(run: Import, command: SourceCommand) -> str | None:
     is_sorted = command.flag("group_by_length") or order == "group_by_length"
     run.note_given("group_by_length train_sampling_strategy", "see row_order of the plan", changes_nothing=False)
     return "rows of similar lengths together" if is_sorted else None
+
+
+def _choose_engine(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> tuple[tuple[str, object, str], ...]:
+    """Return the key of the training engine where the command divides all weights, and our engine that does so can train it."""
+    names = "fsdp fsdp_config"
+    divides = "" if sizes.is_megatron else _find_division(run, command)
+    obstacles = {
+        "adapters": _read_tuner(command) != "full",
+        "sequences that several devices share": sizes.cp > 1,
+        "images": any(_IMAGES.search(text) for name in ("model", "dataset") for text in command.list_texts(name)),
+        "another optimizer than AdamW": command.text("optimizer", "adam") != "adam",
+        "a reference that moves": command.flag("sync_ref_model"),
+        "prediction layers": bool(command.get("mtp_num_layers")),
+    }
+    defaults, reason = list_engine(divides, stage=_STAGES[kind], model=command.text("model"), obstacles=obstacles)
+    run.note_given(names, reason or ("see engine" if defaults else "off"), changes_nothing=not defaults)
+    if reason and "--deepspeed" in run.translated:
+        run.translated["--deepspeed"] += f"; {reason}"
+    return defaults
+
+
+def _find_division(run: Import, command: SourceCommand) -> str:
+    """Return what divides all weights over the devices: FSDP or ZeRO-3; empty where nothing does."""
+    if command.get("fsdp") or command.get("fsdp_config"):
+        return "FSDP"
+    value = command.text("deepspeed")
+    path = find_file(Command((), {}, 0, folder=run.settings.folder), value) if value.endswith(".json") else None
+    zero = read_option_file(path).get("zero_optimization") if path is not None else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 3 if value.startswith("zero3") else 0
+    return "ZeRO-3" if stage == 3 else ""
 
 
 def _read_agent_template(run: Import, command: SourceCommand) -> None:

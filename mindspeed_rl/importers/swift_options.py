@@ -474,10 +474,11 @@ _NONE: dict[str, Option] = {
         "te_rng_tracker",
         _KERNELS,
     ),
+    **_each("fsdp fsdp_config", with_others("the training engine", off="nothing is trained")),
     **_each(
-        "fsdp fsdp_config use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size "
+        "use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size "
         "use_flash_ckpt",
-        no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state"),
+        no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state"),
     ),
     **_each(
         "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout "
