@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
 from collections.abc import Sequence
 
@@ -24,30 +25,75 @@ def _karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: boo
         raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} non-empty parts.")
     if equal_size and len(lengths) % num_subsets:
         raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} parts of equal count.")
-    # a state is a tuple of (sum, members) in falling order of sum; the heap pops the state with the widest spread
+    # a state is its subsets that are not empty, as (-sum, members) in falling order of sum; the heap pops the widest spread
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
 
     def push(subsets: list[tuple[int, list[int]]], tie: int) -> None:
-        subsets.sort(key=lambda subset: (-subset[0], subset[1]))
+        smallest = -subsets[-1][0] if len(subsets) == num_subsets else 0
         # `tie` is unique: subsets themselves are never compared, and equal lengths give equal results everywhere
-        heapq.heappush(heap, (subsets[-1][0] - subsets[0][0], tie, subsets))
+        heapq.heappush(heap, (smallest + subsets[0][0], tie, subsets))
 
-    empty: tuple[int, list[int]] = (0, [])
     if equal_size:
         for first in range(0, len(order), num_subsets):
-            push([(lengths[i], [i]) for i in order[first : first + num_subsets]], first)
+            push(sorted((-lengths[i], [i]) for i in order[first : first + num_subsets]), first)
     else:
         for tie, i in enumerate(order):
-            push([(lengths[i], [i]), *([empty] * (num_subsets - 1))], tie)
+            push([(-lengths[i], [i])], tie)
     tie = len(order)
     while len(heap) > 1:
         widest, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        # the heaviest subset of one state joins the lightest of the other, which evens them out
-        merged = [(a + b, members + others) for (a, members), (b, others) in zip(widest, reversed(second))]
-        push(merged, tie)
+        # the heaviest subset of one state joins the lightest of the other, which evens them out; most join an empty one
+        num_joined = max(0, len(widest) + len(second) - num_subsets)
+        lightest = widest[len(widest) - num_joined :]
+        del widest[len(widest) - num_joined :]
+        joined = [(a + b, members + others) for (a, members), (b, others) in zip(lightest, reversed(second))]
+        _insert(widest, joined + second[: len(second) - num_joined])
+        push(widest, tie)
         tie += 1
     return [members for _, members in heap[0][2]]
+
+
+def _insert(subsets: list[tuple[int, list[int]]], others: list[tuple[int, list[int]]]) -> None:
+    """Add subsets to those in order: a few one by one, so that the many are not gone through."""
+    if len(others) < len(subsets) // 16:
+        for subset in others:
+            bisect.insort(subsets, subset)
+    else:
+        subsets += others
+        subsets.sort()
+
+
+class _FreeSpace:
+    """Tokens that bins have left; finds the first bin with enough in the logarithm of their number.
+
+    Args:
+        budget: tokens of an empty bin.
+        max_bins: at most so many bins are opened.
+    """
+
+    def __init__(self, budget: int, max_bins: int) -> None:
+        self._size = 1 << max(0, max_bins - 1).bit_length()
+        # a tree: node i has the larger of its children, 2i and 2i + 1; bins are the leaves
+        self._most = [budget] * (2 * self._size)
+
+    def find(self, needed: int) -> int:
+        """Return the first bin with so many tokens left, which may be one that is empty."""
+        node = 1
+        while node < self._size:
+            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
+        return node - self._size
+
+    def set(self, index: int, tokens: int) -> None:
+        """Set the tokens that a bin has left."""
+        node = index + self._size
+        self._most[node] = tokens
+        while node > 1:
+            node //= 2
+            most = max(self._most[2 * node], self._most[2 * node + 1])
+            if self._most[node] == most:
+                return
+            self._most[node] = most
 
 
 def pack_within_budget(
@@ -70,15 +116,16 @@ def pack_within_budget(
     _check_each(lengths, budget)
     bins: list[list[int]] = []
     loads: list[int] = []
+    space = _FreeSpace(budget, len(lengths))
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for i, load in enumerate(loads):
-            if load + lengths[index] <= budget and (max_rows is None or len(bins[i]) < max_rows):
-                bins[i].append(index)
-                loads[i] += lengths[index]
-                break
-        else:
-            bins.append([index])
-            loads.append(lengths[index])
+        i = space.find(lengths[index])
+        if i == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[i].append(index)
+        loads[i] += lengths[index]
+        is_full = max_rows is not None and len(bins[i]) >= max_rows
+        space.set(i, -1 if is_full else budget - loads[i])
     # never more bins than sequences: the engine adds empty micro-batches where ranks need more
     count = min(max(len(bins), min_bins), len(lengths))
     balanced = _karmarkar_karp(lengths, count) if lengths else []
@@ -89,9 +136,12 @@ def pack_within_budget(
     if fits:
         return [sorted(group) for group in balanced]
     # a bin split in two stays within the budget
+    sizes = [(-len(group), i) for i, group in enumerate(bins)]
+    heapq.heapify(sizes)
     while len(bins) < count:
-        largest = max((group for group in bins if len(group) > 1), key=len)
-        bins.append([largest.pop()])
+        size, i = sizes[0]
+        bins.append([bins[i].pop()])
+        heapq.heapreplace(sizes, (size + 1, i))
     return [sorted(group) for group in bins]
 
 
