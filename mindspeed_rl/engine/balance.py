@@ -4,57 +4,62 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
-def _karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: bool = False) -> list[list[int]]:
+def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]:
     """Split indices of `lengths` in subsets whose sums are close, by largest differencing (Karmarkar and Karp, 1982).
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, above 0.
         num_subsets: every index is in exactly one of them.
-        equal_size: subsets also have equal counts.
 
     Returns:
         `num_subsets` lists of indices.
 
     Raises:
-        ValueError: fewer sequences than subsets, or counts cannot be equal.
+        ValueError: fewer sequences than subsets.
     """
     if len(lengths) < num_subsets:
         raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} non-empty parts.")
-    if equal_size and len(lengths) % num_subsets:
-        raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} parts of equal count.")
-    # a state is its subsets that are not empty, as (-sum, members) in falling order of sum; the heap pops the widest spread
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    if num_subsets == 1:
+        return [list(range(len(lengths)))]
+    # A subset is -sum * count + its first member, so subsets are in falling order of sum, and then in that of their members,
+    # which differ in the first. The others follow in a chain. A state is its subsets that are not empty, in order.
+    count = len(lengths)
+    following, last = [-1] * count, list(range(count))
+    # the heap pops the state with the widest spread
+    heap: list[tuple[int, int, list[int]]] = []
+    # states of one sequence wait in the order in which it would pop them, the next one last
+    singles = sorted(range(count), key=lambda i: (lengths[i], -i))
 
-    def push(subsets: list[tuple[int, list[int]]], tie: int) -> None:
-        smallest = -subsets[-1][0] if len(subsets) == num_subsets else 0
-        # `tie` is unique: subsets themselves are never compared, and equal lengths give equal results everywhere
-        heapq.heappush(heap, (smallest + subsets[0][0], tie, subsets))
+    def pop() -> list[int]:
+        # among equally wide states those of one sequence are the oldest
+        if singles and (not heap or -lengths[singles[-1]] <= heap[0][0]):
+            i = singles.pop()
+            return [-lengths[i] * count + i]
+        return heapq.heappop(heap)[2]
 
-    if equal_size:
-        for first in range(0, len(order), num_subsets):
-            push(sorted((-lengths[i], [i]) for i in order[first : first + num_subsets]), first)
-    else:
-        for tie, i in enumerate(order):
-            push([(-lengths[i], [i])], tie)
-    tie = len(order)
-    while len(heap) > 1:
-        widest, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
+    def join(subset: int, other: int) -> int:
+        first, second = subset % count, other % count
+        following[last[first]] = second
+        last[first] = last[second]
+        return subset + other - second
+
+    for tie in range(count - 1):
+        widest, second = pop(), pop()
         # the heaviest subset of one state joins the lightest of the other, which evens them out; most join an empty one
         num_joined = max(0, len(widest) + len(second) - num_subsets)
         lightest = widest[len(widest) - num_joined :]
         del widest[len(widest) - num_joined :]
-        joined = [(a + b, members + others) for (a, members), (b, others) in zip(lightest, reversed(second))]
-        _insert(widest, joined + second[: len(second) - num_joined])
-        push(widest, tie)
-        tie += 1
-    return [members for _, members in heap[0][2]]
+        _insert(widest, [*map(join, lightest, reversed(second)), *second[: len(second) - num_joined]])
+        smallest = -(widest[-1] // count) if len(widest) == num_subsets else 0
+        # `tie` is unique: equal lengths give equal results everywhere
+        heapq.heappush(heap, (smallest + widest[0] // count, tie, widest))
+    return [list(_follow(subset % count, following)) for subset in pop()]
 
 
-def _insert(subsets: list[tuple[int, list[int]]], others: list[tuple[int, list[int]]]) -> None:
+def _insert(subsets: list[int], others: list[int]) -> None:
     """Add subsets to those in order: a few one by one, so that the many are not gone through."""
     if len(others) < len(subsets) // 16:
         for subset in others:
@@ -62,6 +67,13 @@ def _insert(subsets: list[tuple[int, list[int]]], others: list[tuple[int, list[i
     else:
         subsets += others
         subsets.sort()
+
+
+def _follow(first: int, following: Sequence[int]) -> Iterator[int]:
+    """Yield the members of a chain."""
+    while first >= 0:
+        yield first
+        first = following[first]
 
 
 class _FreeSpace:
