@@ -93,7 +93,7 @@ class WeightSyncGroup:
 
     def build_engine_push(
         self,
-        read: Callable[[ServedModel], tuple[Destinations, set[str]]],
+        read: Callable[[ServedModel], Destinations],
         *,
         replica: int,
         derived: tuple[str, ...],
