@@ -122,7 +122,7 @@ _SHARED: dict[str, Option] = {
     "output_dir": by(set_output, "run_dir = value, save = value/checkpoints"),
     "report_to": with_others("trackers by name"),
     "use_swanlab": with_others("report_to has swanlab"),
-    "deepspeed": with_others("the optimizer of the file", off="Megatron-core is the only engine", by_nature=False),
+    "deepspeed": with_others("the optimizer of the file", off="nothing is trained", by_nature=False),
     "logging_steps": to(f"{ACTOR}.log_interval", default=500),
     "bf16": with_others("the format of computations", off="weights have fp32 main copies, and compute in bf16", by_nature=True),
     "pure_bf16": refused("weights in bf16 without fp32 main copies"),

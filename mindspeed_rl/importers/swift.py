@@ -366,6 +366,7 @@ class _Sizes:
         dp: replicas.
         micro: rows of one forward pass.
         step: rows of an optimizer step: completions, samples or pairs.
+        packed: rows of a pack; None where rows are not packed.
         group: responses of a prompt; 1 without rollouts.
         iterations: passes over a rollout.
         steps: optimizer steps of one rollout, over all its iterations; 1 without rollouts.
@@ -399,7 +400,8 @@ class _Sizes:
             # a rollout's forward passes count those of all processes, also where several share a sequence
             per_pass, passes = self.micro * (world if self.kind in _WITH_ROLLOUTS else self.dp), accumulated
             self.step = per_pass * accumulated
-        self.micro, self.step = self.micro * self.packed, self.step * self.packed
+        if self.packed is not None:
+            self.micro, self.step = self.micro * self.packed, self.step * self.packed
         if self.kind == "ppo":
             parts = command.count("num_mini_batches", 1)
             self.iterations = command.count("num_ppo_epochs", 4)
@@ -463,14 +465,14 @@ class _Sizes:
         return math.ceil(number * max(1, math.ceil(batches / accumulated)))
 
 
-def _count_packed_rows(command: SourceCommand, kind: str) -> int:
-    """Return the rows that a pack of a preference stage has on average; 1 where rows are not joined, or a pack is one row here.
+def _count_packed_rows(command: SourceCommand, kind: str) -> int | None:
+    """Return the rows that a pack of a preference stage has on average; None where rows are not joined in a preference stage.
 
     Raises:
         ConfigError: the user does not say it.
     """
     if not command.flag("packing") or kind not in (*_PAIRS, "kto"):
-        return 1
+        return None
     if (count := command.environment.get(_ROWS_PER_PACK)) is None:
         length = _read_length(command)
         text = f"--packing: a step has as many rows as fit into packs of {length} tokens, which only the data knows"
@@ -601,7 +603,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         cp=sizes.cp,
         ep=sizes.ep,
         dp=sizes.dp,
-        packed_rows=f"as many as fit into packs, {sizes.packed} on average" if sizes.packed > 1 else None,
+        packed_rows=f"as many as fit into packs, {sizes.packed} on average" if sizes.packed is not None else None,
         row_order=_read_order(run, command),
         expert_capacity=_read_capacity(run, command),
         lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),

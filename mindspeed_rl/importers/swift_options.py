@@ -476,8 +476,7 @@ _NONE: dict[str, Option] = {
     ),
     **_each("fsdp fsdp_config", with_others("the training engine", off="nothing is trained")),
     **_each(
-        "use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size "
-        "use_flash_ckpt",
+        "use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size use_flash_ckpt",
         no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state"),
     ),
     **_each(

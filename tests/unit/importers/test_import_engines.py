@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.importers.command import PROJECTS
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import Import, ImportSettings
 from mindspeed_rl.importers.swift import PROJECT
@@ -85,3 +86,50 @@ def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
 def test_commands_of_megatron_stay_with_it() -> None:
     base = "NPROC_PER_NODE=8 megatron sft --model models/base --dataset rows.jsonl --train_iters 3 --global_batch_size 16"
     assert engine(take(base)) is None
+
+
+OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path {} --data.dataset d --data.max_len 512"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("models/base", "--ds.zero_stage 3", "fsdp"),
+        ("models/base", "--ds.zero_stage 2", None),
+        ("models/base", "", None),
+        ("mistralai/Mixtral-8x7B", "--ds.zero_stage 3", None),
+        ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", None),
+    ],
+)
+def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expected: object) -> None:
+    command = f"{OPENRLHF_DPO.format(model)} {options}"
+    accepted = frozenset({"aggregation", "total_steps"})
+    run = import_command(PROJECTS["openrlhf"], command, ImportSettings(devices=8, accepted=accepted, rows=8192))
+    assert engine(run) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "fsdp"),
+        ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
+        ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+        ({}, None),
+    ],
+)
+def test_zero_3_of_llama_factory_keeps_weights_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"own": {"file_name": "own.json"}}))
+    options = {
+        "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "full", "dataset": "own",
+        "template": "qwen3_nothink", "max_steps": 100, "bf16": True,
+    }  # fmt: skip
+    (tmp_path / "train.yaml").write_text(json.dumps(options | changes))
+    run = import_command(PROJECTS["llama-factory"], "train.yaml", ImportSettings(devices=8))
+    assert engine(run) == expected

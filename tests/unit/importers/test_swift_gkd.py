@@ -97,7 +97,7 @@ def test_megatron_counts_rows_of_a_step() -> None:
         (f"{TEACHER} --seq_kd true", "sequence distillation"),
         (f"{TEACHER} --teacher_adapters a", "a teacher with adapters"),
         (f"{SERVER} --dataset AI-ModelScope/clevr_cogen_a_train", "images for a teacher on a server"),
-        ("--teacher_model_server '[{\"url\": \"http://a\"}]' --gkd_logits_topk 8", "several teachers in a command"),
+        ('--teacher_model_server \'[{"url": "http://a"}]\' --gkd_logits_topk 8', "several teachers in a command"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(options: str, sentence: str) -> None:

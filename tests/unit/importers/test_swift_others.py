@@ -147,9 +147,10 @@ def test_small_options_have_their_keys() -> None:
     assert take(SFT).get("megatron_training.sft_loss_type") is None
     muon = take(f"{MEGATRON} --optimizer dist_muon")
     assert [muon.get(f"megatron_training.{name}") for name in ("optimizer", "muon_momentum")] == ["muon", 0.9]
-    assert "num_layer_list" in take(f"{MEGATRON} --decoder_last_pipeline_num_layers 11").without_effect[
-        "--decoder_last_pipeline_num_layers"
-    ]
+    assert (
+        "num_layer_list"
+        in take(f"{MEGATRON} --decoder_last_pipeline_num_layers 11").without_effect["--decoder_last_pipeline_num_layers"]
+    )
     assert "mindspeed-rl evaluate" in take(f"{SFT} --predict_with_generate true").without_effect["--predict_with_generate"]
 
 

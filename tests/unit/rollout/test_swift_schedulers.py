@@ -25,9 +25,7 @@ class Characters:
 def ask(text: str, columns: dict, *, turn: int = 1, reason: str = "stop") -> tuple[MathTips, SimpleNamespace, SimpleNamespace]:
     scheduler = MathTips(Characters(), max_turns=2)  # type: ignore[arg-type]
     messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": text}]
-    choice = SimpleNamespace(
-        message=SimpleNamespace(content=text), token_ids=[*map(ord, text), 0], finish_reason=reason
-    )
+    choice = SimpleNamespace(message=SimpleNamespace(content=text), token_ids=[*map(ord, text), 0], finish_reason=reason)
     return scheduler, SimpleNamespace(messages=messages, data_dict=columns), choice
 
 
