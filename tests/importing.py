@@ -48,6 +48,7 @@ _GUESSES = (
     (r"LEN|TOKENS", "4096"),
     (r"(^|_)(TP|PP|CP|SP|EP|ETP|VPP|DP)(_|$)|SIZE|NUM_|STEPS|EPOCH|WORKERS", "1"),
     (r"TIME|DATE", "20260101"),
+    (r"ROWS_PER", "4"),
     (r"DATA|TRAIN|TEST|FILE", "/data/{}.parquet"),
     (r"", "/given/{}"),
 )
@@ -86,6 +87,7 @@ def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | Non
     text = path.read_text(encoding="utf-8", errors="replace") if path.suffix == ".sh" else str(path)
     given: int | None = None
     reasons: list[str] = []
+    own_reasons: list[str] = []
     for _ in range(_MAX_ROUNDS):
         settings = ImportSettings(devices=given, variables=variables, accepted=accepted, folder=path.parent)
         try:
@@ -103,7 +105,9 @@ def judge(project: str, path: Path, devices: int) -> tuple[Outcome, Import | Non
         if not asked and not named:
             if given is not None:
                 break
-            given = devices
+            given, own_reasons = devices, reasons
+    # with other devices than its own a script may be refused for its sizes
+    reasons = own_reasons or reasons
     kind = "no command" if any(reason.startswith(("there is no c", "there is no call")) for reason in reasons) else "refused"
     return Outcome(path, kind, reasons), None, variables
 

@@ -7,8 +7,9 @@ With p the teacher and q the student at one position, both over the K tokens tha
     jsd        = beta KL(p || m) + (1 - beta) KL(q || m), m = beta p + (1 - beta) q     (GKD, arXiv:2306.13649)
 
 The probability outside of the K tokens is dropped, as verl does, where the sum may fall below 0 and counts as 0; or it is
-lumped: all other tokens together are one more token, so that the sum is a divergence and a lower bound of the full one.
-With K of the full vocabulary both are the divergence itself.
+lumped: all other tokens together are one more token, so that the sum is a divergence and a lower bound of the full one; or both
+are renormalized over the K tokens, as ms-swift does, so that the probability of the student outside of them does not matter.
+With K of the full vocabulary all three are the divergence itself.
 
 Over sampled tokens a divergence is an estimate of KL(student || teacher) (`kl.estimate_divergence`).
 """
@@ -40,7 +41,7 @@ def compute_divergence(
         teacher: [..., K] log p.
         kind: "forward_kl", "reverse_kl" or "jsd".
         beta: weight of the teacher in jsd; 0 is forward_kl and 1 is reverse_kl, as in TRL.
-        rest: "drop" or "lump".
+        rest: "drop", "lump" or "renormalize".
         min_log_prob: log-probs of both count as at least this, without a gradient below.
 
     Returns:
@@ -48,6 +49,9 @@ def compute_divergence(
     """
     if rest == "lump":
         student, teacher = (torch.cat([values, _compute_rest(values)], -1) for values in (student, teacher))
+    elif rest == "renormalize":
+        # without a token in any entry both are uniform
+        student, teacher = (values.clamp(min=LOG_ZERO).log_softmax(-1) for values in (student, teacher))
     floor = LOG_ZERO if min_log_prob is None else min_log_prob
     q, p = student.clamp(min=floor), teacher.clamp(min=floor)
     if kind == "jsd" and 0.0 < beta < 1.0:

@@ -92,7 +92,11 @@ DISTILLATION_LINES: tuple[Formula, ...] = (
     _line(
         "distill",
         "D = {divergence}{clamp}{mean}; q the student, p the teacher",
-        rest=Choice("topk_rest", {"lump": "the rest lumped into one token"}, "the rest dropped"),
+        rest=Choice(
+            "topk_rest",
+            {"lump": "the rest lumped into one token", "renormalize": "both renormalized over them"},
+            "the rest dropped",
+        ),
         mixture=Choice("loss_mode", {}, "{beta:g} p + {beta_rest:g} q"),
         kind=Choice(
             "loss_mode",

@@ -111,6 +111,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
     add("--chat-template-kwargs", type=read_json_object, help="JSON object of arguments of the tokenizer's template (hf)")
     add("--reasoning-effort", help="effort text of the template (deepseek4: high, max)")
     add("--drop-thinking", type=_true_or_false, help="leave out thoughts before the last question (default: the template's)")
+    add("--system-prompt", help="system prompt of every row that has none")
     add("--append-eod", action="store_true", default=None, help="end token after each document, and each sample without one")
     add("--seq-length", type=int, help="longer samples are dropped; the length of a packed row")
     add("--pad-to-multiple-of", type=int)

@@ -42,7 +42,7 @@ from mindspeed_rl.data.templates import HfTemplate, Template, load_template
 from mindspeed_rl.data.tokenizer import check_tokens, load_tokenizer, set_eos_token
 
 #: settings of a handler that preprocessing makes itself, or leaves to the loading of raw prompts
-_OTHER_SETTINGS = ("tokenizer", "template", "system_prompt", "tools", "images")
+_OTHER_SETTINGS = ("tokenizer", "template", "tools", "images")
 
 
 @dataclass
@@ -67,8 +67,9 @@ def _build_handler(config: PreprocessConfig) -> Handler:
         raise ValueError(
             f"prompt_type={config.prompt_type!r} has no meaning for {config.handler_name}, which writes plain text"
         )
-    if config.chat_template_kwargs and not kind.needs_template:
-        raise ValueError(f"chat_template_kwargs has no meaning for {config.handler_name}, which writes plain text")
+    for name in ("chat_template_kwargs", "system_prompt"):
+        if getattr(config, name) and not kind.needs_template:
+            raise ValueError(f"{name} has no meaning for {config.handler_name}, which writes plain text")
     if forced is not None and config.prompt_type not in (None, forced):
         raise ValueError(f"{config.handler_name} always uses prompt_type={forced!r}; drop prompt_type={config.prompt_type!r}")
     if config.pack and not kind.can_pack:

@@ -40,6 +40,7 @@ class PreprocessConfig:
     chat_template_kwargs: Mapping[str, object] | None = None
     reasoning_effort: str | None = None
     drop_thinking: bool | None = None
+    system_prompt: str | None = None
     append_eod: bool = False
     seq_length: int | None = None
     pad_to_multiple_of: int = 1

@@ -17,6 +17,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.training_engines import list_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     join_words,
@@ -253,6 +254,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
     if stage != "pt":
         defaults.append((f"{ACTOR}.no_pad_to_seq_lengths", True, "rows are padded to the longest of a micro-batch"))
+    defaults += _choose_engine(run, command, stage, model, has_adapters=lora is not None)
     recipe = Recipe(
         stage=_STAGES[stage],
         step_samples=step,
@@ -400,27 +402,42 @@ def _read_rest(run: Import, command: _Command) -> None:
     run.note_given("max_samples", "a word of preprocessing, see data_path", changes_nothing=False)
     if command.flag("streaming"):
         run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")
-    if command.has("deepspeed"):
-        _check_deepspeed(run, command)
 
 
-def _check_deepspeed(run: Import, command: _Command) -> None:
-    """Refuse what a file of DeepSpeed sets besides memory; Trainer checks that its other numbers are those of the command."""
+def _choose_engine(
+    run: Import, command: _Command, stage: str, model: str, *, has_adapters: bool
+) -> tuple[tuple[str, object, str], ...]:
+    """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
+    divides = "ZeRO-3" if _read_deepspeed(run, command) == 3 else ""
+    obstacles = {"adapters": has_adapters, "images": command.has("image_max_pixels", "freeze_vision_tower")}
+    defaults, reason = list_engine(divides, stage=_STAGES[stage], model=model, obstacles=obstacles)
+    kept = "see engine" if defaults else "optimizer state is spread by use_distributed_optimizer"
+    run.note_given("deepspeed", reason or kept, changes_nothing=not defaults)
+    return defaults
+
+
+def _read_deepspeed(run: Import, command: _Command) -> int:
+    """Return the stage of ZeRO, and refuse what a file of DeepSpeed sets besides memory.
+
+    Trainer checks that its other numbers are those of the command.
+    """
     value = command.get("deepspeed")
     if value in (None, "", False):
-        return
+        return 0
     content: Mapping[str, object]
     if isinstance(value, Mapping):
         content = {str(name): item for name, item in value.items()}
-    elif (found := find_file(command.source, str(value))) is not None:
-        content = read_option_file(found)
+    elif (path := find_file(command.source, str(value))) is not None:
+        content = read_option_file(path)
     elif Path(str(value)).stem in _OWN_DEEPSPEED:
-        content = {}
+        content = {"zero_optimization": {"stage": int(Path(str(value)).stem[4])}}
     else:
         content = read_option_file(require_file(command.source, "deepspeed", str(value)))
     if others := [name for name in ("optimizer", "scheduler", "tensor_parallel", "autotuning") if content.get(name)]:
         run.refuse("deepspeed", f"{', '.join(others)} of {value}; write the numbers of the command")
-    run.note_given("deepspeed", "Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state")
+    zero = content.get("zero_optimization")
+    found = zero.get("stage") if isinstance(zero, Mapping) else 0
+    return found if isinstance(found, int) else 0
 
 
 PROJECT = SourceProject("llama-factory", "LLaMA-Factory", "0.9.6", TABLES, _read, _describe, prefix="", switches=_SWITCHES)

@@ -222,6 +222,8 @@ def _write_template(run: Import, command: SourceCommand, entries: list[_Entry]) 
         words += f" --drop-thinking {str(not keeps).lower()}"
     elif found is None and command.has("enable_thinking"):
         words += f" --enable-thinking {'none' if thinking is None else str(bool(thinking)).lower()}"
+    if system := command.text("default_system"):
+        words += f" --system-prompt {shlex.quote(system)}"
     if command.has("template"):
         run.translate("template", {}, f"{words.strip()}: {note}")
     elif name is None:

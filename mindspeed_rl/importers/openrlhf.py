@@ -46,6 +46,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.training_engines import list_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
@@ -122,7 +123,7 @@ def _truncated(run: Import, option: str, value: object) -> None:
         run.refuse(option, "rewards of truncated responses that are scaled or replaced")
 
 
-_ENGINE_OF_TRAINING = no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state")
+_ENGINE_OF_TRAINING = no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state")
 _BATCH = part(BATCH)
 _LENGTHS = part("max_model_len sampling_config.max_tokens max_prompt_length seq_length")
 _KL = part(KL)
@@ -163,11 +164,12 @@ _SHARED: dict[str, Option] = {
         part(LORA, off="all weights train"),
     ),
     **dict.fromkeys(
-        "ds.zero_stage ds.zpg ds.adam_offload ds.deepcompile ds.attn_implementation ds.experts_implementation "
+        "ds.zpg ds.adam_offload ds.deepcompile ds.attn_implementation ds.experts_implementation "
         "ds.grad_accum_dtype ds.overlap_comm ds.ring_attn_head_stride ds.use_universal_ckpt "
         "local_rank train.full_determinism_enable".split(),
         _ENGINE_OF_TRAINING,
     ),
+    "ds.zero_stage": with_others("the training engine"),
     "ckpt.output_dir": to(f"{ACTOR}.save", default="./ckpt"),
     "ckpt.path": no_effect("checkpoints are in megatron_training.save"),
     "ckpt.save_steps": interval(f"{ACTOR}.save_interval"),
@@ -389,8 +391,23 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         ),
     )
     recipe = (_describe_ppo if program == "ppo_ray" else _describe_dataset)(run, command, shared)
+    recipe = replace(recipe, defaults=(*recipe.defaults, *_choose_engine(run, command, recipe)))
     warmup = math.ceil(recipe.total_steps * (rate.warmup_share or 0.0))
     return recipe.follow(Schedule(rate.peak, rate.style, recipe.total_steps, warmup, 0.0, rate.floor or 0.0))
+
+
+def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple[tuple[str, object, str], ...]:
+    """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
+    obstacles = {
+        "adapters": recipe.lora_rank > 0,
+        "tensor parallelism": recipe.tp > 1,
+        "sequences that several devices share": recipe.cp > 1,
+    }
+    divides = "ZeRO-3" if command.number("ds.zero_stage", 2) == 3 else ""
+    defaults, reason = list_engine(divides, stage=recipe.stage, model=recipe.model or "", obstacles=obstacles)
+    kept = "see engine" if defaults else "optimizer state is spread by use_distributed_optimizer"
+    run.note_given("ds.zero_stage", reason or kept, changes_nothing=not defaults)
+    return defaults
 
 
 def _data(command: SourceCommand) -> str:

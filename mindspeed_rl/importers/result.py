@@ -132,6 +132,23 @@ class Import:
         """Return True where it is said what becomes of an option."""
         return any(option in notes for notes in (self.translated, self.same, self.without_effect, self.refused))
 
+    def take(self, path: str, note: str) -> object:
+        """Remove a key from the run file, as it is said elsewhere, and return its value; None where it is not set.
+
+        Args:
+            note: what becomes of the options that set it.
+        """
+        value = self.get(path)
+        group, _, name = _place(path).partition(".")
+        self.tree.get(group, {}).pop(name, None)
+        for option, (values, _) in self._sources.items():
+            if value is not None and any(item == path or item.startswith(f"{path}.") for item in values):
+                self._sources[option] = {}, note
+                self.translated[option] = note
+        if value is not None:
+            self.added.pop(_place(path), None)
+        return value
+
     def name_dropped(self) -> None:
         """Name the keys that options set and that are not in the run file after all, as nothing in it reads them."""
         for option, (values, note) in self._sources.items():

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from mindspeed_rl.catalogue.objective import Distillation
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.rules.violation import format_value
@@ -45,6 +46,7 @@ class SourcePlan:
         gamma, lam: discounts; None for an estimator without them.
         value_clip: range of the critic's clipping; None without a critic.
         critic_lr: learning rate of the critic; None without one.
+        divergence: from teachers, where it alone is the loss; numbers of a policy loss train nothing then.
         old_policy: what the ratio's denominator is of, where samples are rolled out: "actor", the weights before the update,
             "rollout engine", its own log-probs, or "synced actor", the weights that the engine has last got.
         importance_sampling: correction of the rollout's log-probs and its threshold, as "token_truncate 2"; None without.
@@ -55,6 +57,11 @@ class SourcePlan:
         routing: how tokens come to experts where a benchmark decides it instead of the router.
         sample_borders: where the samples of a row end if a benchmark decides it instead of the data.
         prediction_states: what the prediction layers read if it is something else than the states behind the last norm.
+        packed_rows: how many rows a step has where packs of tokens are counted instead.
+        documents: how samples are made of the documents of pretraining, if not of the joined text.
+        row_order: order of the rows where it is none of chance.
+        expert_capacity: tokens of an expert beyond which further ones are dropped.
+        answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
         reward_scale: what rewards are divided by before all else.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
@@ -89,6 +96,7 @@ class SourcePlan:
     lam: float | None = None
     value_clip: float | None = None
     critic_lr: float | None = None
+    divergence: str | None = None
     old_policy: str | None = None
     importance_sampling: str | None = None
     temperature: float | None = None
@@ -111,6 +119,11 @@ class SourcePlan:
     routing: str | None = None
     sample_borders: str | None = None
     prediction_states: str | None = None
+    packed_rows: str | None = None
+    documents: str | None = None
+    row_order: str | None = None
+    expert_capacity: str | None = None
+    answer_term: str | None = None
     reward_scale: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
@@ -131,8 +144,16 @@ _ALWAYS_HERE = {
     "routing": "by the router",
     "sample_borders": "those of the data",
     "prediction_states": "behind the last norm",
+    "packed_rows": "a fixed number",
+    "documents": "joined, and the text is cut",
+    "row_order": "by chance",
+    "expert_capacity": "none, no token is dropped",
+    "answer_term": "mean of the tokens of a pair",
     "reward_scale": "as they are scored",
 }
+
+#: numbers of a policy loss, which do not matter where the divergence from teachers alone trains
+_OF_POLICY = tuple("loss level clip_low clip_high clip_c delta advantage advantage_scale old_policy gamma lam".split())
 
 #: names of PLAN fields, which `--accept` takes
 PLAN_NUMBERS = tuple(field.name for field in dataclasses.fields(SourcePlan))
@@ -274,6 +295,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
         lam=objective.lam if "lam" in reads else None,
         value_clip=None if critic is None else objective.cliprange_value,
         critic_lr=None if critic is None else critic.lr,
+        divergence=_describe_divergence(objective.distillation),
         old_policy=RECORDED_POLICY if objective.reads_rollout_policy else "actor",
         importance_sampling=None if objective.correction is None else correction,
         temperature=sampling.temperature,
@@ -290,9 +312,32 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
 
 
 def _pair(there: SourcePlan, here: SourcePlan, name: str) -> tuple[object, object]:
-    """Return a number of both plans; None for both where the other project says nothing else than what always holds here."""
-    first = getattr(there, name)
-    return (first, None if first is None else _ALWAYS_HERE[name]) if name in _ALWAYS_HERE else (first, getattr(here, name))
+    """Return a number of both plans; None for both where it does not matter, or holds here as everywhere."""
+    first, second = getattr(there, name), _ALWAYS_HERE.get(name, getattr(here, name))
+    is_silent = first is None and (name in _ALWAYS_HERE or name == "divergence")
+    if is_silent or (there.divergence is not None and here.divergence is not None and name in _OF_POLICY):
+        return None, None
+    return first, second
+
+
+def name_divergence(kind: str, beta: float, tokens: tuple[int, str] | None) -> str:
+    """Return the text of a divergence from a teacher.
+
+    Args:
+        tokens: the teacher's most probable ones and what becomes of the rest; None for the whole vocabulary.
+    """
+    weight = f" {beta:g}" if kind == "jsd" else ""
+    if tokens is None:
+        return f"{kind}{weight} over the vocabulary"
+    rests = {"drop": "the rest dropped", "lump": "the rest as one more", "renormalize": "renormalized"}
+    return f"{kind}{weight} over {tokens[0]} tokens of the teacher, {rests[tokens[1]]}"
+
+
+def _describe_divergence(term: Distillation | None) -> str | None:
+    """Return the divergence of a run whose loss is nothing else; None for others."""
+    if term is None or term.use_task_rewards or term.use_policy_gradient or term.estimator is not None:
+        return None
+    return name_divergence(term.kind, term.beta, (term.topk, term.topk_rest))
 
 
 def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[object, object]]:

@@ -40,9 +40,19 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
-from mindspeed_rl.importers.source_files import require_file
+from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
+from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_distillation, read_policy_teacher
 from mindspeed_rl.importers.swift_options import CORRECTIONS, OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
+from mindspeed_rl.importers.swift_rows import map_columns
+from mindspeed_rl.importers.swift_templates import (
+    find_unknown_weights,
+    is_of_hermes,
+    list_prompt_defaults,
+    note_template,
+    write_template,
+)
+from mindspeed_rl.importers.training_engines import list_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     describe_preprocessing,
@@ -50,11 +60,11 @@ from mindspeed_rl.importers.translators import (
     name_prompts,
     name_tokens,
     read_option_file,
-    take_template_words,
 )
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
     UNSET_RANK,
+    count_experts,
     find_lora_targets,
     list_expert_defaults,
     note_prediction,
@@ -65,8 +75,10 @@ from mindspeed_rl.importers.writer import (
 #: program -> stage here; others only generate
 _STAGES = {
     "grpo": "ray_grpo", "ppo": "ray_ppo", "dpo": "dpo", "simpo": "simpo", "cpo": "cpo", "orpo": "orpo", "kto": "kto",
-    "rm": "orm", "sft": "sft", "pt": "pretrain",
+    "rm": "orm", "sft": "sft", "pt": "pretrain", "gkd": "ray_grpo",
 }  # fmt: skip
+#: kinds whose responses are sampled
+_WITH_ROLLOUTS = ("grpo", "ppo", "gkd")
 #: kinds that read pairs of answers
 _PAIRS = ("dpo", "simpo", "cpo", "orpo", "rm")
 _MEGATRON = "megatron "
@@ -74,10 +86,6 @@ _SERVING = {
     "rollout": "mindspeed-rl rollout --config-name",
     "deploy": "mindspeed-rl rollout --config-name",
     "infer": "mindspeed-rl generate --load",
-}
-#: kinds of `rlhf` without a counterpart
-_OTHER_KINDS = {
-    "gkd": "commands of GKD; rl_config.distillation has its losses (docs/distillation.md)",
 }
 #: programs that train nothing and serve nothing
 _OTHER_PROGRAMS = {
@@ -113,6 +121,8 @@ _FUNCTIONS = {
     "repetition": "swift_repetition",
     "soft_overlong": "soft_overlong",
 }
+#: scheduler of ms-swift -> here
+_SCHEDULERS = {"math_tip_trick": "mindspeed_rl.rollout.agents.swift_schedulers:MathTips"}
 _LEVELS = {"token": "token", "sequence": "sequence", "sequence_token": "sequence_token"}
 #: policy loss there -> here, the name of its formula, its average
 _LOSSES = {
@@ -125,11 +135,13 @@ _LOSSES = {
     "fipo": ("fipo", "fipo", "token"),
     "real": ("real", "real", "sequence"),
 }
+#: variable that the user sets: rows of a preference stage that fit into one pack
+_ROWS_PER_PACK = "ROWS_PER_PACK"
 #: longest prompt where the command has no limit
 _PROMPT_LENGTH = 2048
 
 
-_BY_STAGE = {name: OPTIONS if name in ("grpo", "ppo") else SUPERVISED_OPTIONS for name in _STAGES}
+_BY_STAGE = {name: OPTIONS if name in _WITH_ROLLOUTS else SUPERVISED_OPTIONS for name in _STAGES}
 #: options of earlier releases, which its guides still name
 _RETIRED: dict[str, Option] = {
     "vllm_device": no_effect("the rollout shares the actor's devices, or has rl_config.rollout_resource", "auto"),
@@ -152,23 +164,55 @@ _TABLES = {
 
 def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command among those of a script, else the one that serves or generates."""
-    found = [(command, parsed) for command in commands if (parsed := _read_command(command)) is not None]
+    read = [(command, parsed) for command in commands if (parsed := _read_command(command)) is not None]
+    others = [parsed for _, parsed in read if parsed.program in _OTHER_PROGRAMS]
+    found = [item for item in read if item[1].program not in _OTHER_PROGRAMS]
+    training = [item for item in found if item[1].program not in _SERVING]
+    if others and not training:
+        raise ConfigError([f"{' '.join(others[0].trailing)}: {_OTHER_PROGRAMS[others[0].program]}"])
     if not found:
         raise ConfigError(["there is no command of ms-swift, such as swift rlhf --rlhf_type grpo --model Qwen/Qwen3-4B ..."])
-    training = [item for item in found if item[1].program not in _SERVING]
     different = [item for item in training if item[1].options != training[0][1].options]
     if different or (training and training[0][0].uncertain):
         lines = ", ".join(str(command.line) for command, _ in training)
         raise ConfigError([f"the script has several trainings, or one that may not run (lines {lines}); import one of them"])
     command, parsed = (training or found)[0]
-    environment = dict(parsed.environment)
+    environment, options = dict(parsed.environment), dict(parsed.options)
     servers = [item.options for _, item in found if item.program == "rollout"] if training else []
+    if training:
+        options = _read_cached_data(options, others)
+        environment |= {_OTHERS: " ".join(dict.fromkeys(item.program for item in others))}
     if servers:
+        # environment and turns of a server are those of its run
+        options = {name: value for name, value in servers[0].items() if name in _OF_TURNS} | options
         # the servers of the script are those of the run
         environment |= {"SWIFT_SERVERS": str(len(servers))}
         environment |= {"SWIFT_SERVER_TP": str(servers[0].get("vllm_tensor_parallel_size", 1))}
         environment |= {"SWIFT_SERVER_DP": str(servers[0].get("vllm_data_parallel_size", 1))}
-    return replace(parsed, environment=environment, devices=devices or parsed.devices)
+    return replace(parsed, options=options, environment=environment, devices=devices or parsed.devices)
+
+
+#: options of a server that belong to the run whose server it is
+_OF_TURNS = ("multi_turn_scheduler", "max_turns", "gym_env", "use_gym_env", "external_plugins")
+#: variable with the programs of a script that neither train nor serve
+_OTHERS = "SWIFT_OTHERS"
+#: options of `export` that say which rows a folder of tokens has, and what trains of them
+_OF_CACHED_DATA = (
+    "dataset", "val_dataset", "split_dataset_ratio", "system", "loss_scale", "columns", "truncation_strategy",
+    "use_chat_template",
+)  # fmt: skip
+
+
+def _read_cached_data(options: Mapping[str, object], others: list[SourceCommand]) -> dict[str, object]:
+    """Return the options of a training with the data of the `export` of its script in place of the folders that it wrote."""
+    folders = [options[name] for name in ("cached_dataset", "cached_val_dataset") if name in options]
+    names = {str(name) for folder in folders for name in (folder if isinstance(folder, list) else [folder])}
+    for export in others:
+        own = str(Path(str(export.options.get("output_dir", ""))))
+        if names and "to_cached_dataset" in export.options and {str(Path(name).parent) for name in names} == {own}:
+            rest = {name: value for name, value in options.items() if name not in ("cached_dataset", "cached_val_dataset")}
+            return {name: value for name, value in export.options.items() if name in _OF_CACHED_DATA} | rest
+    return dict(options)
 
 
 def _read_command(command: Command) -> SourceCommand | None:
@@ -177,6 +221,10 @@ def _read_command(command: Command) -> SourceCommand | None:
     if not program:
         return None
     flags, trailing = read_flags(words)
+    if (name := program.removeprefix(_MEGATRON)) in _OTHER_PROGRAMS:
+        own = {option: _read_value(value) for option, value in flags.items()}
+        launcher = "megatron" if program.startswith(_MEGATRON) else "swift"
+        return SourceCommand(name, own, trailing=(launcher, name))
     values = {name: _read_value(value) for name, value in flags.items()}
     files = [word for word in trailing if Path(word).suffix in (".yaml", ".yml", ".json")]
     environment = dict(command.environment)
@@ -188,8 +236,6 @@ def _read_command(command: Command) -> SourceCommand | None:
         options["logging_steps"] = options.pop("log_interval")
     if program.endswith("rlhf"):
         kind = str(options.get("rlhf_type", "dpo"))
-        if kind in _OTHER_KINDS:
-            raise ConfigError([f"--rlhf_type {kind}: not available here: {_OTHER_KINDS[kind]}"])
         program = program.replace("rlhf", kind)
     if program.removeprefix(_MEGATRON) not in {*_STAGES, *_SERVING}:
         raise ConfigError([f"the command trains {program!r}; available are {', '.join((*_STAGES, *_SERVING))}"])
@@ -203,11 +249,7 @@ def _read_command(command: Command) -> SourceCommand | None:
 
 
 def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the program of a command, "megatron sft" for one of Megatron-SWIFT, and the words after it; "" for other commands.
-
-    Raises:
-        ConfigError: it has no counterpart.
-    """
+    """Return the program of a command, "megatron sft" for one of Megatron-SWIFT, and the words after it; "" for others."""
     for place, word in enumerate(words):
         name, before = Path(word).name, Path(words[place - 1]).name if place else ""
         path = Path(word)
@@ -221,9 +263,7 @@ def _find_program(words: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
             before = "megatron" if "_megatron" in words[place - 1] else "swift"
         if before not in ("swift", "megatron"):
             continue
-        if name in _OTHER_PROGRAMS:
-            raise ConfigError([f"{before} {name}: {_OTHER_PROGRAMS[name]}"])
-        if name in ("rlhf", "sft", "pt", *_SERVING):
+        if name in ("rlhf", "sft", "pt", *_SERVING, *_OTHER_PROGRAMS):
             return (_MEGATRON if before == "megatron" else "") + name, words[place + 1 :]
     return "", ()
 
@@ -252,7 +292,10 @@ def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
         environment.setdefault(str(name), str(value))
     together = content.pop("colocate_groups", None) or []
     roles = [group for group in together if isinstance(group, list)] if isinstance(together, list) else []
-    if (groups := content.pop("device_groups", None)) is not None:
+    groups = content.pop("device_groups", None)
+    if (count := _count_ranks(groups)) is not None:
+        environment[_RAY_GROUPS["train"]] = str(count)
+    elif groups is not None:
         feature = f"device_groups {groups}: not available here: devices by their ranks; take the group out, and write --devices"
         raise ConfigError([f"{path}: {feature}"])
     for name, value in content.items():
@@ -267,6 +310,19 @@ def _read_options(path: Path, environment: dict[str, str]) -> dict[str, object]:
     if any({"train", "rollout"} <= set(group) for group in roles):
         environment.pop(_RAY_GROUPS["rollout"], None)
     return options
+
+
+def _count_ranks(groups: object) -> int | None:
+    """Return the devices of a run under Ray whose one group has all workers; None for other groups."""
+    rest = {name: group for name, group in groups.items() if name != "nproc_per_node"} if isinstance(groups, Mapping) else {}
+    group = next(iter(rest.values()), None)
+    if len(rest) != 1 or not isinstance(group, Mapping) or group.get("workers") != ["default"]:
+        return None
+    ranks = group.get("ranks")
+    span = re.fullmatch(r"list\(range\((\d+), *(\d+)\)\)", str(ranks))
+    if span is not None:
+        return int(span.group(2)) - int(span.group(1)) or None
+    return len(ranks) if isinstance(ranks, list) else ranks if isinstance(ranks, int) else None
 
 
 def _read_value(words: list[str]) -> object:
@@ -310,6 +366,7 @@ class _Sizes:
         dp: replicas.
         micro: rows of one forward pass.
         step: rows of an optimizer step: completions, samples or pairs.
+        packed: rows of a pack; None where rows are not packed.
         group: responses of a prompt; 1 without rollouts.
         iterations: passes over a rollout.
         steps: optimizer steps of one rollout, over all its iterations; 1 without rollouts.
@@ -331,6 +388,7 @@ class _Sizes:
                 [f"{world} devices are no whole replicas of {self.tp} x {self.pp} x {self.cp}; --devices says them"]
             )
         self.group, self.iterations, self.steps = 1, 1, 1
+        self.packed = _count_packed_rows(command, self.kind)
         self.rollout: int | None = None
         if self.is_megatron:
             self.micro, self.step = command.count("micro_batch_size", 1), command.count("global_batch_size", 16)
@@ -340,17 +398,19 @@ class _Sizes:
             default = 1 if self.kind == "grpo" else max(1, math.ceil(16 / self.micro / world))
             accumulated = command.count("gradient_accumulation_steps", default)
             # a rollout's forward passes count those of all processes, also where several share a sequence
-            per_pass, passes = self.micro * (world if self.kind in ("grpo", "ppo") else self.dp), accumulated
+            per_pass, passes = self.micro * (world if self.kind in _WITH_ROLLOUTS else self.dp), accumulated
             self.step = per_pass * accumulated
+        if self.packed is not None:
+            self.micro, self.step = self.micro * self.packed, self.step * self.packed
         if self.kind == "ppo":
             parts = command.count("num_mini_batches", 1)
             self.iterations = command.count("num_ppo_epochs", 4)
             self.rollout, self.steps = self.step * parts, parts * self.iterations
-        elif self.kind == "grpo":
+        elif self.kind in _WITH_ROLLOUTS:
             self._set_rollout(command, passes, per_pass)
 
     def _set_rollout(self, command: SourceCommand, accumulated: int, per_pass: int) -> None:
-        self.group = command.count("num_generations", 8)
+        self.group = 1 if self.kind == "gkd" else command.count("num_generations", 8)
         self.iterations = command.count("num_iterations", 1)
         total = command.get("generation_batch_size")
         if total is not None:
@@ -372,6 +432,17 @@ class _Sizes:
                  "a whole number of rollouts, or a rollout one of steps"]
             )  # fmt: skip
 
+    @property
+    def counts_completions(self) -> bool:
+        """True where sizes are written in completions, as Megatron-SWIFT has them, or as a step has no whole groups.
+
+        Counted so, the prompts of a step and of a rollout must divide by the replicas and by the rows of a pass.
+        """
+        if self.rollout is None or self.step % self.group:
+            return self.rollout is not None
+        unit = self.group * self.dp * self.micro
+        return self.is_megatron and self.group > 1 and self.step % unit == 0 and self.rollout % unit == 0
+
     def count_steps(self, command: SourceCommand, rows: int) -> int:
         """Return the optimizer steps of the run over so many rows of data."""
         limit = command.number("train_iters" if self.is_megatron else "max_steps", -1)
@@ -392,6 +463,21 @@ class _Sizes:
         batches = math.ceil(rows / (self.micro * self.dp))
         accumulated = self.step // (self.micro * self.dp)
         return math.ceil(number * max(1, math.ceil(batches / accumulated)))
+
+
+def _count_packed_rows(command: SourceCommand, kind: str) -> int | None:
+    """Return the rows that a pack of a preference stage has on average; None where rows are not joined in a preference stage.
+
+    Raises:
+        ConfigError: the user does not say it.
+    """
+    if not command.flag("packing") or kind not in (*_PAIRS, "kto"):
+        return None
+    if (count := command.environment.get(_ROWS_PER_PACK)) is None:
+        length = _read_length(command)
+        text = f"--packing: a step has as many rows as fit into packs of {length} tokens, which only the data knows"
+        raise ConfigError([f"{text}; --set {_ROWS_PER_PACK}=NUMBER says how many fit into one on average"])
+    return read_count(_ROWS_PER_PACK, read_scalar(count))
 
 
 def _read_schedule(command: SourceCommand, total: int) -> Schedule:
@@ -455,11 +541,14 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
     if kind in _SERVING:
         _write_serving(run, command, kind)
         return None
+    for name in command.environment.get(_OTHERS, "").split():
+        run.note(f"swift {name}", _OTHER_PROGRAMS[name])
     shared = _describe_shared(run, command, kind, _Sizes(command))
     _note_calculation(run, command, kind)
     if shared.rollout_completions is None:
         return _describe_dataset(run, command, kind, shared)
-    return (_describe_ppo if kind == "ppo" else _describe_grpo)(run, command, shared)
+    describe = {"ppo": _describe_ppo, "grpo": _describe_grpo, "gkd": _describe_gkd}[kind]
+    return describe(run, command, shared)
 
 
 def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> Recipe:
@@ -493,10 +582,12 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
     if not sizes.is_megatron and command.flag("gradient_checkpointing", default=True):
         reason = "ms-swift computes the layers again in the backward pass"
         defaults += [(key, value, reason) for key, value in RECOMPUTE_LAYERS.items()]
-    if command.text("optimizer") == "muon":
+    if command.text("optimizer") in ("muon", "dist_muon"):
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
+    defaults += _choose_engine(run, command, kind, sizes)
+    _read_agent_template(run, command)
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
         run.refuse("--virtual_pipeline_model_parallel_size", form)
@@ -512,6 +603,9 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         cp=sizes.cp,
         ep=sizes.ep,
         dp=sizes.dp,
+        packed_rows=f"as many as fit into packs, {sizes.packed} on average" if sizes.packed is not None else None,
+        row_order=_read_order(run, command),
+        expert_capacity=_read_capacity(run, command),
         lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
         weight_decay=command.number("weight_decay", 0.1),
         clip_grad=rate.clip_grad,
@@ -522,8 +616,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
             sizes.micro,
             sizes.group,
             None if sizes.rollout is None else sizes.iterations,
-            # counts of completions have Megatron-SWIFT's own rules
-            counts_completions=(sizes.is_megatron and sizes.group > 1) or sizes.step % sizes.group != 0,
+            counts_completions=sizes.counts_completions,
         ),
         rates=(rate,),
         adapters=lora,
@@ -549,6 +642,69 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: _Siz
         unread=engine.unread,
         defaults=tuple(defaults),
     ).follow(schedule)
+
+
+def _read_order(run: Import, command: SourceCommand) -> str | None:
+    """Return the order of the rows where they do not come by chance."""
+    if command.flag("streaming"):
+        if command.number("max_steps", -1) < 1 and command.number("train_iters", -1) < 1:
+            raise ConfigError(["--streaming needs a length in steps: --max_steps or --train_iters"])
+        run.note_given("streaming", "the order of rows is that of the seed, there that of a buffer")
+    run.note_given("streaming", "off")
+    order = command.text("train_sampling_strategy", "random")
+    if order not in ("random", "group_by_length"):
+        run.refuse("--train_sampling_strategy", f"{order} rows; random and group_by_length are available")
+    is_sorted = command.flag("group_by_length") or order == "group_by_length"
+    run.note_given("group_by_length train_sampling_strategy", "see row_order of the plan", changes_nothing=False)
+    return "rows of similar lengths together" if is_sorted else None
+
+
+def _choose_engine(run: Import, command: SourceCommand, kind: str, sizes: _Sizes) -> tuple[tuple[str, object, str], ...]:
+    """Return the key of the training engine where the command divides all weights, and our engine that does so can train it."""
+    names = "fsdp fsdp_config"
+    divides = "" if sizes.is_megatron else _find_division(run, command)
+    obstacles = {
+        "adapters": _read_tuner(command) != "full",
+        "sequences that several devices share": sizes.cp > 1,
+        "images": any(_IMAGES.search(text) for name in ("model", "dataset") for text in command.list_texts(name)),
+        "another optimizer than AdamW": command.text("optimizer", "adam") != "adam",
+        "a reference that moves": command.flag("sync_ref_model"),
+        "prediction layers": bool(command.get("mtp_num_layers")),
+    }
+    defaults, reason = list_engine(divides, stage=_STAGES[kind], model=command.text("model"), obstacles=obstacles)
+    run.note_given(names, reason or ("see engine" if defaults else "off"), changes_nothing=not defaults)
+    if reason and "--deepspeed" in run.translated:
+        run.translated["--deepspeed"] += f"; {reason}"
+    return defaults
+
+
+def _find_division(run: Import, command: SourceCommand) -> str:
+    """Return what divides all weights over the devices: FSDP or ZeRO-3; empty where nothing does."""
+    if command.get("fsdp") or command.get("fsdp_config"):
+        return "FSDP"
+    value = command.text("deepspeed")
+    path = find_file(Command((), {}, 0, folder=run.settings.folder), value) if value.endswith(".json") else None
+    zero = read_option_file(path).get("zero_optimization") if path is not None else None
+    stage = zero.get("stage") if isinstance(zero, Mapping) else 3 if value.startswith("zero3") else 0
+    return "ZeRO-3" if stage == 3 else ""
+
+
+def _read_agent_template(run: Import, command: SourceCommand) -> None:
+    """Note a form of tools that is the one of the tokenizer's own template; others are refused."""
+    name = command.text("agent_template")
+    if name == "hermes" and is_of_hermes(command.text("model")):
+        run.note_given("agent_template", "the tokenizer's chat template writes tools so", changes_nothing=False)
+    elif name:
+        run.refuse("--agent_template", f"{name}: another form of tools than that of the tokenizer's chat template")
+
+
+def _read_capacity(run: Import, command: SourceCommand) -> str | None:
+    """Return the tokens that an expert takes, where there is a limit and the model may have experts."""
+    factor = command.number("moe_expert_capacity_factor", -1.0)
+    names = "moe_expert_capacity_factor moe_pad_expert_input_to_capacity"
+    run.note_given(names, "see expert_capacity of the plan" if factor > 0 else "off", changes_nothing=False)
+    has_experts = count_experts(command.text("mcore_model") or command.text("model")) != 0
+    return f"{factor:g} x the mean, further ones are dropped" if factor > 0 and has_experts else None
 
 
 @dataclass(frozen=True)
@@ -610,20 +766,14 @@ def _read_rate(
 
 def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
     """Note options that the stage answers: what trains, and how losses are averaged."""
-    stage = _STAGES[kind]
-    scale = command.text("loss_scale", "default")
-    scales = {"pt": ("all",), "sft": ("default",)}.get(kind, ("last_round", "default"))
+    stage, unknown = _STAGES[kind], find_unknown_weights(command, kind)
     answers = {
         "calculate_per_token_loss": (
             command.flag("calculate_per_token_loss") == (kind in ("sft", "pt")),
             "as the loss is averaged here",
             "another average of the loss",
         ),
-        "loss_scale": (
-            scale in scales,
-            "these tokens train here",
-            f"the weights of tokens {scale}; available are {', '.join(scales)}",
-        ),
+        "loss_scale": (not unknown, "these tokens train here", unknown),
         "use_chat_template": (
             command.flag("use_chat_template") == (kind != "pt"),
             "the stage decides it",
@@ -635,8 +785,8 @@ def _note_calculation(run: Import, command: SourceCommand, kind: str) -> None:
             run.note_given(name, reason, changes_nothing=False)
         elif command.has(name):
             run.refuse(f"--{name}", feature)
-    if command.flag("packing") and kind != "sft":
-        run.refuse("--packing", f"joined rows in stage {stage}")
+    if command.flag("packing") and kind == "pt":
+        run.note_given("packing", "see documents of the plan", changes_nothing=False)
 
 
 def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str, str], dict[str, str]]:
@@ -654,10 +804,11 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
             pixels = read_count(variable, read_scalar(value)) * side**2
             run.translate(variable, {f"{ACTOR}.{key}": pixels}, f"tokens of {side} x {side} pixels")
             flags += f" --{key.replace('_', '-')} {pixels}"
+    template = "" if kind in (*_WITH_ROLLOUTS, "pt") else write_template(run, command, kind)
     for option, key in (("dataset", "data_path"), ("val_dataset", "eval_data_path")):
         if option == "dataset" or command.has(option):
             path = _find_data(command, option)
-            keys[f"{ACTOR}.{key}"], notes[key] = path, _describe_data(run, command, kind, option, path, flags)
+            keys[f"{ACTOR}.{key}"], notes[key] = path, _describe_data(run, command, kind, option, path, flags, template)
     fills = any("self-cognition" in item for item in command.list_texts("dataset"))
     for name, place in (("model_author", "AUTHOR"), ("model_name", "NAME")):
         words = " / ".join(command.list_texts(name))
@@ -665,7 +816,7 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
             run.translate(f"--{name}", {}, f"write {words} for {{{{{place}}}}} in the rows of self-cognition before preprocess")
         run.note_given(name, "only self-cognition data has places for it")
     share = command.number("split_dataset_ratio", 0.0)
-    if share and kind in ("grpo", "ppo"):
+    if share and kind in _WITH_ROLLOUTS:
         counts = [item.rpartition("#")[2] for item in command.list_texts("dataset")]
         head, _, first = keys[f"{ACTOR}.data_path"].rpartition("[:")
         if all(count.isdigit() for count in counts):
@@ -679,9 +830,14 @@ def _read_data(run: Import, command: SourceCommand, kind: str) -> tuple[dict[str
     return keys, notes
 
 
-def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, path: str, flags: str) -> str:
-    """Return the note of the data: what to download, join or preprocess."""
-    names, has_rollouts = command.list_texts(option), kind in ("grpo", "ppo")
+def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, path: str, flags: str, template: str) -> str:
+    """Return the note of the data: what to download, join or preprocess.
+
+    Args:
+        flags: options of preprocessing for images.
+        template: those for the chat template.
+    """
+    names, has_rollouts = command.list_texts(option), kind in _WITH_ROLLOUTS
     name, _, count = names[0].partition("#")
     if has_rollouts and any(":" in item.partition("#")[0] and item.count("/") == 1 for item in names):
         run.refuse(f"--{option} {' '.join(names)}", "a subset of a dataset: download it, and give its folder")
@@ -694,14 +850,24 @@ def _describe_data(run: Import, command: SourceCommand, kind: str, option: str, 
         notes.append(f"a folder: modelscope download --dataset {name} --local_dir {name}")
     if not has_rollouts:
         form = "Pairwise" if kind in _PAIRS else "Unpaired" if kind == "kto" else "Instruction"
-        template = take_template_words(run)
-        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler --prompt-type hf{template}"
+        words = "" if kind == "pt" else f" --handler-name AlpacaStyle{form}Handler{template}{_write_length(command, kind)}"
         rows = f" --max-samples {count}" if count and len(names) == 1 else ""
         notes.append(describe_preprocessing(" + ".join(names), path, command.text("model"), f"{words}{rows}{flags}"))
+        notes += [note] if (note := note_template(command)) and kind != "pt" else []
     else:
         for column, source in _COLUMNS.get(name, {}).items():
             run.add_default(f"{ACTOR}.map_keys.{column}", source, f"the column of {name}")
+        if not command.has("columns"):
+            map_columns(run, f"--{option}", name)
     return "; ".join(notes)
+
+
+def _write_length(command: SourceCommand, kind: str) -> str:
+    """Return the options of preprocessing for long rows, which ms-swift leaves out, and for packs."""
+    if kind == "sft" and command.flag("packing"):
+        return f" --neat-pack --seq-length {_read_length(command)}"
+    # rows of fewer tokens than that are kept
+    return f" --seq-length {_read_length(command) + 1}" if command.has("max_length") else ""
 
 
 def _find_data(command: SourceCommand, option: str = "dataset") -> str:
@@ -714,7 +880,7 @@ def _find_data(command: SourceCommand, option: str = "dataset") -> str:
     if not names:
         raise ConfigError([f"the command names no data: --{option} is missing"])
     name, _, count = names[0].partition("#")
-    if command.program.removeprefix(_MEGATRON) not in ("grpo", "ppo"):
+    if command.program.removeprefix(_MEGATRON) not in _WITH_ROLLOUTS:
         return name_tokens(name, others=len(names) > 1)
     rows, share = sum(int(item.rpartition("#")[2]) for item in names if "#" in item), command.number("split_dataset_ratio", 0.0)
     part = f"[:{round(rows * (1 - share))}]" if share and option == "dataset" else ""
@@ -746,7 +912,7 @@ def _read_prediction(run: Import, command: SourceCommand, kind: str) -> Predicti
     names = "mtp_num_layers mtp_loss_scaling_factor"
     if not command.get("mtp_num_layers"):
         run.note_given(names, "without --mtp_num_layers there are no prediction layers")
-    elif kind in ("grpo", "ppo"):
+    elif kind in _WITH_ROLLOUTS:
         reason = "in RL ms-swift computes no loss of prediction layers; megatron_training.mtp_num_layers trains them"
         run.note_given(names, reason)
     elif kind not in ("sft", "pt"):
@@ -760,6 +926,7 @@ def _read_prediction(run: Import, command: SourceCommand, kind: str) -> Predicti
 #: options that another stage alone reads
 _OF_GRPO = tuple("beta kl_in_reward epsilon epsilon_high loss_type advantage_estimator scale_rewards ref_model".split())
 _OF_PPO = ("cliprange", "kl_coef")
+_OF_GRPO_ALONE = tuple(name for name in _OF_GRPO if name != "beta")
 _OF_ROLLOUTS = tuple(
     "epsilon epsilon_high teacher_model teacher_model_server teacher_kl_coef async_generate vllm_mode vllm_server_host "
     "vllm_server_port vllm_server_base_url reward_funcs reward_weights reward_model reward_model_plugin".split()
@@ -840,7 +1007,8 @@ _PREFERENCES = {
 def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Recipe) -> Recipe:
     """Return the run of a supervised stage."""
     length = _read_length(command)
-    if (strategy := command.text("truncation_strategy", "delete")) != "delete":
+    strategy = command.text("truncation_strategy", "delete")
+    if strategy != "delete" and (kind, strategy) != ("pt", "split"):
         run.refuse("--truncation_strategy", f"{strategy}: rows that are cut; delete leaves them out")
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
     limit = "the model's limit; set the longest row where config.json is elsewhere"
@@ -848,7 +1016,7 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
     unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
     if command.flag("packing") and kind == "sft":
         keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}
-        notes["pack"] = "rows that preprocess --neat-pack has joined"
+        notes["pack"] = f"rows that preprocess --neat-pack has joined; those above {length} tokens are cut, and left out there"
     beta, loss = None, {"rm": "ranking"}.get(kind, "cross_entropy")
     if kind in _PREFERENCES:
         beta = command.number("beta", _PREFERENCES[kind].numbers["beta"][1])
@@ -856,12 +1024,18 @@ def _describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Re
         keys |= {f"{ACTOR}.{name}": value for name, value in values.items()}
         unread += _PREFERENCES[kind].unread
         notes["kto_beta"] = "the KL is of the batch of an optimizer step, there of a pass"
+    elif command.flag("enable_dft_loss"):
+        keys[f"{ACTOR}.sft_loss_type"] = "dft"
+        if kind != "sft":
+            run.refuse("--enable_dft_loss", f"in stage {_STAGES[kind]}")
     elif command.has("loss_type"):
         run.refuse("--loss_type", f"the loss {command.text('loss_type')} in stage {_STAGES[kind]}")
     return replace(
         shared,
         loss=loss,
         beta=beta,
+        documents=_name_documents(command, strategy) if kind == "pt" else None,
+        answer_term=_name_answer_term(command, kind),
         sequence_length=length,
         keys={**shared.keys, **keys},
         notes={**shared.notes, **notes},
@@ -888,9 +1062,6 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
         run.refuse("--calculate_KL", f"another KL than that of --loss_type {form}")
     option, default = record.term
     term = default if kind == "orpo" else command.number(option, default) if option else 0.0
-    if term and _Sizes(command).micro > 1:
-        feature = "a supervised term that is averaged over the tokens of several pairs; with one pair a pass it is available"
-        run.refuse(f"--{option}", feature)
     if kind in ("dpo", "simpo") and (term or command.has(option)):
         keys["pref_ftx"] = term
     if kind == "simpo":
@@ -902,6 +1073,20 @@ def _read_preference(run: Import, command: SourceCommand, kind: str) -> tuple[st
     elif kind == "simpo":
         run.note_given("loss_type", "the loss of stage simpo", changes_nothing=False)
     return record.name or form, keys
+
+
+def _name_documents(command: SourceCommand, strategy: str) -> str:
+    """Return what becomes of the documents of pretraining; here they are joined, and the text is cut into samples."""
+    length = _read_length(command)
+    rows = f"in packs of {length} tokens" if command.flag("packing") else "one a row"
+    return f"{rows}, those above {length} tokens {'split' if strategy == 'split' else 'left out'}"
+
+
+def _name_answer_term(command: SourceCommand, kind: str) -> str | None:
+    """Return the average of a supervised term next to a preference loss; None where it is that of one pair."""
+    option, default = _PREFERENCES[kind].term if kind in _PREFERENCES else ("", 0.0)
+    has_term = kind == "orpo" or (option and command.number(option, default))
+    return "mean of the tokens of a pass" if has_term and _Sizes(command).micro > 1 else None
 
 
 def _read_length(command: SourceCommand) -> int:
@@ -925,7 +1110,11 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
         reason = "ms-swift has no limit here: set your longest prompt"
     length = (_PROMPT_LENGTH if prompt is None else prompt) + response
     known = length if limit is None else command.count("vllm_max_model_len", length)
-    rewards, reward_keys = _read_rewards(run, command)
+    is_distilled = command.program.removeprefix(_MEGATRON) == "gkd"
+    has_images = any(_IMAGES.search(name) for name in command.list_texts("dataset"))
+    rewards, reward_keys = (
+        (Rewards(), read_distillation(run, command, has_images=has_images)) if is_distilled else _read_rewards(run, command)
+    )
     placement, engine_keys, servers = _read_engine(run, command)
     dtype = "float32" if run.get(f"{ACTOR}.bf16") is False else "bfloat16"
     turns = int(command.number("max_turns", 0)) if command.has("multi_turn_scheduler") else 0
@@ -961,6 +1150,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
         },
         defaults=(
             *shared.defaults,
+            *list_prompt_defaults(command),
             (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
             (f"{ENGINE}.dtype", dtype, "that of the training"),
         ),
@@ -1066,6 +1256,25 @@ def _describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recip
     )
 
 
+def _describe_gkd(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
+    """Return the run of on-policy distillation; nothing but the divergence from the teacher trains."""
+    recipe = _describe_rollout(run, command, shared)
+    return replace(
+        recipe,
+        level=None,
+        aggregation="token of a micro-batch",
+        advantage_scale="none",
+        divergence=name_divergence_of(command),
+        objective=Objective(loss_type="bnpo"),
+        notes={
+            **recipe.notes,
+            "loss_type": "the average over tokens",
+            "distillation.topk": "" if command.has("gkd_logits_topk") else "the most probable tokens; all of them there",
+        },
+        unread=(*recipe.unread, *_OF_PPO, *_OF_GRPO_ALONE, "calculate_KL"),
+    )
+
+
 def _read_estimator(command: SourceCommand) -> tuple[str, str]:
     """Return estimator and spread, with the default that follows from the estimator."""
     estimator = command.text("advantage_estimator", "grpo")
@@ -1101,34 +1310,6 @@ def _name_average(form: str, sizes: _Sizes) -> str:
     return "token" if sizes.steps == sizes.iterations else "token of the rollout"
 
 
-def _read_teacher(run: Import, command: SourceCommand, *, has_rewards: bool) -> dict[str, object]:
-    """Return the keys of a teacher: coef * (log-prob of the teacher - old log-prob) is added to the advantage of each token."""
-    given = [name for name in ("teacher_model", "teacher_model_server") if command.has(name)]
-    coefficient = command.number("teacher_kl_coef", 1.0)
-    if not given:
-        run.note_given("teacher_kl_coef", "there is no teacher", changes_nothing=False)
-        return {}
-    teacher, is_server = command.text(given[0], ""), given[0] == "teacher_model_server"
-    if teacher.startswith(("[", "{")):
-        run.refuse(f"--{given[0]}", "several teachers in a command; see rl_config.distillation.teacher_keys")
-    if is_server:
-        teacher = teacher.rstrip("/").removesuffix("/v1") + "/v1"
-    if not has_rewards and coefficient != 1.0:
-        form = "a coefficient of a teacher without task rewards; it scales the loss like lr"
-        run.refuse("--teacher_kl_coef", form)
-    values = {
-        "enabled": True,
-        "teacher_models": [teacher],
-        "loss_mode": "k1",
-        "use_policy_gradient": True,
-        # prompt log-probs of a server have no temperature
-        "teacher_temperature": 1.0 if is_server else None,
-        "use_task_rewards": has_rewards,
-        "distillation_loss_coef": coefficient if has_rewards and command.has("teacher_kl_coef") else None,
-    }
-    return {f"{RL}.distillation.{name}": value for name, value in values.items()}
-
-
 def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[str, object]]:
     """Return what scores, and the keys of a judge or teacher."""
     names, models = command.list_texts("reward_funcs"), command.list_texts("reward_model")
@@ -1136,7 +1317,7 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
     weights = value if isinstance(value, list) else [] if value is None else [value]
     if not names and not models and not command.has("gym_env", "use_gym_env", "teacher_model", "teacher_model_server"):
         raise ConfigError(["the command names no reward: --reward_funcs and --reward_model are missing"])
-    keys = _read_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
+    keys = read_policy_teacher(run, command, has_rewards=bool(names or models) or _has_environment(command))
     if weights and len(weights) != len(names) + len(models):
         raise ConfigError([f"--reward_weights has {len(weights)} values for {len(names) + len(models)} rewards"])
     weights = weights or [1.0] * (len(names) + len(models))
@@ -1221,8 +1402,13 @@ def _read_turns(run: Import, command: SourceCommand) -> None:
     name, option = command.text("multi_turn_scheduler"), "--multi_turn_scheduler"
     if name == "gym_scheduler" and command.has("gym_env"):
         run.translate(option, {f"{RL}.multi_turn_enable": True}, "see --gym_env")
+    elif name in _SCHEDULERS:
+        keys = {f"{RL}.multi_turn_scheduler": _SCHEDULERS[name], f"{RL}.multi_turn_enable": True}
+        run.translate(option, keys, "ms-swift's scheduler of this name")
+        run.add_default(f"{ACTOR}.dataset_additional_keys", ["labels"], "the answer by which it goes on")
     elif ":" not in name and not command.has("external_plugins"):
-        run.refuse(option, f"ms-swift's scheduler {name}; your own is a class in --external_plugins")
+        known = ", ".join(_SCHEDULERS)
+        run.refuse(option, f"ms-swift's scheduler {name}; {known} is available, and your own is a class in --external_plugins")
     else:
         run.translate(option, {f"{RL}.multi_turn_scheduler": name, f"{RL}.multi_turn_enable": True})
     response = command.count("max_completion_length", 512)
@@ -1243,7 +1429,9 @@ def _read_environment(run: Import, command: SourceCommand) -> None:
 
 def _set_long_prompts(run: Import, command: SourceCommand) -> None:
     """Set what becomes of prompts of more than max_length tokens."""
-    strategy = command.text("truncation_strategy", "left")
+    # GKD leaves them out unless it says otherwise
+    default = "delete" if command.program.removeprefix(_MEGATRON) == "gkd" else "left"
+    strategy = command.text("truncation_strategy", default)
     if strategy not in ("left", "delete"):
         run.refuse("--truncation_strategy", f"{strategy}; rollouts have left and delete")
     kind, note = ("cut_left", "the last tokens; rows with images are left out") if strategy == "left" else ("drop_longer", "")
@@ -1295,6 +1483,7 @@ def _start_from_adapters(run: Import, command: SourceCommand, adapters: list[str
 
 def _write_serving(run: Import, command: SourceCommand, kind: str) -> None:
     """Set the engine of a command that serves or generates; the command to run is printed."""
+    _read_agent_template(run, command)
     if command.text("infer_backend", "vllm") != "vllm":
         run.note("--infer_backend", "the engine is vLLM", changes_nothing=False)
         run.refused.pop("--infer_backend", None)

@@ -65,10 +65,11 @@ def _dtype(run: Import, option: str, value: object) -> None:
 
 
 def _optimizer(run: Import, option: str, value: object) -> None:
-    if value not in ("adam", "muon", None):
+    if value not in ("adam", "muon", "dist_muon", None):
         run.refuse(option, f"the optimizer {value}; adam and muon are available")
     else:
-        run.translate(option, {f"{ACTOR}.optimizer": value or "adam"})
+        note = "its states are on all replicas" if value == "dist_muon" else ""
+        run.translate(option, {f"{ACTOR}.optimizer": str(value or "adam").removeprefix("dist_")}, note)
 
 
 def _deepspeed(run: Import, option: str, value: object) -> None:
@@ -308,7 +309,9 @@ _TOGETHER: dict[str, Option] = {
     **_each("epsilon epsilon_high", part(CLIP, off="the loss clips nothing")),
     "cliprange": part("clip_ratio adv_estimator loss_type"),
     "kl_in_reward": part("use_kl_in_reward"),
-    "beta": part(f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta"),
+    "beta": part(f"{KL} dpo_beta simpo_beta cpo_beta orpo_lambda kto_beta distillation.beta"),
+    "gkd_logits_topk": part("distillation.topk distillation.topk_rest", off="GKD reads it"),
+    **_each("lmbda sft_alpha", with_others("the data of GKD", off="GKD reads it")),
     "kl_coef": part(KL),
     **_each("advantage_estimator scale_rewards", part("adv_estimator scale_rewards")),
     **_each("reward_funcs reward_weights", part("reward_funcs reward_weights", off="with the rewards")),
@@ -349,7 +352,7 @@ _SAME: dict[str, Option] = {
     "lora_bias": same("adapters have no bias", "none"),
     "template_backend": same("prompts are written by chat templates", "swift", "jinja"),
     "completion_length_limit_scope": same("max_completion_length counts one turn", "per_round"),
-    "train_sampling_strategy": same("rows come in random order", "random"),
+    "train_sampling_strategy": with_others("the plan's row_order"),
     "weight_decay_incr_style": same("weight decay is constant", "constant"),
     **_each("main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype", same("the optimizer is in fp32", "fp32")),
     "sequence_packing_scheduler": same("rows are balanced over replicas", None),
@@ -364,20 +367,19 @@ _REFUSED: dict[str, Option] = {
     ),
     "teacher_kl_coef": part("distillation.distillation_loss_coef", off="the teacher alone trains", by_nature=True),
     "teacher_adapters": refused("a teacher with adapters; merge them first"),
-    "teacher_deepspeed": refused("a teacher that DeepSpeed divides; see teacher_config"),
+    "teacher_deepspeed": no_effect("the teacher has the actor's layout; teacher_config gives it another"),
     "advantage_reweight": refused("RLSD: advantages that a teacher weighs"),
     "sdar_loss_coef": refused("SDAR: a distillation loss next to the policy loss"),
     **_each("chord_sft_dataset chord_enable_phi_function", refused("CHORD: a supervised loss next to the policy loss")),
     **_each("use_gym_env gym_env", with_others("environment, by its name in a file of external_plugins")),
-    "agent_template": refused("an agent template of ms-swift; docs/agents.md has tools here"),
+    "agent_template": with_others("the form of tools"),
     "loss_weights": refused("a sum of several preference losses"),
     "ld_alpha": refused("length-desensitized DPO"),
     "reference_free": refused("DPO without a reference"),
     "center_rewards_coefficient": refused("a penalty that centres the scores"),
-    "sft_alpha": refused("a supervised loss next to distillation"),
     "seq_kd": refused("sequence distillation"),
     "whiten_rewards": refused("rewards that are whitened"),
-    "enable_dft_loss": refused("dynamic fine-tuning (DFT loss)"),
+    "enable_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "enable_channel_loss": no_effect("the loss is logged as a whole"),
     "is_binary_loss_scale": refused("another loss scale"),
     "neftune_noise_alpha": refused("NEFTune noise"),
@@ -405,7 +407,7 @@ _REFUSED: dict[str, Option] = {
     "language_model_only": no_effect("models of text"),
     **_each("num_labels problem_type mrl_dims", refused("models that classify or embed")),
     **_each("cached_dataset cached_val_dataset interleave_prob custom_dataset_info", refused("this form of datasets")),
-    "streaming": refused("a dataset that is read as it streams in"),
+    "streaming": with_others("the order of rows"),
     "custom_register_path": refused("models, templates or datasets that a file registers"),
     **_each("new_special_tokens response_prefix rope_scaling", refused("a changed model or template")),
     "template": refused("a chat template by ms-swift's name; prompt_type and prompt_type_path name ours"),
@@ -418,7 +420,7 @@ _REFUSED: dict[str, Option] = {
     "load_best_model_at_end": refused("the best checkpoint as the result of a run"),
     "auto_find_batch_size": refused("a batch size that is found by running out of memory"),
     "early_stop_interval": refused("an early stop"),
-    "group_by_length": refused("batches of equal lengths"),
+    "group_by_length": with_others("the plan's row_order"),
     "data_sharding": no_effect("rows are drawn over the whole dataset"),
     "model_kwargs": refused("arguments of from_pretrained"),
     **_each("model_revision ref_model_revision", refused("a revision of the hub", unless=("main", "master"))),
@@ -433,14 +435,11 @@ _REFUSED: dict[str, Option] = {
     "mtp_shared_weights": refused("one prediction layer that predicts several tokens"),
     "mtp_decoder_input_detach": refused("prediction layers whose loss leaves the embedding alone, and no other weight"),
     "dsa_indexer_loss_coeff": refused("indexers trained on all tokens; megatron_training has the key for the chosen ones"),
-    **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", refused("experts with a capacity")),
+    **_each("moe_expert_capacity_factor moe_pad_expert_input_to_capacity", with_others("the plan's expert_capacity")),
     **_each(
-        "pipeline_model_parallel_layout decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers",
-        refused("uneven pipeline stages by these options; write num_layer_list"),
-    ),
-    **_each(
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split",
-        refused("uneven pipeline stages by these options; write num_layer_list"),
+        "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split "
+        "account_for_loss_in_pipeline_split pipeline_model_parallel_layout",
+        no_effect("layers of the stages change no result; write num_layer_list for them"),
     ),
     "perform_initialization": refused("training from random weights by this option"),
     "megatron_extra_kwargs": refused("further arguments of Megatron"),
@@ -457,7 +456,7 @@ _REFUSED: dict[str, Option] = {
     "vllm_use_async_engine": no_effect("servers use vLLM's asynchronous engine"),
     "llamapro_num_groups": refused("LLaMA-Pro"),
     "reward_model_type": no_effect("the reward model's config.json decides it"),
-    "predict_with_generate": refused("evaluation by generation in a supervised stage"),
+    "predict_with_generate": no_effect("held-out rows are measured by their loss; mindspeed-rl evaluate generates"),
     "metric": no_effect("answers are written; mindspeed-rl evaluate measures them"),
     "merge_lora": no_effect("save_hf merges adapters"),
     "mlp_padding_free": no_effect("it changes memory or speed, not numbers"),
@@ -475,10 +474,10 @@ _NONE: dict[str, Option] = {
         "te_rng_tracker",
         _KERNELS,
     ),
+    **_each("fsdp fsdp_config", with_others("the training engine", off="nothing is trained")),
     **_each(
-        "fsdp fsdp_config use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size "
-        "use_flash_ckpt",
-        no_effect("Megatron-core is the only engine; use_distributed_optimizer spreads optimizer state"),
+        "use_megatron_fsdp strict_fsdp_dtensor_load data_parallel_sharding_strategy zero_hpz_partition_size use_flash_ckpt",
+        no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state"),
     ),
     **_each(
         "ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters ddp_static_graph ddp_timeout "
@@ -541,7 +540,7 @@ _NONE: dict[str, Option] = {
     ),
     **_each(
         "add_non_thinking_prefix disable_ignore_empty_think",
-        no_effect("the chat template is that of the tokenizer"),
+        with_others("words of preprocessing", off="it is for answers of hybrid models in supervised stages"),
     ),
     **_each(
         "adalora_beta1 adalora_beta2 adalora_deltaT adalora_init_r adalora_orth_reg_weight adalora_target_r adalora_tfinal "
@@ -564,7 +563,7 @@ _NONE: dict[str, Option] = {
     **_each(
         "chord_mu_decay_steps chord_mu_peak chord_mu_valley chord_mu_warmup_steps chord_sft_per_device_train_batch_size "
         "rlsd_lambda rlsd_lambda_decay_steps rlsd_lambda_warmup_steps rlsd_negative_only rlsd_reweight_clip_range "
-        "sdar_gate_beta gkd_logits_topk lmbda discopop_tau",
+        "sdar_gate_beta discopop_tau",
         no_effect("it belongs to a loss that is refused by its own option"),
     ),
     "vf_coef": no_effect("the critic has an optimizer of its own, whose steps do not depend on a factor of the loss"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -158,11 +159,14 @@ def describe_preprocessing(name: str, prefix: str, tokenizer: object, options: s
 
 
 def take_template_words(run: Import) -> str:
-    """Return the options of preprocessing for the arguments of the chat template, whose keys are for raw prompts."""
-    group = run.tree.get(ACTOR, {})
-    thinking, arguments = group.pop("enable_thinking", None), group.pop("chat_template_kwargs", None)
+    """Return the options of preprocessing for the chat template, whose keys are for raw prompts."""
+    names = ("enable_thinking", "chat_template_kwargs", "system_prompt")
+    thinking, arguments, system = (
+        run.take(f"{ACTOR}.{name}", f"--{name.replace('_', '-')} of preprocess") for name in names
+    )
     words = f" --enable-thinking {str(thinking).lower()}" if isinstance(thinking, bool) else ""
-    return words + (f" --chat-template-kwargs '{json.dumps(arguments)}'" if arguments else "")
+    words += f" --chat-template-kwargs '{json.dumps(arguments)}'" if arguments else ""
+    return words + (f" --system-prompt {shlex.quote(str(system))}" if system else "")
 
 
 def read_mapping(option: str, value: object) -> dict[str, object]:

@@ -916,6 +916,7 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             (f"{RL}.max_prompt_length", _PROMPT_LENGTH if room is None else room, reason),
             (f"{RL}.use_remove_padding", True, "sequences are packed without padding"),
             (f"{ACTOR}.map_keys.prompt", "prompt", "the column of TRL's prompts"),
+            (f"{ACTOR}.prompt_type", "hf", "for prompts that are messages; TRL reads one that is a text as it is: empty"),
         ),
     )
 

@@ -1053,6 +1053,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
     devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
+    defaults.append((f"{ACTOR}.prompt_type", "hf", "verl writes prompts by the tokenizer's chat template"))
     defaults += _find_save_folder(command, "verl_examples", "gsm8k")
     turns = _read_turns(command)
     if turns:

@@ -63,7 +63,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "shuffle_dataset": "it is shuffled unless megatron_training.no_shuffle",
     "dataset_shuffle": "it is shuffled unless megatron_training.no_shuffle",
     "rollout_shuffle": "it is shuffled unless megatron_training.no_shuffle",
-    "apply_chat_template": "raw prompts get the tokenizer's chat template, or the one that megatron_training.prompt_type names",
+    "apply_chat_template": "megatron_training.prompt_type: hf writes raw prompts by the tokenizer's chat template",
     "remote_rm_url": "a generative judge is rl_config.judge_url; your own reward function may call any server",
     "split_dataset_ratio": "name a held-out set in megatron_training.eval_data_path; supervised stages have "
     "megatron_training.split",

@@ -91,9 +91,12 @@ class DistillationKeys:
     topk: int = key(32, "tokens of the teacher; with the size of the vocabulary or more, all of it",
         "教师的 token 数；不小于词表大小时即为整个词表", range=Bounds(1, 10**6), needs=_TOP_K,
         elsewhere="distillation_loss.topk gkd_logits_topk", on_resume="exact")
-    topk_rest: Literal["drop", "lump"] = key("drop",
-        "probability outside of the topk tokens: dropped, as verl does, or lumped into one more token",
-        "topk 之外的概率：舍去（同 verl），或合并为一个额外的 token", needs=_TOP_K, on_resume="exact")
+    topk_rest: Literal["drop", "lump", "renormalize"] = key("drop",
+        "probability outside of the topk tokens: dropped, as verl does; lumped into one more token; or both models are "
+        "renormalized over the topk tokens, as ms-swift does",
+        "topk 之外的概率：舍去（drop，同 verl）；合并为一个额外的 token（lump）；或师生都在 topk 之内重新归一化（renormalize，"
+        "同 ms-swift）",
+        needs=_TOP_K, on_resume="exact")
     beta: float = key(0.5, "jsd_topk: weight of the teacher; 0 is forward_kl_topk, 1 is reverse_kl_topk",
         "jsd_topk：教师的权重；0 即 forward_kl_topk，1 即 reverse_kl_topk", range=Range.FRACTION,
         needs=("loss_mode", ("jsd_topk",)), on_resume="exact")

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -301,7 +301,9 @@ class Handler(ABC):
         return (turns, ()) if self.images is None else self.images.expand(turns, draft.images)
 
     def render_conversation(self, conversation: Conversation) -> Rendering:
-        """Render the conversation in the template and with the thinking settings of this run."""
+        """Render the conversation in the template, and with the thinking settings and the system prompt of this run."""
+        if conversation.system is None and self.settings.system_prompt:
+            conversation = replace(conversation, system=self.settings.system_prompt)
         return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
 
     @abstractmethod

@@ -36,9 +36,9 @@ def expected(kind: str, student: Tensor, teacher: Tensor, beta: float = 0.5) -> 
     return beta * kl_divergence(p, m) + (1 - beta) * kl_divergence(q, m)
 
 
-@pytest.mark.parametrize("rest", ["drop", "lump"])
+@pytest.mark.parametrize("rest", ["drop", "lump", "renormalize"])
 @pytest.mark.parametrize("kind,beta", [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.1), ("jsd", 0.5), ("jsd", 0.9)])
-def test_over_the_full_vocabulary_both_forms_are_the_divergence_with_its_gradient(kind: str, beta: float, rest: str) -> None:
+def test_over_the_full_vocabulary_all_forms_are_the_divergence_with_its_gradient(kind: str, beta: float, rest: str) -> None:
     logits, teacher = sample(1)
     mine, true = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     got = compute_divergence(mine.log_softmax(-1), teacher.log_softmax(-1), kind=kind, beta=beta, rest=rest)
@@ -68,6 +68,18 @@ def test_the_lumped_rest_is_one_more_token_and_a_lower_bound(kind: str) -> None:
     assert (got >= 0).all()
 
 
+@pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0.5), ("reverse_kl", 0.5), ("jsd", 0.3)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_renormalized_models_are_those_of_the_logits_at_the_tokens(kind: str, beta: float, temperature: float) -> None:
+    # ms-swift: softmax of the logits / T at the teacher's K tokens alone
+    student, teacher = sample(5)
+    top, ids = teacher.topk(3, -1)
+    want = expected(kind, student.gather(-1, ids) / temperature, top / temperature, beta)
+    ours, theirs = ((values / temperature).log_softmax(-1).gather(-1, ids) for values in (student, teacher))
+    got = compute_divergence(ours, theirs, kind=kind, beta=beta, rest="renormalize")
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_the_dropped_rest_leaves_a_sum_over_the_tokens_that_counts_as_zero_below_it() -> None:
     teacher, student = torch.tensor([[0.5, 0.3]]).log(), torch.tensor([[0.2, 0.6], [0.6, 0.35]]).log()
     by_hand = 0.5 * math.log(0.5 / 0.2) + 0.3 * math.log(0.3 / 0.6)
@@ -76,7 +88,7 @@ def test_the_dropped_rest_leaves_a_sum_over_the_tokens_that_counts_as_zero_below
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
-@pytest.mark.parametrize("rest", ["drop", "lump"])
+@pytest.mark.parametrize("rest", ["drop", "lump", "renormalize"])
 def test_tokens_that_neither_has_change_neither_value_nor_gradient(kind: str, rest: str) -> None:
     logits, teacher = (values.float() for values in sample(4))
     alone, padded = logits.clone().requires_grad_(), logits.clone().requires_grad_()

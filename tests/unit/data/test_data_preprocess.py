@@ -519,6 +519,7 @@ def test_an_arrow_file_that_is_none_or_damaged_is_one_clear_error(damage, tmp_pa
         (["--vocab-file", "vocab.json"], "vocab_file='vocab.json' is not supported; leave it out"),
         (["--tokenizer-type", "GPT2BPETokenizer"], "tokenizer_type='GPT2BPETokenizer' is not supported"),
         (["--prompt-type", "qwen"], "prompt_type='qwen' has no meaning for GeneralPretrainHandler"),
+        (["--system-prompt", "S"], "system_prompt has no meaning for GeneralPretrainHandler"),
         (["--pack", "--seq-length", "8"], "pack has no meaning for GeneralPretrainHandler"),
         (
             ["--handler-name", "AlpacaStyleInstructionHandler", "--enable-thinking", "true"],

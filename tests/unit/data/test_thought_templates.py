@@ -157,6 +157,31 @@ def test_our_own_templates_make_rows_of_dropped_thoughts_unless_they_are_to_be_d
         assert [trained for _, trained in rows] == expected
 
 
+SWIFT_ROW = [user("Q1"), answer("A1"), user("Q2"), answer("<think>\nhm\n</think>\n\nA2"), user("Q3"), answer("A3")]
+QUESTION = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+EMPTY, THOUGHT, SYSTEM = "<think>\n\n</think>\n\n", "<think>\nhm\n</think>\n\n", "<|im_start|>system\nS<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("drops", "before", "trained"),
+    [
+        # ms-swift's sft: an empty thought in each answer without one, none of which trains; earlier thoughts stay and train
+        (False, (EMPTY, "", EMPTY), ("A1", f"{THOUGHT}A2", "A3")),
+        # its preference stages, whose last answers alone train: earlier answers have no thought at all
+        (True, ("", "", EMPTY), ("A1", "A2", "A3")),
+    ],
+)
+def test_hybrid_models_read_empty_thoughts_as_in_ms_swift(drops, before, trained):
+    tokenizer = stand_in((FOLDER / "qwen3.jinja").read_text(encoding="utf-8"), **TOKENS["qwen3"])
+    template = load_template("qwen3")
+    template.drop_thinking = drops
+    settings = HandlerSettings(tokenizer, template, drop_thinking=drops, system_prompt="S")
+    rows, _ = encode(handler_class("OpenAIInstructionHandler")(settings), SWIFT_ROW)
+    answers = [f"{text}<|im_end|>\n" for text in trained]
+    turns = [QUESTION.format(f"Q{i + 1}") + before[i] + answers[i] for i in range(3)]
+    assert rows == [(SYSTEM + "".join(turns), "".join(answers))]
+
+
 def test_all_rows_of_a_row_are_left_out_if_one_cannot_be_written():
     # the last answer has no thought, which this template cannot write after its prompt
     rows, batch = encode(build_handler("minimax_m2"), [*CASES["one"], user("Q2"), answer("A2")])

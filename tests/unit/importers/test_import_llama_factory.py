@@ -190,6 +190,8 @@ def test_mixtures_and_templates_become_words_of_preprocessing(folder: Path) -> N
         assert f"--prompt-type qwen3 --enable-thinking {word} --drop-thinking false" in note
     note = take(write(folder, {"stage": "dpo", "dataset": "pairs", "template": "qwen3"})).translated["dataset"]
     assert "--drop-thinking true" in note
+    note = take(write(folder, {"default_system": "Be 'kind'."})).translated["dataset"]
+    assert """--system-prompt 'Be '"'"'kind'"'"'.'""" in note
     run = take(write(folder, {"template": "llama3", "dataset": "chats"}))
     assert "--prompt-type hf" in run.translated["template"] and "not checked" in run.translated["template"]
     assert "--prompt-type llama3" in take(write(folder, {"template": "llama3"})).translated["template"]

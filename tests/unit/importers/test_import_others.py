@@ -55,6 +55,12 @@ def test_trl_counts_completions_of_all_processes() -> None:
     assert run.plans is not None and run.plans[0].total_steps == 100 and run.plans[0].steps_per_rollout == 2
 
 
+def test_prompts_of_trl_that_are_messages_are_in_the_chat_template() -> None:
+    run = take("trl", TRL + "--loss_type grpo", devices=8)
+    assert run.get("megatron_training.prompt_type") == "hf"
+    assert "a text as it is" in run.added["megatron_training.prompt_type"]
+
+
 def test_trl_counts_the_epochs_of_its_sampler() -> None:
     # 8 x 1 x 8 completions of 8 prompts a rollout: 1000 / 8 = 125 rollouts an epoch, each trained on twice
     run = take("trl", TRL + "--num_train_epochs 2 --num_iterations 2 --loss_type grpo", devices=8, rows=1000)

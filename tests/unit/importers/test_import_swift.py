@@ -83,7 +83,7 @@ def test_thinking_of_the_template_is_a_key_of_rollouts_and_an_option_of_preproce
         ("--loss_type real", "the loss real next to a KL"),
         ("--advantage_reweight rlsd", "RLSD"),
         ("--fp16 true", "fp16"),
-        ("--multi_turn_scheduler math_tip_trick", "scheduler math_tip_trick"),
+        ("--multi_turn_scheduler thinking_tips_scheduler", "scheduler thinking_tips_scheduler; math_tip_trick is available"),
         ("--advantage_estimator rloo --scale_rewards group", "divided by the spread of the group"),
         ("--tuner_type full --mtp_shared_weights true", "one prediction layer that predicts several tokens"),
         ("--tuner_type full --mtp_decoder_input_detach true", "leaves the embedding alone"),
@@ -249,7 +249,10 @@ def test_dpo_has_its_loss_and_its_batch() -> None:
     paths = ("stage", "dpo_loss_type", "dpo_beta", "dpo_label_smoothing", "global_batch_size", "train_iters")
     # no accumulation is written: 16 / 2 / 4 passes, so that a step has 16 pairs
     assert values(run, *(f"megatron_training.{name}" for name in paths)) == ["dpo", "hinge", 0.3, 0.1, 16, 50]
-    assert "over the tokens of several pairs" in refusal("--per_device_train_batch_size 2 --rpo_alpha 0.1", base)
+    sentence = "answer_term would be mean of the tokens of a pair here, but is mean of the tokens of a pass in ms-swift"
+    assert sentence in refusal("--per_device_train_batch_size 2 --rpo_alpha 0.1", base)
+    accepted = imported("--per_device_train_batch_size 2 --rpo_alpha 0.1", base, accepted=frozenset({"answer_term"}))
+    assert accepted.get("megatron_training.pref_ftx") == 0.1
     assert imported("--per_device_train_batch_size 1 --rpo_alpha 0.1", base).get("megatron_training.pref_ftx") == 0.1
 
 
@@ -269,8 +272,8 @@ def test_cpo_and_orpo_are_stages_without_a_reference() -> None:
     orpo = imported("--rlhf_type orpo --beta 0.4", base)
     assert values(orpo, "megatron_training.stage", "megatron_training.orpo_lambda") == ["orpo", 0.4]
     several = "--per_device_train_batch_size 2"
-    assert "over the tokens of several pairs" in refusal(f"--rlhf_type orpo {several}", base)
-    assert "over the tokens of several pairs" in refusal(f"--rlhf_type cpo {several}", base)
+    assert "is mean of the tokens of a pass in ms-swift" in refusal(f"--rlhf_type orpo {several}", base)
+    assert "is mean of the tokens of a pass in ms-swift" in refusal(f"--rlhf_type cpo {several}", base)
     assert imported(f"--rlhf_type cpo --cpo_alpha 0 {several}", base).get("megatron_training.cpo_alpha") == 0.0
     assert "--loss_type" in refusal("--rlhf_type cpo --loss_type hinge", base)
     assert "--label_smoothing" in refusal("--rlhf_type cpo --label_smoothing 0.1", base)
@@ -371,7 +374,8 @@ def test_prediction_layers_train_in_sft_with_the_weight_of_their_loss() -> None:
     base = "NPROC_PER_NODE=4 megatron {} --model models/base --dataset a.jsonl --global_batch_size 8 --train_iters 9 --lr 1e-5"
     keys = [f"megatron_training.mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
     assert values(imported("--mtp_num_layers 1", base.format("sft")), *keys) == [1, 0.1, False]
-    run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3", base.format("pt"))
+    accepted = frozenset({"documents"})
+    run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3", base.format("pt"), accepted=accepted)
     assert values(run, *keys) == [1, 0.3, False]
     run = imported("--mtp_num_layers 1 --tuner_type lora", base.format("sft"))
     assert values(run, *keys) == [1, 0.1, False] and "their adapters train" in run.translated["--mtp_num_layers"]

@@ -38,6 +38,10 @@ def values(run: Import, *paths: str) -> list[object]:
     return [run.get(path) for path in paths]
 
 
+def test_prompts_are_written_by_the_tokenizers_chat_template() -> None:
+    assert imported().get("megatron_training.prompt_type") == "hf"
+
+
 # --- what the issue of silent changes named
 
 

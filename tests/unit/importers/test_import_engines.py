@@ -1,0 +1,135 @@
+"""A source that divides all weights keeps doing so on our engine of transformers' modules, where that can train the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.importers.command import PROJECTS
+from mindspeed_rl.importers.importer import import_command
+from mindspeed_rl.importers.result import Import, ImportSettings
+from mindspeed_rl.importers.swift import PROJECT
+from mindspeed_rl.rewards import REWARDS
+
+SFT = "NPROC_PER_NODE=8 swift sft --dataset rows.jsonl --max_steps 3 --tuner_type full --model"
+RLHF = "NPROC_PER_NODE=8 swift rlhf --dataset rows.jsonl --max_steps 3 --tuner_type full --model Qwen/Qwen2.5-7B-Instruct"
+GRPO = f"{RLHF} --rlhf_type grpo --reward_funcs accuracy --vllm_mode colocate"
+PPO = f"{RLHF} --rlhf_type ppo --reward_model models/reward"
+
+
+def take(command: str, folder: Path | None = None) -> Import:
+    accepted = frozenset({"total_steps", "aggregation"})
+    return import_command(PROJECT, command, ImportSettings(rewards=REWARDS, accepted=accepted, folder=folder))
+
+
+def engine(run: Import) -> object:
+    return run.get("megatron_training.engine")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3",
+        f"{SFT} Qwen/Qwen3-8B --deepspeed zero3_offload",
+        f"{SFT} models/base --fsdp fsdp2",
+        f"{GRPO} --deepspeed zero3",
+        f"{RLHF} --rlhf_type dpo --deepspeed zero3",
+        f"{RLHF} --rlhf_type orpo --deepspeed zero3",
+        f"{RLHF} --rlhf_type rm --deepspeed zero3",
+    ],
+)
+def test_all_weights_stay_divided(command: str) -> None:
+    run = take(command)
+    assert engine(run) == "fsdp"
+    assert "divides every weight over all devices" in run.added["megatron_training.engine"]
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora", "adapters"),
+        (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2", "sequences that several devices share"),
+        (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3", "a model that engine fsdp does not compute"),
+        (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "a model that engine fsdp does not compute"),
+        (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
+        (f"{GRPO} --deepspeed zero3 --sync_ref_model true", "a reference that moves"),
+        (f"{PPO} --deepspeed zero3", "stage ray_ppo, which has not run on engine fsdp"),
+        (f"{RLHF} --rlhf_type kto --deepspeed zero3", "stage kto, which has not run on engine fsdp"),
+    ],
+)
+def test_what_the_engine_cannot_do_becomes_a_layout_of_megatron_with_the_reason(command: str, reason: str) -> None:
+    run = take(command)
+    assert engine(run) is None
+    assert f"a layout of Megatron, because of {reason}" in run.translated["--deepspeed"]
+
+
+@pytest.mark.parametrize("options", ["", "--deepspeed zero2", "--deepspeed zero0"])
+def test_without_divided_weights_nothing_changes(options: str) -> None:
+    run = take(f"{SFT} Qwen/Qwen2.5-7B {options}")
+    assert engine(run) is None and "Megatron" not in run.translated.get("--deepspeed", "")
+
+
+def test_a_file_of_deepspeed_says_its_stage(tmp_path: Path) -> None:
+    for stage, expected in ((3, "fsdp"), (2, None)):
+        (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": stage}}))
+        assert engine(take(f"{SFT} Qwen/Qwen2.5-7B --deepspeed ds.json", tmp_path)) == expected
+
+
+def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
+    for content, expected in (({"hidden_size": 8}, "fsdp"), ({"num_experts": 4}, None), ({"kv_lora_rank": 4}, None)):
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        assert engine(take(f"{SFT} {tmp_path} --deepspeed zero3")) == expected
+
+
+def test_commands_of_megatron_stay_with_it() -> None:
+    base = "NPROC_PER_NODE=8 megatron sft --model models/base --dataset rows.jsonl --train_iters 3 --global_batch_size 16"
+    assert engine(take(base)) is None
+
+
+OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_path {} --data.dataset d --data.max_len 512"
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("models/base", "--ds.zero_stage 3", "fsdp"),
+        ("models/base", "--ds.zero_stage 2", None),
+        ("models/base", "", None),
+        ("mistralai/Mixtral-8x7B", "--ds.zero_stage 3", None),
+        ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", None),
+    ],
+)
+def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expected: object) -> None:
+    command = f"{OPENRLHF_DPO.format(model)} {options}"
+    accepted = frozenset({"aggregation", "total_steps"})
+    run = import_command(PROJECTS["openrlhf"], command, ImportSettings(devices=8, accepted=accepted, rows=8192))
+    assert engine(run) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json"}, "fsdp"),
+        ({"deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, "fsdp"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
+        ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+        ({}, None),
+    ],
+)
+def test_zero_3_of_llama_factory_keeps_weights_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: object
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"own": {"file_name": "own.json"}}))
+    options = {
+        "model_name_or_path": "Qwen/Qwen3-4B", "stage": "sft", "do_train": True, "finetuning_type": "full", "dataset": "own",
+        "template": "qwen3_nothink", "max_steps": 100, "bf16": True,
+    }  # fmt: skip
+    (tmp_path / "train.yaml").write_text(json.dumps(options | changes))
+    run = import_command(PROJECTS["llama-factory"], "train.yaml", ImportSettings(devices=8))
+    assert engine(run) == expected
