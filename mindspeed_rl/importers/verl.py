@@ -5,6 +5,7 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -644,7 +645,7 @@ class _Loss:
             ConfigError: it, or its aggregation, is not available.
         """
         name, aggregation = (
-            command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
+            "gpg" if _is_reinforce(command) else command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
             command.text(f"{_ACTOR}loss_agg_mode", "token-mean"),
         )
         if name not in LOSS_MODES:
@@ -718,11 +719,31 @@ def _is_single(command: SourceCommand) -> bool:
     return command.get("algorithm.adv_estimator") == "grpo" and command.count(f"{_ROLLOUT}n", 1) == 1 and not has_kl
 
 
+def _is_reinforce(command: SourceCommand) -> bool:
+    """Return True for the plain policy gradient with weights, which verl has in bypass_mode alone."""
+    return command.flag(f"{_CORRECTION}bypass_mode") and command.text(f"{_CORRECTION}loss_type", "ppo_clip") == "reinforce"
+
+
 def _read_correction(command: SourceCommand) -> Correction | None:
-    """Return the rollout correction."""
-    kind = command.get(f"{_CORRECTION}rollout_is")
-    if kind is None or command.flag(f"{_CORRECTION}bypass_mode"):
-        return None  # the ratio is to the rollout engine then, and has no other weight
+    """Return the rollout correction.
+
+    In bypass_mode the clipped ratio is to the rollout engine, and verl only logs the weights; tokens that are rejected there
+    still count in the mean.
+
+    Raises:
+        ConfigError: it is not available.
+    """
+    recorded, kind = command.flag(f"{_CORRECTION}bypass_mode"), command.get(f"{_CORRECTION}rollout_is")
+    kind = None if recorded and not _is_reinforce(command) else kind
+    if kind is not None and command.flag(f"{_CORRECTION}rollout_is_batch_normalize"):
+        raise ConfigError([f"{_CORRECTION}rollout_is_batch_normalize: not available here: importance weights whose mean is 1"])
+    if command.get(f"{_CORRECTION}rollout_rs") is not None:
+        if kind is not None or not recorded:
+            feature = "with weights of rollout_is" if recorded else "tokens that leave the mean, as they do without bypass_mode"
+            raise ConfigError([f"{_CORRECTION}rollout_rs: not available here: {feature}"])
+        return _read_rejection(command)
+    if kind is None:
+        return None
     bounds = str(command.get(f"{_CORRECTION}rollout_is_threshold", 2.0))
     low, _, high = bounds.rpartition("_")
     if kind not in ("token", "sequence") or (low and kind != "token"):
@@ -731,6 +752,41 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         return Correction(f"{kind}_{'mask' if low else 'truncate'}", float(high), float(low) if low else None)
     except ValueError:
         raise ConfigError([f"{_CORRECTION}rollout_is_threshold is {bounds}, but must be a number, or two as 0.5_5"]) from None
+
+
+#: rejection of verl that compares the ratio with two bounds -> its mode here
+_REJECTIONS = {"token_k1": "token", "token_k2": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+
+
+def _read_rejection(command: SourceCommand) -> Correction:
+    """Return the rejection by the rollout's log-probs as a mask.
+
+    k1 is log(mu / pi), so that its bounds are those of 1 / w; k2 is log(w)^2 / 2.
+
+    Raises:
+        ConfigError: it is another one, or has no bounds.
+    """
+    names = list_words(command.get(f"{_CORRECTION}rollout_rs"))
+    if len(names) != 1 or names[0] not in _REJECTIONS:
+        listed = ", ".join(_REJECTIONS)
+        raise ConfigError([f"{_CORRECTION}rollout_rs={','.join(names)}: not available here; one of {listed} is"])
+    squares = names[0] == "token_k2"
+    bounds = str(command.get(f"{_CORRECTION}rollout_rs_threshold")).strip("'\"")
+    words = bounds.split("_")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if not numbers or len(numbers) > 2 - squares or min(numbers) <= 0 or numbers[0] > numbers[-1]:
+        text = f"{_CORRECTION}rollout_rs_threshold is {bounds}, but must be a number above 0, or for k1 two as 0.5_2"
+        raise ConfigError([text])
+    upper = math.exp(math.sqrt(2 * numbers[0])) if squares else numbers[-1]
+    lower = numbers[0] if len(numbers) == 2 else 1 / upper
+    if lower > upper:
+        raise ConfigError([f"{_CORRECTION}rollout_rs_threshold is {bounds}, which rejects all tokens"])
+    if _REJECTIONS[names[0]] == "token" and command.text(f"{_ACTOR}loss_agg_mode", "token-mean") == "seq-mean-token-mean":
+        raise ConfigError([f"{_CORRECTION}rollout_rs={names[0]}: not available here: tokens that leave the mean of a sequence"])
+    return Correction(f"{_REJECTIONS[names[0]]}_rejection_mask", 1 / lower, 1 / upper)
 
 
 def _find_source(paths: str, variables: Mapping[str, str]) -> str | None:
@@ -1200,6 +1256,8 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
 def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl, *, has_critic: bool) -> None:
     """Refuse what the objective has and no loss here."""
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
+    if _is_reinforce(command):
+        run.translate(f"{_CORRECTION}loss_type", {f"{RL}.loss_type": loss.loss_type}, "-A log pi with weights")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
     if loss.fixes and adds_terms and aggregation != "seq-mean-token-mean":
         feature = f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"

@@ -804,13 +804,12 @@ def _build_global() -> dict[str, Option]:
             ("filter_groups.max_inflight_gen_batches", _MEMORY),
             ("use_pf_ppo", refused("PF-PPO")),
             ("pf_ppo.reweight_method pf_ppo.weight_pow", _BY_SWITCH),
-            ("rollout_correction.rollout_is "
-             "rollout_correction.rollout_is_threshold", part(CORRECTION, off="no correction")),
-            ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
-            ("rollout_correction.rollout_rs_threshold", _BY_SWITCH),
-            ("rollout_correction.loss_type", refused("REINFORCE with weights of the rollout", unless=("ppo_clip",))),
+            ("rollout_correction.rollout_is rollout_correction.rollout_is_threshold rollout_correction.rollout_rs "
+             "rollout_correction.rollout_rs_threshold", part(CORRECTION, off="no correction of the policy loss")),
+            ("rollout_correction.loss_type", with_others("the loss in bypass_mode", off="loss_mode, whose clip ppo_clip is",
+                                                         by_nature=True)),
             ("rollout_correction.bypass_mode", part("old_log_probs", off="the old policy is the actor", by_nature=True)),
-            ("rollout_correction.rollout_is_batch_normalize", refused("importance weights whose mean is 1")),
+            ("rollout_correction.rollout_is_batch_normalize", with_others("weights", off="no weight is divided by their mean")),
         ]),
         **_under("reward.", [
             ("num_workers", to(f"{RL}.num_reward_workers")),

@@ -347,13 +347,73 @@ def test_rollout_corrections() -> None:
         (f"{prefix}.rollout_is=token {prefix}.rollout_is_threshold=0.5_2.0", ["token_mask", 2.0, 0.5]),
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
-    assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
+    # in its decoupled form verl takes rejected tokens out of the mean too
+    decoupled = f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2.0"
+    assert "tokens that leave the mean" in refusal(decoupled)
     recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
     assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
     assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
     bypass = f"{prefix}.bypass_mode=True"
     assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
-    assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
+    assert "weights whose mean is 1" in refusal(f"{prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True")
+    # logged there, as the ratio is to the rollout engine
+    assert imported(f"{bypass} {prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True").plans is not None
+
+
+def test_bypass_with_reinforce_is_the_plain_policy_gradient_with_weights() -> None:
+    prefix, key = "algorithm.rollout_correction", "rl_config.rollout_importance_sampling_mode"
+    reinforce = f"{prefix}.bypass_mode=True {prefix}.loss_type=reinforce"
+    run = imported(f"{reinforce} {prefix}.rollout_is=sequence")
+    assert values(run, "rl_config.loss_type", "rl_config.old_log_probs", key) == ["gpg", "rollout", "sequence_truncate"]
+    assert values(imported(reinforce), "rl_config.loss_type", key) == ["gpg", None]
+    assert "with seq-mean-token-mean" in refusal(f"{reinforce} {A}.loss_agg_mode=seq-mean-token-mean")
+    both = f"{prefix}.rollout_is=token {prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2"
+    assert "rollout_rs: not available here: with weights of rollout_is" in refusal(f"{reinforce} {both}")
+    # read in bypass_mode alone
+    assert imported(f"{prefix}.loss_type=reinforce").get("rl_config.loss_type") == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("rejection", "bounds", "expected"),
+    [  # verl bounds mu / pi, and here pi / mu is bounded
+        ("seq_mean_k1", "0.999_1.001", ("geometric_rejection_mask", 1 / 0.999, 1 / 1.001)),
+        ("seq_sum_k1", "2.0", ("sequence_rejection_mask", 2.0, 0.5)),
+        ("token_k1", "0.5_4.0", ("token_rejection_mask", 2.0, 0.25)),
+        # log(w)^2 / 2 <= 0.02 is |log w| <= 0.2
+        ("token_k2", "0.02", ("token_rejection_mask", math.exp(0.2), math.exp(-0.2))),
+    ],
+)
+def test_rejection_in_bypass_mode_is_a_mask(rejection: str, bounds: str, expected: tuple[str, float, float]) -> None:
+    prefix = "algorithm.rollout_correction"
+    run = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_rs={rejection} {prefix}.rollout_rs_threshold={bounds}")
+    keys = ("mode", "threshold", "threshold_min")
+    mode, high, low = values(run, *(f"rl_config.rollout_importance_sampling_{key}" for key in keys))
+    assert (mode, high, low) == (expected[0], pytest.approx(expected[1]), pytest.approx(expected[2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("rollout_rs=seq_max_k2 P.rollout_rs_threshold=2", "rollout_rs=seq_max_k2: not available here"),
+        ("rollout_rs='token_k1,seq_mean_k1' P.rollout_rs_threshold='2,2'", "rollout_rs=token_k1,seq_mean_k1: not available"),
+        ("rollout_rs=token_k1", "rollout_rs_threshold is None"),
+        ("rollout_rs=token_k1 P.rollout_rs_threshold=2.0_0.5", "rollout_rs_threshold is 2.0_0.5"),
+        ("rollout_rs=token_k1 P.rollout_rs_threshold=0.5", "rejects all tokens"),
+        ("rollout_rs=token_k2 P.rollout_rs_threshold=0.5_2.0", "rollout_rs_threshold is 0.5_2.0"),
+        (f"rollout_rs=token_k1 P.rollout_rs_threshold=2 {A}.loss_agg_mode=seq-mean-token-mean", "leave the mean of a sequence"),
+    ],
+)
+def test_other_rejections_are_refused_by_name(options: str, reason: str) -> None:
+    prefix = "algorithm.rollout_correction"
+    assert reason in refusal(f"{prefix}.bypass_mode=True {prefix}.{options.replace('P.', f'{prefix}.')}")
+
+
+def test_sequences_are_rejected_with_any_mean() -> None:
+    # a rejected sequence counts in the mean of sequences in both projects
+    prefix = "algorithm.rollout_correction"
+    rejection = f"{prefix}.bypass_mode=True {prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=1.1"
+    run = imported(f"{rejection} {A}.loss_agg_mode=seq-mean-token-mean")
+    assert run.get("rl_config.rollout_importance_sampling_mode") == "geometric_rejection_mask"
 
 
 def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
