@@ -881,7 +881,9 @@ def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
     """Return the format of weights and optimizer state of the roles that train, where FSDP has another one than float32."""
     if layout.engine != "fsdp":
         return None
-    groups = ("engine.",) if command.program == "sft" else (f"{_ACTOR}fsdp_config.", "critic.fsdp.")
+    groups = ("engine.",) if command.program == "sft" else (f"{_ACTOR}fsdp_config.",)
+    if command.program == "ppo" and "values" in ADVANTAGES[_read_estimator(command)].needs:
+        groups += ("critic.fsdp.",)
     formats = (_FORMATS.get(command.text(f"{group}model_dtype", "fp32")) for group in groups)
     return next((name for name in formats if name is not None), None)
 

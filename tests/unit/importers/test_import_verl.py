@@ -871,6 +871,9 @@ def test_weights_in_bfloat16_are_a_difference_by_name() -> None:
     assert "weights would be float32 here, but is bfloat16 in verl" in refusal(f"{A}.fsdp_config.model_dtype=bfloat16")
     run = imported(f"{A}.fsdp_config.model_dtype=bf16", accepted=frozenset({"weights"}))
     assert engine_of(run)[0] == "fsdp"
+    critic = "critic.fsdp.model_dtype=bf16 critic.model.path=/m/critic critic.ppo_mini_batch_size=16"
+    assert imported(critic).plans is not None  # there is none
+    assert "weights would be float32" in refusal(f"{critic} algorithm.adv_estimator=gae")
     assert imported(f"{A}.fsdp_config.model_dtype=fp32 actor_rollout_ref.ref.fsdp_config.model_dtype=bf16").plans is not None
 
 
