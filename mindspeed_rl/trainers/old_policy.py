@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
 
@@ -36,11 +37,13 @@ class Agreement:
     Attributes:
         statistic: of the differences, "mean" or "max": what is compared with the limit.
         source: where the limit comes from, in words.
+        covers_update: the log-probs of an update are compared too; not with dropout, which the rollout engine does not have.
     """
 
     statistic: str
     limit: float
     source: str
+    covers_update: bool = True
 
     @classmethod
     def choose(cls, run: Run) -> Agreement | None:
@@ -53,7 +56,7 @@ class Agreement:
             kind = "float32" if exact else "bfloat16"
             allowed = factor * _MEAN_DIFFERENCE[kind]
             source = f"the {allowed:g} that log_probs_diff_limit auto allows in {kind}"
-            return cls("mean", allowed, source)
+            return cls("mean", allowed, source, covers_update=not _drops_out(run))
         scaled = "" if factor == 1.0 else f" ({factor:g} times the key: the engine is in int8)"
         return cls("max", factor * limit, f"log_probs_diff_limit {factor * limit:g}{scaled}")
 
@@ -66,10 +69,15 @@ class Agreement:
         return f"log-probs of trainer and rollout engine differ by {amount}, more than {self.source}"
 
     def check(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Raise DisagreementError where the results of an iteration differ by more."""
-        excess = self.find_excess(results)
+        """Raise DisagreementError where the results of an iteration's update differ by more."""
+        excess = self.find_excess(results) if self.covers_update else None
         if excess is not None:
             raise DisagreementError(f"iteration {iteration + 1}: {excess}: other weights, or another precision.")
+
+
+def _drops_out(run: Run) -> bool:
+    """Return whether the updates have dropout."""
+    return run.rl.dropout_in_update and any(getattr(run.config.actor_config, name) for name in DROPOUT_KEYS)
 
 
 class OldPolicy:

@@ -12,7 +12,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +344,20 @@ def run(path: str, folder: str, *, stops_after: int | None = None) -> dict[str, 
         gc.collect()
 
 
+def _in_turn(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The same call, one rank after the other."""
+
+    def calls() -> Any:
+        result = None
+        for rank in range(dist.get_world_size()):
+            if rank == dist.get_rank():
+                result = call()
+            dist.barrier()
+        return result
+
+    return calls
+
+
 def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: int | None) -> dict[str, Any]:
     fleet: Any = OwnFleet(resolved, plane, worker)
     rewards: Any = OwnRewards(resolved, plane)
@@ -362,6 +376,8 @@ def _run(resolved: Run, plane: SharedPlane, worker: ActorWorker, stops_after: in
         if stops_after is not None:
             termination.in_loop = True
             termination.requested = stops_after == 1
+        # every rank is a driver here, and they share the folder in which groups in flight wait for their checkpoint
+        trainer.rollout.state_dict = _in_turn(trainer.rollout.state_dict)  # pyrefly: ignore
         greedy: list[list[float]] = []
         plain = trainer.baselines.rewards
         trainer.advantages._baselines.rewards = lambda: _noted(greedy, plain())  # pyrefly: ignore

@@ -436,9 +436,10 @@ class _LossKeys:
         "记录训练器与推理引擎相差多少", on_resume="exact")
     log_probs_diff_limit: Literal["auto"] | float | None = key("auto",
         "stop when a log-probability of trainer and rollout engine differs by more; auto: when they differ in the mean by more "
-        "than 0.05 in float32 and 0.5 in bfloat16, which only wrong weights or kernels reach; null: off",
+        "than 0.05 in float32 and 0.5 in bfloat16, which only wrong weights or kernels reach, and in no update with dropout; "
+        "null: off",
         "训练器与推理引擎的某个对数概率相差超过此值时停止；auto：平均相差超过 0.05（float32）或 0.5（bfloat16）时停止，"
-        "只有权重或算子出错才会到这个程度；null：关闭",
+        "只有权重或算子出错才会到这个程度；带 dropout 的更新不检查；null：关闭",
         range=Bounds(0, 1e6, excludes_low=True, default=0.1), on_resume="exact")
     exact_log_probs: bool = key(False,
         "trainer and rollout engine compute log-probs that are equal bit for bit, by the same functions with a fixed order of "

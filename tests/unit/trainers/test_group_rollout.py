@@ -234,6 +234,7 @@ def test_the_run_file_says_how_far_the_rollout_may_be_ahead(tmp_path: Path, keys
     assert (Schedule(run)._agreement is not None) == (admission.bound == 0)
 
 
+DROPOUT = ["actor_config.hidden_dropout=0.1"]
 HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16"]
 
 
@@ -250,6 +251,10 @@ HALF = ["actor_config.bf16=true", "generate_config.dtype=bfloat16"]
         (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.2, "differ by 0.2, more than log_probs_diff_limit 0.1"),
         (["rl_config.log_probs_diff_limit=0.1"], 0.01, 0.09, ""),
         (["rl_config.log_probs_diff_limit=null"], 5.0, 50.0, ""),
+        # the engine has no dropout, so the difference is that of the dropout; a limit that is set holds all the same
+        ([*DROPOUT, "rl_config.dropout_in_update=true"], 0.3, 3.0, ""),
+        ([*DROPOUT, "rl_config.dropout_in_update=true", "rl_config.log_probs_diff_limit=0.1"], 0.3, 3.0, "differ by 3, more"),
+        (DROPOUT, 0.3, 3.0, "more than the 0.05"),
     ],
 )
 def test_trainer_and_engine_that_disagree_stop_the_run(
