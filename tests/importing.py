@@ -36,6 +36,7 @@ PATTERNS: dict[str, tuple[str, ...]] = {"llama-factory": ("examples/**/*.yaml",)
 _SCRIPTS = ("**/*.sh",)
 #: part of a variable's name -> value that it has here, the first that fits
 _GUESSES = (
+    (r"^DEVICE(_NAME|_TYPE)?$", "npu"),
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
     (r"UTIL|FRACTION|RATIO", "0.8"),

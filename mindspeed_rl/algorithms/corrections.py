@@ -11,9 +11,13 @@ the threshold C, "mask" (MIS, IcePop) sets it to 0 outside [C_min, C]:
     geometric_truncate    min(geo w, C)                        ms-swift's sequence_truncate
     geometric_mask        geo w * [C_min <= geo w <= C]
     token_geometric_mask  w_t * [C_min <= geo w <= C]          ms-swift's sequence_mask, OpenRLHF's seq-mask-tis
+    token_rejection_mask      [C_min <= w_t <= C]              verl's rollout_rs token_k1, with bounds of 1 / w_t
+    sequence_rejection_mask   [C_min <= prod w <= C]           verl's seq_sum_k1
+    geometric_rejection_mask  [C_min <= geo w <= C]            verl's seq_mean_k1
 
 Where the old policy's log-probs are those that the engine recorded (`old_log_probs: rollout`, verl's bypass mode), d_t is
-log pi - log mu of the policy that is trained, at each step: the weight of a loss without a ratio.
+log pi - log mu of the policy that is trained, at each step: the weight of a loss without a ratio, and what a rejection mask is
+computed of. What a mask leaves out still counts in the mean, as in verl's bypass mode.
 
 Weights carry no gradient and multiply only the policy term, never the KL or the entropy.
 """
@@ -68,8 +72,10 @@ def mask_outside(difference: Tensor, mask: Tensor, objective: Objective) -> Tens
     return torch.where(inside, _weight(difference, mask, correction.weight), 0.0)
 
 
-def _weight(difference: Tensor, mask: Tensor, over: Literal["token", "sequence", "geometric"]) -> Tensor:
-    """Return w of each token, or of its sequence: the product over its tokens, or their geometric mean."""
+def _weight(difference: Tensor, mask: Tensor, over: Literal["one", "token", "sequence", "geometric"]) -> Tensor:
+    """Return w of each token, or of its sequence: the product over its tokens, or their geometric mean; or 1."""
+    if over == "one":
+        return torch.ones_like(difference)
     if over == "token":
         return difference.exp()
     total = row_sum(difference, mask) if over == "sequence" else row_mean(difference, mask)

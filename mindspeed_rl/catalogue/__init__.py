@@ -408,4 +408,12 @@ CORRECTIONS: dict[str, Correction] = {
         _MASK, weight="geometric", bounded="geometric", formula="geo w if {low} <= geo w <= {high}, else 0"
     ),
     "token_geometric_mask": replace(_MASK, bounded="geometric", formula="w_t if {low} <= geo w <= {high}, else 0"),
+    # verl's rejection by k1: tokens are kept or not, and have no weight
+    "token_rejection_mask": replace(_MASK, weight="one", formula="1 if {low} <= w_t <= {high}, else 0"),
+    "sequence_rejection_mask": replace(
+        _MASK, weight="one", bounded="sequence", formula="1 if {low} <= prod w <= {high}, else 0"
+    ),
+    "geometric_rejection_mask": replace(
+        _MASK, weight="one", bounded="geometric", formula="1 if {low} <= geo w <= {high}, else 0"
+    ),
 }

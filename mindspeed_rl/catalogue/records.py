@@ -265,11 +265,12 @@ class Correction(Algorithm):
     The function takes `(difference, mask, objective)`, difference = log pi_old - log pi_rollout [B, R], and returns [B, R].
 
     Attributes:
-        weight: scope of the weight: each token, the product of the sequence, or its geometric mean.
+        weight: scope of the weight: each token, the product of the sequence, or its geometric mean; "one": a token is kept or
+            left out, and has no weight.
         bounded: only of masks: scope of the number that is compared with the thresholds.
     """
 
-    weight: Literal["token", "sequence", "geometric"] = "token"
+    weight: Literal["one", "token", "sequence", "geometric"] = "token"
     bounded: Literal["token", "sequence", "geometric"] = "token"
 
     key: ClassVar[str] = "rollout_importance_sampling_mode"

@@ -149,7 +149,7 @@ def _compare_plans(run: Import, there: Recipe) -> Run:
         raise ConfigError(missing)
     here = plan_run(resolved, run.settings.rows)
     run.plans = (there, here)
-    differences = find_differences(there, here)
+    differences = find_differences(there, here, run.reasons)
     errors = [
         f"{name} would be {format_value(here_value)} here, but is {format_value(there_value)} in {run.project}; "
         f"--accept {name} takes the difference"

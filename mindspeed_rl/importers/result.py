@@ -62,6 +62,7 @@ class Import:
         without_effect: option -> the reason why it changes nothing here.
         refused: option -> the feature that is not available.
         added: key -> the reason why it is there although no option sets it.
+        reasons: number of the plan that may differ -> the reason, which is shown next to it.
         plans: the numbers of the command and of the run file; None for a command that does not train.
         memory: sentences about a layout that does not fit; empty where it fits, or config.json is elsewhere.
         next_command: the command that the run file is for.
@@ -77,6 +78,7 @@ class Import:
     without_effect: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     added: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     plans: tuple[SourcePlan, SourcePlan] | None = None
     memory: str = ""
     next_command: str = "mindspeed-rl explain --config-name"
@@ -199,7 +201,7 @@ class Import:
                 width = min(max(len(name) for name in rows), 44)
                 parts.append(f"{title}\n" + "\n".join(f"  {name:<{width}}  {text}" for name, text in rows.items()))
         if self.plans is not None:
-            table = render_plans(self.project, *self.plans, accepted=self.settings.accepted)
+            table = render_plans(self.project, *self.plans, accepted=self.settings.accepted, reasons=self.reasons)
             parts.append(f"Plan, over {self.settings.rows} rows of data where it depends on them\n{table}")
         return "\n\n".join([*parts, self.memory] if self.memory else parts)
 

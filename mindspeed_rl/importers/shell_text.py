@@ -72,6 +72,13 @@ def request_variables(unknown: list[tuple[str, int]]) -> ConfigError:
     )
 
 
+def _name_condition(kind: str, line: int, unknown: Sequence[tuple[str, int]]) -> str:
+    """Return the words for a condition or case, with the variables that decide it."""
+    names = dict(unknown)
+    asked = f" ({' '.join(f'--set {name}=VALUE' for name in names)})" if names else ""
+    return f"the {kind} of line {line}{asked}"
+
+
 def read_variable(environment: Mapping[str, str], name: str, default: str | None = None) -> str | None:
     """Return a variable of a command's environment.
 
@@ -491,7 +498,7 @@ class _Interpreter:
                 bodies = parts[1::2] + ([parts[-1]] if len(parts) % 2 else [[]])
                 words = [word for part in parts[0] for word in part.words]
                 unknown = [item for word in words for text in self.expand(word) for item in list_unknown(text)]
-                self._run_uncertain(bodies, f"the condition of line {node.line}", unknown)
+                self._run_uncertain(bodies, _name_condition("condition", node.line, unknown), unknown)
                 return True
             if status:
                 return self.run(parts[1])
@@ -519,7 +526,7 @@ class _Interpreter:
     def _run_case(self, node: _Node) -> bool | None:
         value = " ".join(self.expand(node.words[0]))
         if unknown := list_unknown(value):
-            self._run_uncertain([*node.parts, []], f"the case of line {node.line}", unknown)
+            self._run_uncertain([*node.parts, []], _name_condition("case", node.line, unknown), unknown)
             return True
         for patterns, body in zip(node.patterns, node.parts):
             if any(fnmatch.fnmatchcase(value, " ".join(self.expand(pattern))) for pattern in patterns):

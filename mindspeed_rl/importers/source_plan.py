@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, TypeVar
 
 from mindspeed_rl.catalogue.objective import Distillation
@@ -51,7 +53,9 @@ class SourcePlan:
             "rollout engine", its own log-probs, or "synced actor", the weights that the engine has last got.
         importance_sampling: correction of the rollout's log-probs and its threshold, as "token_truncate 2"; None without.
         prompt_length, response_length: limits in tokens; supervised stages have `sequence_length`.
+        engine: what trains, where the project has several engines; no number of the update depends on it.
         tp, pp, cp, ep, dp: layout of the training; infer_tp of the rollout.
+        weights: format of the trained weights and of the optimizer's state where it is not float32.
         lora_rank: 0 where all weights train.
         layers: forms of the model's layers that a command describes; here config.json of the model has them.
         routing: how tokens come to experts where a benchmark decides it instead of the router.
@@ -106,12 +110,14 @@ class SourcePlan:
     prompt_length: int | None = None
     response_length: int | None = None
     sequence_length: int | None = None
+    engine: str | None = None
     tp: int = 1
     pp: int = 1
     cp: int = 1
     ep: int = 1
     dp: int = 1
     infer_tp: int | None = None
+    weights: str | None = None
     lora_rank: int = 0
     weight_decay: float | None = None
     clip_grad: float | None = None
@@ -150,7 +156,10 @@ _ALWAYS_HERE = {
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",
     "reward_scale": "as they are scored",
+    "weights": "float32",
 }
+#: numbers that only some projects have
+_NAMED_BY_SOME = frozenset(("engine", "divergence"))
 
 #: numbers of a policy loss, which do not matter where the divergence from teachers alone trains
 _OF_POLICY = tuple("loss level clip_low clip_high clip_c delta advantage advantage_scale old_policy gamma lam".split())
@@ -248,6 +257,7 @@ def plan_run(run: Run, rows: int) -> SourcePlan:
         loss=losses.get(cfg.stage or "", "cross_entropy"),
         beta=betas.get(cfg.stage or ""),
         sequence_length=actor.seq_length,
+        engine=actor.engine,
         tp=actor.tensor_model_parallel_size,
         pp=actor.pipeline_model_parallel_size,
         cp=actor.context_parallel_size,
@@ -314,7 +324,7 @@ def _plan_rollout(shared: SourcePlan, run: Run) -> SourcePlan:
 def _pair(there: SourcePlan, here: SourcePlan, name: str) -> tuple[object, object]:
     """Return a number of both plans; None for both where it does not matter, or holds here as everywhere."""
     first, second = getattr(there, name), _ALWAYS_HERE.get(name, getattr(here, name))
-    is_silent = first is None and (name in _ALWAYS_HERE or name == "divergence")
+    is_silent = first is None and name in (*_NAMED_BY_SOME, *_ALWAYS_HERE)
     if is_silent or (there.divergence is not None and here.divergence is not None and name in _OF_POLICY):
         return None, None
     return first, second
@@ -340,10 +350,15 @@ def _describe_divergence(term: Distillation | None) -> str | None:
     return name_divergence(term.kind, term.beta, (term.topk, term.topk_rest))
 
 
-def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[object, object]]:
+def find_differences(
+    there: SourcePlan, here: SourcePlan, reasons: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, tuple[object, object]]:
     """Return the numbers that differ, with the value there and here.
 
     A warm-up that was rounded to a neighbouring rollout is no difference, nor are learning rates that differ by that one.
+
+    Args:
+        reasons: numbers that are chosen here, and change no update -> reason; they are left out.
     """
     peak = max(there.lr_first, there.lr_10, there.lr_last, here.lr_first, here.lr_10, here.lr_last)
     shift = abs(there.lr_warmup_steps - here.lr_warmup_steps)
@@ -360,19 +375,26 @@ def find_differences(there: SourcePlan, here: SourcePlan) -> dict[str, tuple[obj
         else:
             # a project without a limit of prompts: the importer notes the one that it sets
             equal = first == second or (name == "prompt_length" and first is None)
-        if not equal:
+        if not equal and name not in reasons:
             differences[name] = (first, second)
     return differences
 
 
-def render_plans(title: str, there: SourcePlan, here: SourcePlan, accepted: frozenset[str] = frozenset()) -> str:
-    """Return a table of both plans; a number that neither has is left out."""
-    differences = find_differences(there, here)
+def render_plans(
+    title: str,
+    there: SourcePlan,
+    here: SourcePlan,
+    accepted: frozenset[str] = frozenset(),
+    reasons: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """Return a table of both plans, with the reasons of what is chosen; a number that neither has is left out."""
+    differences = find_differences(there, here, reasons)
     rows = [("", title, "here", "")]
     for name in PLAN_NUMBERS:
         first, second = _pair(there, here, name)
         if (first, second) not in ((None, None), ((), ())):
-            mark = "" if name not in differences else "accepted" if name in accepted else "differs"
+            mark = "accepted" if name in accepted else "differs"
+            mark = mark if name in differences else reasons.get(name, "") if first != second else ""
             rows.append((name, _format(first), _format(second), mark))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0])).rstrip() for row in rows]

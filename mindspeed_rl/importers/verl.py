@@ -5,6 +5,7 @@ The options are in `verl_options.py`. Here is what several of them make up, and 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
+from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import (
     describe_preprocessing,
     find_module,
@@ -78,6 +80,9 @@ _PROGRAMS = {
     "fully_async_main": "ppo",
 }
 _FULLY_ASYNC = "fully_async_main"
+#: verl's newer trainer: its modes, and the groups of their options
+_MODE, _MODES = "trainer.v1.trainer_mode", ("sync", "colocate_async", "separate_async")
+_COLOCATED, _SEPARATE, _SAMPLER = (f"trainer.v1.{name}." for name in ("colocate_async", "separate_async", "sampler"))
 _REFUSED_PROGRAMS = {
     "fsdp_sft_trainer": "fsdp_sft_trainer, of releases before 0.9; write the options of sft_trainer",
     "main_generation": "generation; see mindspeed-rl generate",
@@ -156,7 +161,18 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
     (r"actor_rollout_ref\.actor\.megatron\.override_ddp_config\.grad_reduce_in_fp32", to(f"{ACTOR}.grad_reduce_in_fp32")),
     (r"(?:\w+\.)*override_ddp_config\.\w+", no_effect("buckets and overlap of gradients")),
     (r"(?:\w+\.)*turbo_config\..+", no_effect("Megatron-core is the engine: memory and sharding of FSDP")),
-    (r"(?:\w+\.)*fsdp_config\.mixed_precision\.\w+", no_effect("weights are bfloat16 with fp32 master weights")),
+    (
+        r"(?:actor_rollout_ref\.actor\.fsdp_config|engine)\.mixed_precision\.param_dtype",
+        to(f"{ACTOR}.bf16", values={**dict.fromkeys(("bf16", "bfloat16"), True), **dict.fromkeys(("fp32", "float32"), False)}),
+    ),
+    (
+        r"(?:\w+\.)*(?:fsdp_config|fsdp|engine)\.mixed_precision\.(?:reduce_dtype|buffer_dtype)",
+        no_effect("gradients are reduced in fp32, which rounds less than bf16", "fp32", "float32", "bf16", "bfloat16"),
+    ),
+    (
+        r"(?:\w+\.)*(?:fsdp_config|fsdp)\.mixed_precision\.param_dtype",
+        no_effect("reference and critic are computed in the actor's format"),
+    ),
     (
         r"(?:\w+\.)*model\.override_config\.(?:attn_implementation|_attn_implementation)",
         no_effect("the platform chooses the kernels"),
@@ -174,6 +190,8 @@ _OPEN: tuple[tuple[str, Mapping[str, Option] | Option], ...] = (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(limit_mm_per_prompt(?:\.\w+)?)",
         by(lambda run, option, value: _limit_images(run, option, value), "limit_mm_image_per_prompt"),
     ),
+    (r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.enable_expert_parallel", to(f"{ENGINE}.enable_expert_parallel")),
+    (r"actor_rollout_ref\.rollout\.moe_tensor_parallel_size", no_effect("how TensorRT-LLM splits experts")),
     (
         r"actor_rollout_ref\.rollout\.engine_kwargs\.vllm\.(max_model_len|max_num_seqs|max_num_batched_tokens|enforce_eager|"
         r"gpu_memory_utilization|enable_prefix_caching|dtype|kv_cache_dtype)",
@@ -306,7 +324,9 @@ def _find_command(commands: list[Command], keys: list[Command]) -> tuple[str, Co
         found += [(table, command, 1 + next(i for i, module in enumerate(modules) if name in module)) for table, name in names]
     if len({command.line for _, command, _ in found}) > 1:
         lines = ", ".join(str(command.line) for _, command, _ in found)
-        raise ConfigError([f"the script has several commands of verl, in lines {lines}; import one of them"])
+        conditions = dict.fromkeys(command.uncertain for _, command, _ in found if command.uncertain)
+        decides = "".join(f"; {condition} decides which one runs" for condition in conditions)
+        raise ConfigError([f"the script has several commands of verl, in lines {lines}{decides}; import one of them"])
     if not found and not keys:
         raise ConfigError(["there is no command of verl, and no key such as data.train_files=train.parquet"])
     program, command, place = found[0] if found else ("ppo", keys[0], 0)
@@ -376,6 +396,8 @@ def _complete(
 # ------------------------------------------------------------------------------------------------------------ verl's numbers
 
 
+#: format of FSDP's weights there -> its name
+_FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16"}
 #: engine of verl's options -> the one whose options and formulas it has
 _ENGINES = {**dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo", "dp"), "fsdp"), "veomni": "veomni", "megatron": "megatron"}
 
@@ -431,6 +453,52 @@ def _read_layout(command: SourceCommand) -> _Layout:
 
 
 @dataclass(frozen=True)
+class _Ahead:
+    """How far rollouts of an asynchronous trainer of verl run ahead of training on other devices.
+
+    Attributes:
+        taken: prompts of an iteration, on which the trainer works before it takes the next ones.
+        steps: iterations of a version of the weights.
+        versions: of which prompts are started ahead.
+        interrupts: new weights interrupt responses, which continue.
+        reason: of `versions`.
+    """
+
+    taken: int
+    steps: int
+    versions: float
+    interrupts: bool
+    reason: str
+
+    @classmethod
+    def from_command(cls, command: SourceCommand) -> _Ahead | None:
+        """Read it; None where each rollout is trained on before the next one starts, or with it (one step off)."""
+        mini = command.count(f"{_ACTOR}ppo_mini_batch_size", 256)
+        if _FULLY_ASYNC in command.trailing:
+            prefix = "async_training."
+            steps = command.count(f"{prefix}trigger_parameter_sync_step", 4)
+            taken = mini * command.count(f"{prefix}require_batches", 1)
+            age = command.number(f"{prefix}staleness_threshold", 0.1)
+            return cls(taken, steps, age, command.flag(f"{prefix}partial_rollout", default=True), "staleness_threshold")
+        if _read_mode(command) != "separate_async":
+            return None
+        steps, batch = command.count(f"{_SEPARATE}parameter_sync_step", 4), command.count("data.train_batch_size", 1024)
+        if batch != steps * mini:
+            raise ConfigError([f"data.train_batch_size is {batch}, but separate_async needs parameter_sync_step ({steps}) x "
+                               f"ppo_mini_batch_size ({mini})"])  # fmt: skip
+        # a prompt may be of that many versions there, the one that trains included
+        spans = command.count(f"{_SAMPLER}max_off_policy_threshold", 8)
+        started = command.count(f"{_SEPARATE}num_warmup_batches", 1)
+        reason = f"num_warmup_batches are started ahead there; prompts of {spans} versions are too old, which none is here"
+        return cls(mini, steps, float(min(started, spans - 1)), True, reason)
+
+
+def _read_mode(command: SourceCommand) -> str:
+    """Return the mode of verl's newer trainer, which use_v1: false leaves out."""
+    return command.text(_MODE, "sync") if command.program == "ppo" and command.flag("trainer.use_v1", default=True) else "sync"
+
+
+@dataclass(frozen=True)
 class _Batch:
     """Numbers of a batch, in prompts (supervised: rows).
 
@@ -452,11 +520,9 @@ class _Batch:
         if command.program == "sft":
             rows = command.count("data.train_batch_size", 256)
             return cls(rows, rows, 1, rows, 1, rows)
-        if _FULLY_ASYNC in command.trailing:
-            mini = command.count(f"{_ACTOR}ppo_mini_batch_size", 256)
-            taken = mini * command.count("async_training.require_batches", 1)
-            epochs = command.count(f"{_ACTOR}ppo_epochs", 1)
-            return cls(taken, taken, command.count(f"{_ROLLOUT}n", 1), mini, epochs, taken)
+        if (ahead := _Ahead.from_command(command)) is not None:
+            mini, epochs = command.count(f"{_ACTOR}ppo_mini_batch_size", 256), command.count(f"{_ACTOR}ppo_epochs", 1)
+            return cls(ahead.taken, ahead.taken, command.count(f"{_ROLLOUT}n", 1), mini, epochs, ahead.taken)
         trained = command.count("data.train_batch_size", 1024)
         filters = command.flag("algorithm.filter_groups.enable")
         rollout = command.count("data.gen_batch_size", trained) if filters else trained
@@ -479,12 +545,15 @@ def _count_rollouts(command: SourceCommand, batch: _Batch, rows: int) -> int:
     """Return the rollouts (supervised: steps) of the run: verl leaves out the incomplete last batch of an epoch."""
     if _FULLY_ASYNC in command.trailing:
         return command.count("rollout.total_rollout_steps", 100) // batch.rollout
-    total = command.get("trainer.total_training_steps")
+    # a step of that trainer is a version of the weights
+    ahead, total = _Ahead.from_command(command), command.get("trainer.total_training_steps")
+    steps = 1 if ahead is None else ahead.steps
     if isinstance(total, int) and not isinstance(total, bool) and total > 0:
-        return total
+        return total * steps
     limit = command.get("data.train_max_samples")
     rows = min(rows, limit) if isinstance(limit, int) and limit > 0 else rows
-    return rows // batch.counted * command.count("trainer.total_epochs", 30 if command.program == "ppo" else 4)
+    epochs = command.count("trainer.total_epochs", 30 if command.program == "ppo" else 4)
+    return rows // (batch.counted * steps) * steps * epochs
 
 
 def _read_schedule(command: SourceCommand, prefix: str, engine: str, peak: float, total: int) -> Schedule:
@@ -576,7 +645,7 @@ class _Loss:
             ConfigError: it, or its aggregation, is not available.
         """
         name, aggregation = (
-            command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
+            "gpg" if _is_reinforce(command) else command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
             command.text(f"{_ACTOR}loss_agg_mode", "token-mean"),
         )
         if name not in LOSS_MODES:
@@ -650,11 +719,31 @@ def _is_single(command: SourceCommand) -> bool:
     return command.get("algorithm.adv_estimator") == "grpo" and command.count(f"{_ROLLOUT}n", 1) == 1 and not has_kl
 
 
+def _is_reinforce(command: SourceCommand) -> bool:
+    """Return True for the plain policy gradient with weights, which verl has in bypass_mode alone."""
+    return command.flag(f"{_CORRECTION}bypass_mode") and command.text(f"{_CORRECTION}loss_type", "ppo_clip") == "reinforce"
+
+
 def _read_correction(command: SourceCommand) -> Correction | None:
-    """Return the rollout correction."""
-    kind = command.get(f"{_CORRECTION}rollout_is")
-    if kind is None or command.flag(f"{_CORRECTION}bypass_mode"):
-        return None  # the ratio is to the rollout engine then, and has no other weight
+    """Return the rollout correction.
+
+    In bypass_mode the clipped ratio is to the rollout engine, and verl only logs the weights; tokens that are rejected there
+    still count in the mean.
+
+    Raises:
+        ConfigError: it is not available.
+    """
+    recorded, kind = command.flag(f"{_CORRECTION}bypass_mode"), command.get(f"{_CORRECTION}rollout_is")
+    kind = None if recorded and not _is_reinforce(command) else kind
+    if kind is not None and command.flag(f"{_CORRECTION}rollout_is_batch_normalize"):
+        raise ConfigError([f"{_CORRECTION}rollout_is_batch_normalize: not available here: importance weights whose mean is 1"])
+    if command.get(f"{_CORRECTION}rollout_rs") is not None:
+        if kind is not None or not recorded:
+            feature = "with weights of rollout_is" if recorded else "tokens that leave the mean, as they do without bypass_mode"
+            raise ConfigError([f"{_CORRECTION}rollout_rs: not available here: {feature}"])
+        return _read_rejection(command)
+    if kind is None:
+        return None
     bounds = str(command.get(f"{_CORRECTION}rollout_is_threshold", 2.0))
     low, _, high = bounds.rpartition("_")
     if kind not in ("token", "sequence") or (low and kind != "token"):
@@ -663,6 +752,41 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         return Correction(f"{kind}_{'mask' if low else 'truncate'}", float(high), float(low) if low else None)
     except ValueError:
         raise ConfigError([f"{_CORRECTION}rollout_is_threshold is {bounds}, but must be a number, or two as 0.5_5"]) from None
+
+
+#: rejection of verl that compares the ratio with two bounds -> its mode here
+_REJECTIONS = {"token_k1": "token", "token_k2": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}
+
+
+def _read_rejection(command: SourceCommand) -> Correction:
+    """Return the rejection by the rollout's log-probs as a mask.
+
+    k1 is log(mu / pi), so that its bounds are those of 1 / w; k2 is log(w)^2 / 2.
+
+    Raises:
+        ConfigError: it is another one, or has no bounds.
+    """
+    names = list_words(command.get(f"{_CORRECTION}rollout_rs"))
+    if len(names) != 1 or names[0] not in _REJECTIONS:
+        listed = ", ".join(_REJECTIONS)
+        raise ConfigError([f"{_CORRECTION}rollout_rs={','.join(names)}: not available here; one of {listed} is"])
+    squares = names[0] == "token_k2"
+    bounds = str(command.get(f"{_CORRECTION}rollout_rs_threshold")).strip("'\"")
+    words = bounds.split("_")
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        numbers = []
+    if not numbers or len(numbers) > 2 - squares or min(numbers) <= 0 or numbers[0] > numbers[-1]:
+        text = f"{_CORRECTION}rollout_rs_threshold is {bounds}, but must be a number above 0, or for k1 two as 0.5_2"
+        raise ConfigError([text])
+    upper = math.exp(math.sqrt(2 * numbers[0])) if squares else numbers[-1]
+    lower = numbers[0] if len(numbers) == 2 else 1 / upper
+    if lower > upper:
+        raise ConfigError([f"{_CORRECTION}rollout_rs_threshold is {bounds}, which rejects all tokens"])
+    if _REJECTIONS[names[0]] == "token" and command.text(f"{_ACTOR}loss_agg_mode", "token-mean") == "seq-mean-token-mean":
+        raise ConfigError([f"{_CORRECTION}rollout_rs={names[0]}: not available here: tokens that leave the mean of a sequence"])
+    return Correction(f"{_REJECTIONS[names[0]]}_rejection_mask", 1 / lower, 1 / upper)
 
 
 def _find_source(paths: str, variables: Mapping[str, str]) -> str | None:
@@ -683,7 +807,6 @@ _ADAPTER = ("lora_adapter_path", "lora.adapter_path")
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by verl's formulas."""
     batch, layout, supervised = _Batch.from_command(command), _read_layout(command), command.program == "sft"
-    run.note("model_engine", f"{layout.engine}: Megatron-core is the engine here", changes_nothing=False)
     model, prefix = ("model.", "optim.") if supervised else (_MODEL, f"{_ACTOR}optim.")
     if layout.engine == "veomni":
         _note_veomni(run, command, prefix)
@@ -705,6 +828,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         steps_per_rollout=steps,
         total_steps=rollouts * steps,
         loss="cross_entropy",
+        engine=layout.engine,
+        weights=_read_format(command, layout),
         tp=layout.tensor,
         pp=layout.pipeline,
         cp=layout.context,
@@ -733,6 +858,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             "freeze_vit": "verl's tower includes the projector",
             **dict.fromkeys(("train_iters", "train_epochs"), length),
             "context_parallel_size": "Ulysses",
+            "weight_decay": "" if layout.engine == "megatron" else "there of norms and biases too, which have none here",
             "num_npus": "over all nodes",
             "actor_resource.num_npus": "over all nodes",
             "lr_decay_style": "moves once a rollout there, at each step here",
@@ -749,6 +875,17 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     first, tenth, last = rates.rates
     shared = replace(shared, lr_first=first, lr_10=tenth, lr_last=last, lr_warmup_steps=rates.warmup * steps)
     return _describe_rows(run, command, batch, shared) if supervised else _describe_rollout(run, command, batch, layout, shared)
+
+
+def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
+    """Return the format of weights and optimizer state of the roles that train, where FSDP has another one than float32."""
+    if layout.engine != "fsdp":
+        return None
+    groups = ("engine.",) if command.program == "sft" else (f"{_ACTOR}fsdp_config.",)
+    if command.program == "ppo" and "values" in ADVANTAGES[_read_estimator(command)].needs:
+        groups += ("critic.fsdp.",)
+    formats = (_FORMATS.get(command.text(f"{group}model_dtype", "fp32")) for group in groups)
+    return next((name for name in formats if name is not None), None)
 
 
 def _read_rank(command: SourceCommand, prefix: str, layout: _Layout) -> int:
@@ -788,6 +925,10 @@ def _read_model(
         has_adapters = any(command.number(f"{prefix}{name}", 0) for name in ("lora_rank", "lora.rank"))
         has_adapters |= any(command.get(f"{prefix}{name}") is not None for name in _ADAPTER)
         frozen = command.flag(f"{_ACTOR}freeze_vision_tower") or has_adapters
+        targets = "all-linear" in list_words(command.get(f"{prefix}target_modules") or "all-linear")
+        if layout.engine == "fsdp" and has_adapters and targets and command.get(f"{prefix}exclude_modules") is None:
+            feature = f"adapters in the vision tower; {prefix}exclude_modules='.*visual.*' leaves it out"
+            run.refuse(f"{prefix}lora_rank", feature)
         keys |= {f"{ACTOR}.{name}": frozen for name in ("freeze_vit", "freeze_aligner")}
     option, reason = f"{prefix}enable_gradient_checkpointing", "FSDP splits the optimizer's state"
     if layout.engine == "megatron":
@@ -797,9 +938,6 @@ def _read_model(
         keys |= RECOMPUTE_LAYERS
     else:
         run.note_given(option, "false: nothing is computed again", changes_nothing=False)
-    engine = f"{'engine.' if command.program == 'sft' else _ACTOR}strategy"
-    note = "; a model that is too large for one device needs tensor_model_parallel_size" if layout.engine != "megatron" else ""
-    run.note_given(engine, f"Megatron-core is the engine{note}", changes_nothing=False)
     written = run.get(f"{ACTOR}.moe_aux_loss_coeff") is not None
     if written and run.get(f"{ACTOR}.moe_router_load_balancing_type") is None:
         keys[f"{ACTOR}.moe_router_load_balancing_type"] = "none"  # verl's Megatron engine has it, whatever the weight is
@@ -859,7 +997,10 @@ def _read_length(run: Import, command: SourceCommand, batch: _Batch) -> tuple[in
         return iterations, None, f"rollout.total_rollout_steps / {batch.rollout} prompts of a step"
     if isinstance(total, int) and total > 0:
         run.note_given("trainer.total_epochs", f"{limit} is read instead")
-        return total, None, "optimizer steps" if command.program == "sft" else "rollouts"
+        ahead = _Ahead.from_command(command)
+        unit = "optimizer steps" if command.program == "sft" else "rollouts"
+        unit = unit if ahead is None else f"of its steps, each of {ahead.steps} iterations"
+        return _count_rollouts(command, batch, rows), None, unit
     run.note_given(limit, "null: trainer.total_epochs is read", changes_nothing=False)
     if (part_of_rows := _limit_rows(command)) is not None or run.settings.knows_rows:
         rows = rows if part_of_rows is None else min(rows, part_of_rows)
@@ -1051,7 +1192,10 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     teachers = _read_teacher(run, command)
     micro, tokens = _read_micro_batches(command, layout)
     dedicated = command.has("actor_rollout_ref.hybrid_engine") and not command.flag("actor_rollout_ref.hybrid_engine")
-    devices = command.count("rollout.nnodes", 1) * command.count("rollout.n_gpus_per_node", 8)
+    ahead, group = _Ahead.from_command(command), "rollout."
+    if ahead is not None and _FULLY_ASYNC not in command.trailing:
+        dedicated, group = True, _ROLLOUT
+    devices = command.count(f"{group}nnodes", 1) * command.count(f"{group}n_gpus_per_node", 8)
     defaults = [*shared.defaults, (f"{ACTOR}.seed", 42, "the default of verl")]
     defaults.append((f"{ACTOR}.prompt_type", "hf", "verl writes prompts by the tokenizer's chat template"))
     defaults += _find_save_folder(command, "verl_examples", "gsm8k")
@@ -1073,7 +1217,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
         placement=Placement(
             actor=command.devices,
             rollout=devices if dedicated else None,
-            mode="async" if _FULLY_ASYNC in command.trailing else "one_step_off" if dedicated else None,
+            mode="async" if ahead is not None else "one_step_off" if dedicated else None,
         ),
         batch=Batch(micro, batch.group),
         rewarding=rewards,
@@ -1097,6 +1241,9 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             "micro_batch_size": "use_dynamic_bsz fills micro-batches" if command.flag(f"{_ACTOR}use_dynamic_bsz") else "",
             **{path.partition(".")[2]: f"tokens of a device x {layout.context}" for path in tokens},
             "trainer_mode": "the rollout has devices of its own",
+            "max_off_policy_threshold": "" if ahead is None else ahead.reason,
+            "partial_rollout_max_split": "responses continue with new weights; prompts of more versions are too old there",
+            "over_sample_rate": "batches that are started ahead",
             **({"data_path": _describe_part(command)} if _limit_rows(command) else {}),
             "max_turns": "a turn of the tools is followed by one of the model, which is the last",
             "max_parallel_calls": "further calls of a turn get an error as their reply; verl drops them",
@@ -1112,6 +1259,8 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
 def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl, *, has_critic: bool) -> None:
     """Refuse what the objective has and no loss here."""
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
+    if _is_reinforce(command):
+        run.translate(f"{_CORRECTION}loss_type", {f"{RL}.loss_type": loss.loss_type}, "-A log pi with weights")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
     if loss.fixes and adds_terms and aggregation != "seq-mean-token-mean":
         feature = f"{aggregation} of KL and entropy next to the mean of sequences of {loss.loss_type}"
@@ -1202,23 +1351,36 @@ def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, d
 
 
 def _read_age(run: Import, command: SourceCommand) -> dict[str, object]:
-    """Return how far rollouts of the fully asynchronous trainer run ahead."""
-    if _FULLY_ASYNC not in command.trailing:
+    """Return how far rollouts run ahead, or how far responses extend over rollouts on the same devices."""
+    mode = _read_mode(command)
+    if mode not in _MODES:
+        run.refuse(_MODE, f"the mode {mode}; {', '.join(_MODES)} are")
+    if command.flag(f"{_SEPARATE}hybrid_rollout.enable_switch") and mode == "separate_async":
+        run.refuse(f"{_SEPARATE}hybrid_rollout.enable_switch", "devices that move between training and rollout")
+    ahead = _Ahead.from_command(command)
+    if mode != "sync" or ahead is not None:
+        if command.flag("algorithm.filter_groups.enable"):
+            run.refuse("algorithm.filter_groups.enable", "groups that are filtered while rollouts run ahead")
+    if mode == "colocate_async":
+        spans, started = (
+            command.count(f"{_SAMPLER}max_off_policy_threshold", 8), command.count(f"{_COLOCATED}num_warmup_batches", 1)
+        )  # fmt: skip
+        if spans - 1 <= started:
+            run.refuse(f"{_SAMPLER}max_off_policy_threshold", "prompts that must end before the next ones do")
+        return {f"{RL}.partial_rollout_max_split": spans - 1, f"{RL}.over_sample_rate": float(started)}
+    if ahead is None:
         return {}
-    if command.flag("algorithm.filter_groups.enable"):
-        run.refuse("algorithm.filter_groups.enable", "groups that are filtered while rollouts run ahead")
     styles = {command.text(f"{_ACTOR}optim.{name}", "constant") for name in ("lr_decay_style", "lr_scheduler_type")}
-    if styles != {"constant"}:
+    if _FULLY_ASYNC in command.trailing and styles != {"constant"}:
         run.refuse(f"{_ACTOR}optim.lr_scheduler_type", "a rate that moves over the versions of the fully asynchronous trainer")
-    prefix = "async_training."
-    steps = command.count(f"{prefix}trigger_parameter_sync_step", 4)
     for option, key in (("trainer.test_freq", "eval_interval"), ("trainer.save_freq", "save_interval")):
         if command.has(option) and command.number(option, -1) > 0:
-            run.translate(option, {f"{ACTOR}.{key}": command.count(option, 1) * steps}, f"versions of {steps} steps each")
+            run.translate(option, {f"{ACTOR}.{key}": command.count(option, 1) * ahead.steps},
+                          f"versions of {ahead.steps} steps each")  # fmt: skip
     return {
-        f"{RL}.max_off_policy_threshold": command.number(f"{prefix}staleness_threshold", 0.1),
-        f"{RL}.parameter_sync_step": steps,
-        f"{RL}.partial_rollout": command.flag(f"{prefix}partial_rollout", default=True),
+        f"{RL}.max_off_policy_threshold": ahead.versions,
+        f"{RL}.parameter_sync_step": ahead.steps,
+        f"{RL}.partial_rollout": ahead.interrupts,
     }
 
 
@@ -1228,8 +1390,8 @@ def _read_old_policy(run: Import, command: SourceCommand) -> str:
         if command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla") != "vanilla":
             run.refuse(f"{_ACTOR}policy_loss.loss_mode", "verl computes the clipped loss instead in bypass_mode; leave it out")
         return RECORDED_POLICY
-    is_older = _FULLY_ASYNC in command.trailing and command.count("async_training.trigger_parameter_sync_step", 4) > 1
-    return "synced actor" if is_older else "actor"
+    ahead = _Ahead.from_command(command)
+    return "synced actor" if ahead is not None and ahead.steps > 1 else "actor"
 
 
 def _read_filters(run: Import, command: SourceCommand, batch: _Batch, rewards: Rewards) -> dict[str, object]:
@@ -1456,8 +1618,34 @@ def _finish(run: Import, command: SourceCommand) -> None:
     if folders:
         start_from_adapter(run, names[0], str(folders[0]), None)
         run.same.pop(names[0])
+    _choose_engine(run, command)
     critic = " ".join(name for name in command.options if name.startswith("critic."))
     run.note_given(critic, "as the actor's: roles that share devices share a layout, which changes no result")
+
+
+def _choose_engine(run: Import, command: SourceCommand) -> None:
+    """Keep FSDP where `engine: fsdp` supports the run; name the reason in the plan where the run is Megatron's."""
+    layout, group = _read_layout(command), "engine." if command.program == "sft" else _ACTOR
+    strategy = command.text(f"{group}strategy") or command.text("model_engine") or "fsdp"
+    names = [name for name in (f"{group}strategy", "model_engine") if command.has(name)]
+    offload = f"{'engine.' if command.program == 'sft' else f'{_ACTOR}fsdp_config.'}offload_policy"
+    if layout.engine != "megatron" and not run.refused:
+        obstacles = [f"{strategy} spreads experts or sequences"] if strategy in ("veomni", "fsdp_turbo") else []
+        if layout.context > 1 and not obstacles:
+            obstacles = [f"Ulysses over {layout.context} devices: engine: fsdp does not split sequences"]
+        if not (reason := keep_fsdp(run, obstacles)):
+            for name in names:
+                run.translate(name, {f"{ACTOR}.engine": "fsdp"}, "a shard of all weights, gradients and states on each device")
+            if command.flag(offload) and strategy == "fsdp2":
+                run.translate(offload, {f"{ACTOR}.swap_optimizer": True}, "weights are on the device in an update")
+            if not names:
+                run.added[f"{ACTOR}.engine"] = f"fsdp, the default of {run.project}"
+        else:
+            run.reasons["engine"] = f"megatron, as {reason}"
+    for name in names:
+        if not run.is_noted(name):
+            run.note(name, run.reasons.get("engine", f"{layout.engine}: Megatron-core is the engine"), changes_nothing=False)
+    run.note_given(offload, "read with fsdp2 alone, or offload_train_* is for the rollout")
 
 
 PROJECT = SourceProject("verl", "verl", "0.9.1", TABLES, _read, _describe, _finish, prefix="")

@@ -6,6 +6,7 @@ once and put under all of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from mindspeed_rl.importers.options import Option, by, no_effect, part, refused, same, to, with_others
@@ -32,9 +33,7 @@ from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, find_lora_targets
 
 _PROFILER = "profiler_config.integrated"
 
-_SHARDING = no_effect(
-    "Megatron-core is the engine: weights are split by tensor and pipeline parallelism, optimizer state by rank"
-)
+_SHARDING = no_effect("how weights and states are divided changes no result: engine: fsdp has a shard of all on each device")
 _MEMORY = no_effect("memory and speed alone: results do not depend on it, and the engine has a form of its own")
 #: setting of Muon there -> key
 _MUON = {
@@ -68,6 +67,7 @@ _ULYSSES = part("context_parallel_size", off="read with FSDP alone")
 _ENGINE_NAME = with_others("the engine")
 _FUNCTION = part("verifier_function dataset_additional_keys", off="verl's own reward", by_nature=True)
 _REWARD_MODEL = part("reward_model", off="there is no reward model", by_nature=True)
+_OTHER_MODE = "another mode of the trainer reads it"
 _ASYNC_ALONE = "read by fully_async_policy alone"
 _DEDICATED = part(
     "trainer_mode rollout_resource.num_npus use_integrated_worker",
@@ -125,7 +125,7 @@ _PADDED = "pad_to_length pad_to_length_bucket"
 
 _FSDP: tuple[tuple[str, Option], ...] = (
     (
-        "fsdp_size model_dtype offload_policy reshard_after_forward use_orig_params wrap_policy.min_num_params "
+        "fsdp_size reshard_after_forward use_orig_params wrap_policy.min_num_params "
         "use_no_sync_for_gradient_accumulation forward_prefetch "
         + _put(
             "expert_fully_shard_parallel_size expert_parallel_size fully_shard_parallel_size tensor_parallel_size "
@@ -135,6 +135,8 @@ _FSDP: tuple[tuple[str, Option], ...] = (
         ),
         _SHARDING,
     ),
+    ("offload_policy", with_others("swap_optimizer")),
+    ("model_dtype", with_others("the format of the weights", off="the row weights of the plan has it", by_nature=True)),
     (f"{_ENTROPY} {_PADDED} use_torch_compile", _MEMORY),
     ("full_determinism forward_only", no_effect("the phase decides whether a pass has gradients; see deterministic")),
     ("dtype", same("weights and activations are bfloat16 with fp32 master weights", "bfloat16", "bf16")),
@@ -358,6 +360,15 @@ def _set_lora_targets(run: Import, option: str, value: object) -> None:
         run.refuse(option, f"adapters of {value}")
 
 
+def _leave_out(run: Import, option: str, value: object) -> None:
+    """Note modules of the vision tower, which have no adapters here; refuse others."""
+    words = list_words(value or "")
+    if all(re.fullmatch(r"[.*^]*(model\.)?(visual|vision_tower|vision_model)[.*$]*", word) for word in words):
+        run.note(option, "the vision tower has no adapters here", changes_nothing=False)
+    else:
+        run.refuse(option, "projections that adapters leave out")
+
+
 def _set_recomputation(run: Import, option: str, value: object) -> None:
     if value:
         run.translate(option, RECOMPUTE_LAYERS)
@@ -389,7 +400,7 @@ _MODEL: tuple[tuple[str, Option], ...] = (
     ("override_config", refused("other values than those of config.json", unless=({},))),
     ("trust_remote_code use_shm", no_effect("models are built from their config.json, and read from their folder")),
     ("enable_activation_offload tiled_mlp.enabled tiled_mlp.num_shards use_remove_padding", _MEMORY),
-    ("exclude_modules", refused("projections that adapters leave out")),
+    ("exclude_modules", by(lambda run, option, value: _leave_out(run, option, value), "the vision tower has no adapters")),
     ("lora_adapter_path lora.adapter_path", with_others("the adapter that training continues")),
     ("use_liger use_fused_kernels fused_kernel_options.impl_backend", _HF),
     (
@@ -654,11 +665,14 @@ _TRAINER: tuple[tuple[str, Option], ...] = (
         no_effect("checkpoints are folders of this run"),
     ),
     ("use_v1 v1.sync", no_effect("verl's own loop")),
-    ("v1.trainer_mode", refused("verl's asynchronous trainers; see rl_config.trainer_mode", unless=("sync",))),
+    ("v1.trainer_mode", part("trainer_mode", off="sync, or partial_rollout_max_split", by_nature=True)),
+    ("v1.separate_async.parameter_sync_step", part("parameter_sync_step", off=_OTHER_MODE)),
+    ("v1.separate_async.num_warmup_batches", part("max_off_policy_threshold", off=_OTHER_MODE)),
+    ("v1.colocate_async.num_warmup_batches", part("over_sample_rate", off=_OTHER_MODE)),
+    ("v1.sampler.max_off_policy_threshold", part("partial_rollout_max_split", off="no prompt becomes that old")),
+    ("v1.sampler.max_off_policy_strategy", no_effect("no prompt becomes too old", "drop", "wait")),
     (
-        "v1.colocate_async.num_warmup_batches v1.separate_async.num_warmup_batches v1.separate_async.parameter_sync_step "
-        "v1.sampler.max_off_policy_strategy v1.sampler.max_off_policy_threshold v1.sampler.sampler_kwargs "
-        "v1.sampler.sync_refill_failed_groups "
+        "v1.sampler.sampler_kwargs v1.sampler.sync_refill_failed_groups "
         + _put(
             "adaptive_switch_threshold enable_switch switch_cost_window_size switch_threshold_ratio "
             "switch_threshold_release_steps switch_threshold_step_down switch_threshold_step_up",
@@ -688,7 +702,7 @@ def _build_ppo() -> dict[str, Option]:
         f"{actor}fsdp_config. {ref}fsdp_config. critic.fsdp.",
         [*_FSDP, ("seed strategy param_offload optimizer_offload", _MEMORY)],
     )
-    table |= _under(f"{ref}fsdp_config. critic.fsdp.", [("ulysses_sequence_parallel_size", _MEMORY)])
+    table |= _under(f"{ref}fsdp_config. critic.fsdp.", [("ulysses_sequence_parallel_size offload_policy", _MEMORY)])
     table |= {
         f"{actor}fsdp_config.ulysses_sequence_parallel_size": _ULYSSES,
         f"{actor}fsdp_config.param_offload": to(offload[0]),
@@ -790,13 +804,12 @@ def _build_global() -> dict[str, Option]:
             ("filter_groups.max_inflight_gen_batches", _MEMORY),
             ("use_pf_ppo", refused("PF-PPO")),
             ("pf_ppo.reweight_method pf_ppo.weight_pow", _BY_SWITCH),
-            ("rollout_correction.rollout_is "
-             "rollout_correction.rollout_is_threshold", part(CORRECTION, off="no correction")),
-            ("rollout_correction.rollout_rs", refused("rejection of sequences by the rollout's log-probs")),
-            ("rollout_correction.rollout_rs_threshold", _BY_SWITCH),
-            ("rollout_correction.loss_type", refused("REINFORCE with weights of the rollout", unless=("ppo_clip",))),
+            ("rollout_correction.rollout_is rollout_correction.rollout_is_threshold rollout_correction.rollout_rs "
+             "rollout_correction.rollout_rs_threshold", part(CORRECTION, off="no correction of the policy loss")),
+            ("rollout_correction.loss_type", with_others("the loss in bypass_mode", off="loss_mode, whose clip ppo_clip is",
+                                                         by_nature=True)),
             ("rollout_correction.bypass_mode", part("old_log_probs", off="the old policy is the actor", by_nature=True)),
-            ("rollout_correction.rollout_is_batch_normalize", refused("importance weights whose mean is 1")),
+            ("rollout_correction.rollout_is_batch_normalize", with_others("weights", off="no weight is divided by their mean")),
         ]),
         **_under("reward.", [
             ("num_workers", to(f"{RL}.num_reward_workers")),

@@ -410,10 +410,10 @@ class _LossKeys:
     rollout_importance_sampling_mode: str | None = key(None,
         "weights that correct for the difference between rollout engine and trainer: of each token, of the sequence (product "
         "of its tokens) or its geometric mean, bounded or masked; token_geometric_mask: token weights, sequences masked by "
-        "their mean",
+        "their mean; rejection masks leave tokens or sequences out and weigh nothing",
         "修正推理引擎与训练器差异的权重：按 token、按序列（其 token 之积）或其几何均值，截断或掩蔽；token_geometric_mask：按 "
-        "token 加权，按序列均值掩蔽", names=tuple(CORRECTIONS), elsewhere="vllm_importance_sampling_mode rollout_is",
-        on_resume="exact")
+        "token 加权，按序列均值掩蔽；rejection_mask 只剔除 token 或序列，不加权", names=tuple(CORRECTIONS),
+        elsewhere="vllm_importance_sampling_mode rollout_is", on_resume="exact")
     rollout_importance_sampling_threshold: float = key(2.0, "upper bound of that correction", "该修正的上界", needs=_MISMATCH,
         elsewhere="tis_clip rollout_is_threshold vllm_importance_sampling_cap", on_resume="exact")
     rollout_importance_sampling_threshold_min: float | None = key(None, "lower bound of the masking forms", "掩蔽形式的下界",

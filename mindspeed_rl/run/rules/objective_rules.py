@@ -230,12 +230,13 @@ def _recorded_old_policy(rl: RLConfig, objective: Objective) -> Iterator[Broken]
     if not objective.reads_rollout_policy:
         return
     recorded = {"old_log_probs": "rollout"}
-    if objective.correction is not None and objective.loss.has_ratio:
+    correction = objective.correction
+    if correction is not None and correction.weight != "one" and objective.loss.has_ratio:
         yield violate(
             "recorded_policy_correction",
             f"[rollout_importance_sampling_mode] has no place with [old_log_probs] and loss_type {objective.loss_type}: its "
             "ratio is to the rollout engine already, and a weight would count the difference twice; a loss without a ratio "
-            "(gpg) takes the weight",
+            "(gpg) takes the weight, and a rejection mask has none",
             {"rollout_importance_sampling_mode": None, "old_log_probs": "trainer"},
             keys={"loss_type": objective.loss_type},
         )

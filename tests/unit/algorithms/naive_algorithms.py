@@ -181,8 +181,10 @@ def rollout_weight(differences, mode, high, low):
     out = []
     for token in tokens:
         level, _, action = mode.rpartition("_")
-        weight = {"token": token, "token_geometric": token, "sequence": product, "geometric": geometric}[level]
-        tested = {"token": token, "token_geometric": geometric, "sequence": product, "geometric": geometric}[level]
+        scope = level.removesuffix("_rejection")
+        weight = {"token": token, "token_geometric": token, "sequence": product, "geometric": geometric}[scope]
+        weight = weight if scope == level else 1.0
+        tested = {"token": token, "token_geometric": geometric, "sequence": product, "geometric": geometric}[scope]
         if action == "truncate":
             out.append(min(weight, high))
         else:

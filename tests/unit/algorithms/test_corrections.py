@@ -68,6 +68,28 @@ def test_every_mode_equals_the_naive_loops_on_ragged_rows(mode):
         np.testing.assert_allclose(got[i][mask[i]], expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("mode", "statistic"),
+    [
+        ("token_rejection_mask", lambda k1: k1),
+        ("sequence_rejection_mask", lambda k1: np.full_like(k1, k1.sum())),
+        ("geometric_rejection_mask", lambda k1: np.full_like(k1, k1.mean())),
+    ],
+)
+def test_a_rejection_mask_keeps_what_verl_keeps(mode, statistic):
+    # verl's compute_rollout_rejection_mask: k1 = log(mu / pi), kept where log(lower) <= k1 (its sum, its mean) <= log(upper)
+    lower, upper = 0.8, 1.3
+    rng = np.random.default_rng(3)
+    kept = []
+    for _ in range(200):
+        difference = rng.normal(scale=0.2, size=rng.integers(1, 6))
+        number = statistic(-difference)
+        expected = (number >= math.log(lower)) & (number <= math.log(upper))
+        assert weights(list(difference), mode, high=1 / lower, low=1 / upper) == expected.astype(float).tolist()
+        kept.append(expected.any())
+    assert 0 < sum(kept) < len(kept)
+
+
 def test_weights_carry_no_gradient():
     old = torch.zeros(1, 2, requires_grad=True)
     mask = torch.ones(1, 2, dtype=torch.bool)

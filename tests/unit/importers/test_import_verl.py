@@ -351,13 +351,73 @@ def test_rollout_corrections() -> None:
         (f"{prefix}.rollout_is=token {prefix}.rollout_is_threshold=0.5_2.0", ["token_mask", 2.0, 0.5]),
     ):
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
-    assert "rejection of sequences" in refusal(f"{prefix}.rollout_rs=token_k1")
+    # in its decoupled form verl takes rejected tokens out of the mean too
+    decoupled = f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2.0"
+    assert "tokens that leave the mean" in refusal(decoupled)
     recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
     assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
     assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
     bypass = f"{prefix}.bypass_mode=True"
     assert "bypass_mode; leave it out" in refusal(f"{bypass} {A}.policy_loss.loss_mode=gspo")
-    assert "REINFORCE" in refusal(f"{bypass} {prefix}.loss_type=reinforce")
+    assert "weights whose mean is 1" in refusal(f"{prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True")
+    # logged there, as the ratio is to the rollout engine
+    assert imported(f"{bypass} {prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True").plans is not None
+
+
+def test_bypass_with_reinforce_is_the_plain_policy_gradient_with_weights() -> None:
+    prefix, key = "algorithm.rollout_correction", "rl_config.rollout_importance_sampling_mode"
+    reinforce = f"{prefix}.bypass_mode=True {prefix}.loss_type=reinforce"
+    run = imported(f"{reinforce} {prefix}.rollout_is=sequence")
+    assert values(run, "rl_config.loss_type", "rl_config.old_log_probs", key) == ["gpg", "rollout", "sequence_truncate"]
+    assert values(imported(reinforce), "rl_config.loss_type", key) == ["gpg", None]
+    assert "with seq-mean-token-mean" in refusal(f"{reinforce} {A}.loss_agg_mode=seq-mean-token-mean")
+    both = f"{prefix}.rollout_is=token {prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2"
+    assert "rollout_rs: not available here: with weights of rollout_is" in refusal(f"{reinforce} {both}")
+    # read in bypass_mode alone
+    assert imported(f"{prefix}.loss_type=reinforce").get("rl_config.loss_type") == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("rejection", "bounds", "expected"),
+    [  # verl bounds mu / pi, and here pi / mu is bounded
+        ("seq_mean_k1", "0.999_1.001", ("geometric_rejection_mask", 1 / 0.999, 1 / 1.001)),
+        ("seq_sum_k1", "2.0", ("sequence_rejection_mask", 2.0, 0.5)),
+        ("token_k1", "0.5_4.0", ("token_rejection_mask", 2.0, 0.25)),
+        # log(w)^2 / 2 <= 0.02 is |log w| <= 0.2
+        ("token_k2", "0.02", ("token_rejection_mask", math.exp(0.2), math.exp(-0.2))),
+    ],
+)
+def test_rejection_in_bypass_mode_is_a_mask(rejection: str, bounds: str, expected: tuple[str, float, float]) -> None:
+    prefix = "algorithm.rollout_correction"
+    run = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_rs={rejection} {prefix}.rollout_rs_threshold={bounds}")
+    keys = ("mode", "threshold", "threshold_min")
+    mode, high, low = values(run, *(f"rl_config.rollout_importance_sampling_{key}" for key in keys))
+    assert (mode, high, low) == (expected[0], pytest.approx(expected[1]), pytest.approx(expected[2]))
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("rollout_rs=seq_max_k2 P.rollout_rs_threshold=2", "rollout_rs=seq_max_k2: not available here"),
+        ("rollout_rs='token_k1,seq_mean_k1' P.rollout_rs_threshold='2,2'", "rollout_rs=token_k1,seq_mean_k1: not available"),
+        ("rollout_rs=token_k1", "rollout_rs_threshold is None"),
+        ("rollout_rs=token_k1 P.rollout_rs_threshold=2.0_0.5", "rollout_rs_threshold is 2.0_0.5"),
+        ("rollout_rs=token_k1 P.rollout_rs_threshold=0.5", "rejects all tokens"),
+        ("rollout_rs=token_k2 P.rollout_rs_threshold=0.5_2.0", "rollout_rs_threshold is 0.5_2.0"),
+        (f"rollout_rs=token_k1 P.rollout_rs_threshold=2 {A}.loss_agg_mode=seq-mean-token-mean", "leave the mean of a sequence"),
+    ],
+)
+def test_other_rejections_are_refused_by_name(options: str, reason: str) -> None:
+    prefix = "algorithm.rollout_correction"
+    assert reason in refusal(f"{prefix}.bypass_mode=True {prefix}.{options.replace('P.', f'{prefix}.')}")
+
+
+def test_sequences_are_rejected_with_any_mean() -> None:
+    # a rejected sequence counts in the mean of sequences in both projects
+    prefix = "algorithm.rollout_correction"
+    rejection = f"{prefix}.bypass_mode=True {prefix}.rollout_rs=seq_mean_k1 {prefix}.rollout_rs_threshold=1.1"
+    run = imported(f"{rejection} {A}.loss_agg_mode=seq-mean-token-mean")
+    assert run.get("rl_config.rollout_importance_sampling_mode") == "geometric_rejection_mask"
 
 
 def test_the_fully_asynchronous_trainer_is_trainer_mode_async() -> None:
@@ -471,7 +531,8 @@ def test_the_tower_trains_where_verl_trains_it() -> None:
     keys = ("megatron_training.freeze_vit", "megatron_training.freeze_aligner")
     assert values(imported(model), *keys) == [False, False]
     assert values(imported(f"{model} {freeze}=True"), *keys) == [True, True]
-    assert values(imported(f"{model} {M}.lora_rank=8 {M}.lora_alpha=16"), *keys) == [True, True]
+    adapters = f"{M}.lora_rank=8 {M}.lora_alpha=16 {M}.exclude_modules='.*visual.*'"
+    assert values(imported(f"{model} {adapters}"), *keys) == [True, True]
     assert values(imported(f"{freeze}=True"), *keys) == [None, None]
     limit = "+actor_rollout_ref.rollout.engine_kwargs.vllm.limit_mm_per_prompt"
     assert imported(f"{model} {limit}.image=5").get("generate_config.limit_mm_image_per_prompt") == 5
@@ -499,7 +560,7 @@ def test_the_length_is_verls() -> None:
         (f"{A}.megatron.override_transformer_config.mtp_num_layers=2", "another number of prediction layers"),
         ("algorithm.adv_estimator=gae critic.model.path=m critic.model.mtp.enable_train=True", "prediction layers of a critic"),
         (f"{A}.strategy=torchtitan", "the training engine torchtitan; fsdp, veomni, megatron are"),
-        ("trainer.v1.trainer_mode=separate_async", "asynchronous trainers"),
+        ("trainer.v1.trainer_mode=other", "sync, colocate_async, separate_async are"),
         ("reward_model.reward_manager=prime", "the reward manager prime"),
         (f"{M}.external_lib=mine", "modules that are imported"),
         ("data.custom_cls.path=mine.py", "your own dataset class"),
@@ -738,8 +799,147 @@ def test_a_layout_that_does_not_fit_is_named_with_what_would_fit(tmp_path: Path)
         "hidden_act": "silu", "attention_bias": False, "torch_dtype": "bfloat16",
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    run = imported(base=BASE.replace("models/base", str(tmp_path)))
+    run = imported(f"{A}.ulysses_sequence_parallel_size=2", BASE.replace("models/base", str(tmp_path)))
     assert run.memory.startswith("The layout does not fit") and "tensor_model_parallel_size" in run.memory
     assert "# The layout does not fit" in run.render("x") and run.memory in run.summarize()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "hidden_size": 512}))
     assert not imported(base=BASE.replace("models/base", str(tmp_path))).memory
+
+
+# --- the engine that trains
+
+
+def engine_of(run: Import) -> tuple[object, str]:
+    """Return the engine of the run file, and the reason in the plan where it is not the source's."""
+    return run.get("megatron_training.engine"), run.reasons.get("engine", "")
+
+
+@pytest.mark.parametrize("strategy", ["", f"{A}.strategy=fsdp", f"{A}.strategy=fsdp2", "model_engine=dp"])
+def test_a_dense_model_under_fsdp_keeps_its_engine(strategy: str) -> None:
+    run = imported(f"{strategy} {A}.fsdp_config.fsdp_size=4 {A}.fsdp_config.param_offload=True")
+    assert engine_of(run) == ("fsdp", "")
+    assert run.plans is not None
+    assert [plan.engine for plan in run.plans] == ["fsdp", "fsdp"]
+    # gradient checkpointing is on in verl, and whole layers are what the engine computes again
+    assert run.get("megatron_training.recompute_granularity") == "full"
+    assert run.get("generate_config.offload_train_param") is True
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (f"{A}.ulysses_sequence_parallel_size=2", "Ulysses over 2 devices: engine: fsdp does not split sequences"),
+        (f"{A}.strategy=fsdp_turbo", "fsdp_turbo spreads experts or sequences"),
+        (f"{A}.strategy=veomni", "veomni spreads experts or sequences"),
+        (f"{M}.lora_rank=8", "it has no adapters"),
+        (f"{M}.path=Qwen/Qwen3-30B-A3B", "by its name Qwen/Qwen3-30B-A3B has experts"),
+        (f"{M}.path=/m/DeepSeek-V3", "has experts"),
+        (f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {A}.freeze_vision_tower=True", "has images"),
+        (f"{A}.use_prefix_grouper=True", "rl_config.use_prefix_grouper (true) cannot be used with engine: fsdp"),
+    ],
+)
+def test_what_the_fsdp_engine_lacks_is_megatrons_with_the_reason_in_the_plan(changes: str, reason: str) -> None:
+    run = imported(changes)
+    engine, row = engine_of(run)
+    assert engine is None and row.startswith("megatron, as ") and reason in row
+    assert reason in run.summarize()
+
+
+def test_names_of_dense_models_are_no_experts() -> None:
+    for name in ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", "Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-Math-7B", "gemma-2-2b-it"):
+        assert engine_of(imported(f"{M}.path={name}"))[0] == "fsdp", name
+
+
+def test_the_shape_of_a_model_that_is_here_decides(tmp_path: Path) -> None:
+    shape = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 64}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "num_experts": 8}
+    shape |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "intermediate_size": 32, "rms_norm_eps": 1e-6}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    assert "a model with experts" in engine_of(imported(f"{M}.path={tmp_path}"))[1]
+
+
+def test_offload_and_precision_of_fsdp_go_key_by_key() -> None:
+    run = imported(f"{A}.strategy=fsdp2 {A}.fsdp_config.offload_policy=True")
+    assert run.get("megatron_training.swap_optimizer") is True
+    # FSDP1 does not read it
+    assert imported(f"{A}.strategy=fsdp {A}.fsdp_config.offload_policy=True").get("megatron_training.swap_optimizer") is None
+    precision = f"+{A}.fsdp_config.mixed_precision"
+    assert imported(f"{precision}.param_dtype=fp32 {R}.dtype=float32").get("megatron_training.bf16") is False
+    assert "trainer and rollout engine compute in the same format" in refusal(f"{precision}.param_dtype=fp32")
+    assert imported(f"{precision}.param_dtype=bf16 {precision}.reduce_dtype=fp32").get("megatron_training.bf16") is True
+    assert "fp16" in refusal(f"{precision}.param_dtype=fp16")
+
+
+def test_weights_in_bfloat16_are_a_difference_by_name() -> None:
+    # model_dtype is the format of the trained weights, and of AdamW's moments with them
+    assert "weights would be float32 here, but is bfloat16 in verl" in refusal(f"{A}.fsdp_config.model_dtype=bfloat16")
+    run = imported(f"{A}.fsdp_config.model_dtype=bf16", accepted=frozenset({"weights"}))
+    assert engine_of(run)[0] == "fsdp"
+    critic = "critic.fsdp.model_dtype=bf16 critic.model.path=/m/critic critic.ppo_mini_batch_size=16"
+    assert imported(critic).plans is not None  # there is none
+    assert "weights would be float32" in refusal(f"{critic} algorithm.adv_estimator=gae")
+    assert imported(f"{A}.fsdp_config.model_dtype=fp32 actor_rollout_ref.ref.fsdp_config.model_dtype=bf16").plans is not None
+
+
+def test_the_supervised_trainer_keeps_fsdp_too() -> None:
+    base = "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer data.train_files=/d/t.parquet model.path=/m/base "
+    assert engine_of(imported("", base)) == ("fsdp", "")
+    assert "Ulysses over 2" in engine_of(imported("engine.ulysses_sequence_parallel_size=2", base))[1]
+    assert engine_of(imported("engine=megatron", base)) == (None, "")
+
+
+def test_adapters_of_the_vision_tower_are_refused_unless_they_are_left_out() -> None:
+    images = f"{M}.path=Qwen/Qwen2.5-VL-7B-Instruct {M}.lora_rank=8 {M}.target_modules=all-linear"
+    assert "adapters in the vision tower" in refusal(images)
+    assert imported(f"{images} {M}.exclude_modules='.*visual.*'").get("megatron_training.freeze_vit") is True
+    assert "projections that adapters leave out" in refusal(f"{M}.lora_rank=8 {M}.exclude_modules='.*lm_head.*'")
+
+
+# --- modes of the newer trainer
+
+V1 = "trainer.v1.trainer_mode"
+SEPARATE = (
+    f"{V1}=separate_async trainer.v1.separate_async.parameter_sync_step=4 {R}.nnodes=1 {R}.n_gpus_per_node=4 "
+    "algorithm.rollout_correction.bypass_mode=True"
+)
+
+
+def test_separate_async_is_trainer_mode_async() -> None:
+    # verl: a step has 4 updates of 16 prompts; a batch is started ahead with the one of the step
+    run = imported(f"{SEPARATE} trainer.total_training_steps=10 trainer.save_freq=5")
+    names = "trainer_mode parameter_sync_step max_off_policy_threshold partial_rollout mini_batch_size".split()
+    assert values(run, *(f"rl_config.{name}" for name in names)) == ["async", 4, 1.0, True, 16]
+    counts = ("global_batch_size", "train_iters", "save_interval")
+    assert values(run, *(f"megatron_training.{name}" for name in counts)) == [16, 40, 20]
+    assert run.get("rl_config.rollout_resource.num_npus") == 4
+    # 430,080 rows are 6,720 steps of 64 prompts
+    run = imported(f"{SEPARATE} trainer.total_epochs=1", rows=64 * 7 + 63)
+    assert run.get("megatron_training.train_iters") == 28
+    assert "data.train_batch_size is 32, but separate_async needs" in refusal(f"{SEPARATE} data.train_batch_size=32")
+    # the old policy is the one of the last sync there
+    decoupled = SEPARATE.replace("bypass_mode=True", "bypass_mode=False")
+    assert "old_policy would be actor here, but is synced actor in verl" in refusal(decoupled)
+    ahead = imported(f"{SEPARATE} trainer.v1.separate_async.num_warmup_batches=3 trainer.v1.sampler.max_off_policy_threshold=3")
+    assert ahead.get("rl_config.max_off_policy_threshold") == 2.0
+
+
+def test_colocate_async_continues_responses_in_the_next_rollout() -> None:
+    run = imported(f"{V1}=colocate_async")
+    names = ("trainer_mode", "partial_rollout_max_split", "over_sample_rate", "rollout_resource")
+    assert values(run, *(f"rl_config.{name}" for name in names)) == [None, 7, 1.0, None]
+
+
+def test_modes_without_a_counterpart_name_their_parameter() -> None:
+    assert "the mode other; sync, colocate_async, separate_async are" in refusal(f"{V1}=other")
+    switch = "trainer.v1.separate_async.hybrid_rollout.enable_switch"
+    assert switch in refusal(f"{SEPARATE} {switch}=True")
+    assert "filtered while rollouts run ahead" in refusal(f"{SEPARATE} algorithm.filter_groups.enable=True")
+    assert imported(f"trainer.use_v1=False {V1}=separate_async").get("rl_config.trainer_mode") is None
+
+
+def test_a_condition_on_a_variable_asks_for_it() -> None:
+    script = f'name=$(python3 q.py)\nif [ "$name" == "cuda" ]; then\n{BASE}\nelse\n{BASE} trainer.total_epochs=2\nfi'
+    with pytest.raises(ConfigError, match=r"lines 3, 5; the condition of line 2 \(--set name=VALUE\) decides which one runs"):
+        import_command(PROJECT, script, ImportSettings(rewards=REWARDS))
+    run = import_command(PROJECT, script, ImportSettings(rewards=REWARDS, variables={"name": "npu"}))
+    assert run.get("megatron_training.train_epochs") == 2

@@ -135,6 +135,12 @@ def test_keys_that_contradict_recorded_log_probs_are_refused(tmp_path: Path, key
         run_of(tmp_path, RECORDED, *keys)
 
 
+def test_a_rejection_mask_weighs_nothing_and_goes_with_recorded_log_probs(tmp_path: Path) -> None:
+    mode = "rl_config.rollout_importance_sampling_mode=geometric_rejection_mask"
+    text = formula(run_of(tmp_path, RECORDED, mode, "rl_config.rollout_importance_sampling_threshold_min=0.5"))
+    assert "geometric_rejection_mask(pi / pi_rollout) = 1 if 0.5 <= geo w <= 2, else 0" in text
+
+
 def test_explain_says_what_the_ratio_compares_to(tmp_path: Path) -> None:
     text = formula(run_of(tmp_path, RECORDED))
     assert "pi_rollout, as the rollout engine recorded it; the trainer computes 0.1 of it too" in text

@@ -1,0 +1,59 @@
+"""The training engine of a run whose source trains with FSDP: `engine: fsdp` where it supports the run, else Megatron's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mindspeed_rl.config.keys import MegatronConfig
+from mindspeed_rl.config.loader import build_run_config
+from mindspeed_rl.config.run_files import apply_values
+from mindspeed_rl.importers.recipe import ACTOR
+from mindspeed_rl.importers.result import Import
+from mindspeed_rl.models.plan import read_model
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+from mindspeed_rl.run.rules.validation import validate
+
+_FSDP = {f"{ACTOR}.engine": "fsdp"}
+#: form of a model that the engine does not compute -> names of published models that have it
+_FORMS = {
+    "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|gemma-?[34]-|qwen3\.[5-9]",
+    "experts": r"-a\d+(?:\.\d+)?b|moe|mixtral|deepseek-?(?:v[2-9]|r1(?!-distill))|moonlight|kimi|gpt-?oss|glm-?(?:4\.[5-9]|5)|"
+    r"minimax|qwen3-(?:next|coder)|llama-?4|olmoe|hunyuan|longcat|mimo-v",
+}
+
+
+def keep_fsdp(run: Import, obstacles: list[str]) -> str:
+    """Set `engine: fsdp` where that engine supports model, stage and keys of the run file.
+
+    Args:
+        run: complete but for the engine.
+        obstacles: what the source's layout has and the engine has not.
+
+    Returns:
+        Why the run is Megatron's; empty where it has the engine.
+    """
+    resolved = draft(build_run_config(apply_values(run.tree, _FSDP)))
+    reasons = [*obstacles, *(item.message for item in validate(resolved) if item.rule == "training_engine")]
+    role = resolved.config.actor_config
+    if form := _find_form(str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load")), role):
+        reasons.append(form)
+    if reasons:
+        return "; ".join(reasons)
+    for path, value in _FSDP.items():
+        run.set(path, value)
+    return ""
+
+
+def _find_form(model: str, role: MegatronConfig) -> str:
+    """Return why the engine does not compute a model, by its config.json where it is here, else by its name."""
+    if not Path(model, "config.json").expanduser().is_file():
+        name = model.lower()
+        return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")
+    try:
+        architecture, shape, _ = read_model(Path(model).expanduser())
+        check_model_form(role, shape, architecture.name)
+    except ValueError as error:
+        return str(error)
+    return ""
