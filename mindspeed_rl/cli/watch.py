@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -12,7 +13,6 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.page import collect_figures, render
@@ -29,6 +29,8 @@ _POLICY = (
 )
 #: files whose change is news
 _FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
+#: Host headers of this machine, with any port
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d*)?", re.IGNORECASE | re.ASCII)
 
 
 class _RunServer(ThreadingHTTPServer):
@@ -68,7 +70,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # a page of the internet must not read prompts and responses through a name that it has bound to this machine
-        if _read_host(self.headers.get("Host", "")) not in ("127.0.0.1", "localhost"):
+        if not _OWN_HOST.fullmatch(self.headers.get("Host", "").strip()):
             self.send_error(403)
         elif self.path == "/":
             self._send_page()
@@ -116,14 +118,6 @@ class _Handler(BaseHTTPRequestHandler):
                 last_s = time.monotonic()
                 self.wfile.write(b": nothing new\n\n")
             time.sleep(_POLL_S)
-
-
-def _read_host(header: str) -> str | None:
-    """Return the host of a header, without its port; None where it has none, such as "[::1"."""
-    try:
-        return urlsplit(f"//{header}").hostname
-    except ValueError:
-        return None
 
 
 def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:
