@@ -308,7 +308,7 @@ class _HiddenNames:
         """Return the token ids of a text."""
         if self._tokenizer.is_fast:
             return self.encode_with_positions([text])[1]
-        ids: list[int] = []
+        ids: list[Any] = []
         start = 0
         for match in self._pattern.finditer(text):
             if match.lastindex == 1:  # hidden
@@ -319,7 +319,8 @@ class _HiddenNames:
 
     def _encode_plain(self, text: str) -> list[int]:
         tokens = self._tokenizer.tokenize(self._names.reveal(text), split_special_tokens=True)
-        return self._tokenizer.convert_tokens_to_ids(tokens)
+        ids: Any = self._tokenizer.convert_tokens_to_ids(tokens)
+        return ids
 
     def encode_with_positions(self, parts: Sequence[str]) -> tuple[list[str], list[int], _Positions]:
         """Return parts of a text as they are encoded, the token ids of the whole text, and the positions of the tokens."""

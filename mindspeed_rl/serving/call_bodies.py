@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from json.decoder import JSONArray, scanstring
-from json.scanner import py_make_scanner
+from json import decoder, scanner
 from typing import Any
 
+# the type stubs of Python lack these names
+_scan_text: Any = getattr(decoder, "scanstring")  # noqa: B009
+_scan_list: Any = getattr(decoder, "JSONArray")  # noqa: B009
+_make_scanner: Any = getattr(scanner, "py_make_scanner")  # noqa: B009
 #: numbers, blanks and commas of a slice
 _NUMBERS = re.compile(r"[-+.0-9eE, \t\r\n]{0,262144}")
 _MAX_TEXT, _MAX_ESCAPES, _MAX_BLANKS = 64 << 20, 8 << 20, 64 << 20
@@ -43,13 +46,13 @@ class _SlicingDecoder(json.JSONDecoder):
         super().__init__()
         self.parse_array = _parse_array
         self.parse_string = _parse_text
-        self.scan_once = py_make_scanner(self)
+        self.scan_once = _make_scanner(self)
 
 
 def _parse_text(text: str, end: int, strict: bool = True) -> tuple[str, int]:
     if len(text) - end > _MAX_TEXT and text.find('"', end, end + _MAX_TEXT) < 0:
         raise ValueError(f"a text of a call has at most {_MAX_TEXT:,} characters")
-    return scanstring(text, end, strict)
+    return _scan_text(text, end, strict)
 
 
 def _parse_array(
@@ -72,7 +75,7 @@ def _parse_array(
             break
         values += json.loads(f"[{text[start:comma]}]")
         start = comma + 1
-    rest, stop = JSONArray((text, start), scan_once)
+    rest, stop = _scan_list((text, start), scan_once)
     if values and not rest:
         raise ValueError(f"a list has a comma before its end, at character {stop - 1}")
     return values + rest, stop
