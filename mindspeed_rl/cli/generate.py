@@ -28,9 +28,9 @@ from mindspeed_rl.cli.inference_options import (
     running_engine,
 )
 from mindspeed_rl.cli.options import Parser, print_status, refuse_first
+from mindspeed_rl.data.content_marks import IMAGE_MARK
 from mindspeed_rl.data.conversation import Conversation, user
 from mindspeed_rl.data.images import TAG
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.batch_generation import (
     METHODS,
     GeneratedAnswer,

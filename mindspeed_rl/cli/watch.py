@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import re
 import sys
 import threading
 import time
@@ -14,7 +15,6 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
-from urllib.parse import urlsplit
 
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.page import collect_figures, render
@@ -33,6 +33,8 @@ _POLICY = (
 )
 #: files whose change is news
 _FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
+#: Host headers of this machine, with any port
+_OWN_HOST = re.compile(r"(127\.0\.0\.1|localhost)(:\d*)?", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         # a page of the internet must not read prompts and responses through a name that it has bound to this machine
-        if _read_host(self.headers.get("Host", "")) not in ("127.0.0.1", "localhost"):
+        if not _OWN_HOST.fullmatch(self.headers.get("Host", "").strip()):
             self.send_error(403)
         elif self.path == "/":
             self._send_page()
@@ -151,14 +153,6 @@ class _Handler(BaseHTTPRequestHandler):
                 last_s = time.monotonic()
                 self.wfile.write(b": nothing new\n\n")
             time.sleep(_POLL_S)
-
-
-def _read_host(header: str) -> str | None:
-    """Return the host of a header, without its port; None where it has none, such as "[::1"."""
-    try:
-        return urlsplit(f"//{header}").hostname
-    except ValueError:
-        return None
 
 
 def open_server(folders: Sequence[Path], port: int | None = None) -> _RunServer:

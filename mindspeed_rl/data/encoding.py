@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import unicodedata
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl.data.content_marks import HIDDEN, TokenNames, has_hidden
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.indexed import IGNORE_INDEX
 from mindspeed_rl.data.templates import Rendering, TextOrToken, Token, join_text
@@ -85,15 +89,18 @@ class TextEncoder:
             ids.extend(encoding.ids for encoding in encodings)
         return ids
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Return the token ids of a text whose special tokens are encoded as plain characters."""
-        if self._backend is None:
-            return self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        self._backend.encode_special_tokens = True
-        try:
-            return self._backend.encode(text, add_special_tokens=False).ids
-        finally:
-            self._backend.encode_special_tokens = False
+    @cached_property
+    def names(self) -> TokenNames:
+        """Names of the tokenizer's added tokens, of which contents may have some as text."""
+        return TokenNames(self.tokenizer)
+
+    @cached_property
+    def _hidden_names(self) -> _HiddenNames:
+        return _HiddenNames(self.tokenizer, self.names)
+
+    def encode_hidden(self, text: str) -> list[int]:
+        """Return the token ids of a text in which names of tokens may be hidden: they are encoded as plain characters."""
+        return self._hidden_names.encode(text) if has_hidden(text) else self.encode([text])[0]
 
     def special_id(self, token: Token) -> int:
         """Return the id of a special token.
@@ -119,20 +126,20 @@ class TextEncoder:
         A rendering `as_one_text` gives a MalformedRowError if an answer shares all its tokens with the text around it.
         """
         sides = [
-            side for rendering in renderings if not rendering.as_one_text for turn in rendering.turns
+            side for rendering in renderings if not (rendering.as_one_text or rendering.has_hidden) for turn in rendering.turns
             for side in (turn.source, turn.target)
         ]  # fmt: skip
-        texts = [part for side in sides for part in side if isinstance(part, str)]
-        encoded = iter(self.encode(texts))
-        split = iter(self._encode_as_one_text([rendering for rendering in renderings if rendering.as_one_text]))
+        encoded = iter(self.encode([part for side in sides for part in side if isinstance(part, str)]))
+        plain = [rendering for rendering in renderings if rendering.as_one_text and not rendering.has_hidden]
+        split = iter(self._encode_as_one_text(plain))
 
-        def take_ids(side: tuple[TextOrToken, ...]) -> list[int]:
-            if len(side) == 1 and isinstance(side[0], str):
+        def take_ids(side: tuple[TextOrToken, ...], *, has_hidden: bool) -> list[int]:
+            if len(side) == 1 and isinstance(side[0], str) and not has_hidden:
                 return next(encoded)
             out: list[int] = []
             for part in side:
                 if isinstance(part, str):
-                    out.extend(next(encoded))
+                    out.extend(self.encode_hidden(part) if has_hidden else next(encoded))
                 else:
                     out.append(self.special_id(part))
             return out
@@ -140,9 +147,13 @@ class TextEncoder:
         results: list[list[TurnIds] | MalformedRowError] = []
         for rendering in renderings:
             if rendering.as_one_text:
-                turns = next(split)
+                turns = self._encode_as_one_hidden_text(rendering) if rendering.has_hidden else next(split)
             else:
-                turns = [(take_ids(turn.source), take_ids(turn.target)) for turn in rendering.turns]
+                hides = rendering.has_hidden
+                turns = [
+                    (take_ids(turn.source, has_hidden=hides), take_ids(turn.target, has_hidden=hides))
+                    for turn in rendering.turns
+                ]
             if not isinstance(turns, MalformedRowError):
                 # an answer that is not trained is a part of the source
                 turns = [
@@ -168,6 +179,14 @@ class TextEncoder:
         return [
             self._split(parts, *positioned) for parts, positioned in zip(sides, self._encode_with_positions(texts), strict=True)
         ]
+
+    def _encode_as_one_hidden_text(self, rendering: Rendering) -> list[TurnIds] | MalformedRowError:
+        """Do what `_encode_as_one_text` does, for a text in which names of tokens are hidden."""
+        sides = [join_text(side) for turn in rendering.turns for side in (turn.source, turn.target)]
+        if self._backend is None:
+            parts = [self.encode_hidden(side) for side in sides]
+            return list(zip(parts[::2], parts[1::2], strict=True))
+        return self._split(*self._hidden_names.encode_with_positions(sides))
 
     def _split_by_parts(self, parts: list[str], ids: list[int]) -> list[TurnIds] | MalformedRowError:
         """Encode each part by itself, for a Python tokenizer, which has no positions; the tokens must be the same."""
@@ -256,6 +275,77 @@ class TextEncoder:
             # In a byte-level vocabulary each character stands for one byte; added tokens are plain text.
             lengths[token_id] = len(token.encode()) if token_id in self._added_ids else len(token)
         return lengths
+
+
+class _HiddenNames:
+    """Encoder of texts in which names of tokens are hidden (`content_marks.py`): these are plain characters.
+
+    It is a copy of the tokenizer in which each added token has another name. The text of the template gets these names, so
+    that the names in contents are those of no token, and all else is what the tokenizer makes of the whole text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, names: TokenNames) -> None:
+        self._tokenizer, self._names = tokenizer, names
+        #: a hidden name, with its index as the first group, or one of the template
+        self._pattern = re.compile(f"{HIDDEN.pattern}|({names.pattern.pattern})")
+        if not tokenizer.is_fast:
+            return
+        from tokenizers import Tokenizer
+
+        secret = secrets.token_hex(8)  # a content cannot have them
+        self._renamed = {name: f"\ue002{secret}.{index}\ue003" for index, name in enumerate(names.names)}
+        backend: Any = tokenizer.backend_tokenizer
+        state = json.loads(backend.to_str())
+        for token in state["added_tokens"]:
+            token["content"] = self._renamed.get(token["content"], token["content"])
+        _rename_vocabulary(state["model"], self._renamed)
+        state["post_processor"] = state["truncation"] = state["padding"] = None
+        self._backend = Tokenizer.from_str(json.dumps(state))
+        ids = {self._backend.token_to_id(new): backend.token_to_id(name) for name, new in self._renamed.items()}
+        self._ids = {new: old for new, old in ids.items() if new != old}
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text."""
+        if self._tokenizer.is_fast:
+            return self.encode_with_positions([text])[1]
+        ids: list[Any] = []
+        start = 0
+        for match in self._pattern.finditer(text):
+            if match.lastindex == 1:  # hidden
+                continue
+            ids += [*self._encode_plain(text[start : match.start()]), self._tokenizer.convert_tokens_to_ids(match[0])]
+            start = match.end()
+        return [*ids, *self._encode_plain(text[start:])]
+
+    def _encode_plain(self, text: str) -> list[int]:
+        tokens = self._tokenizer.tokenize(self._names.reveal(text), split_special_tokens=True)
+        ids: Any = self._tokenizer.convert_tokens_to_ids(tokens)
+        return ids
+
+    def encode_with_positions(self, parts: Sequence[str]) -> tuple[list[str], list[int], _Positions]:
+        """Return parts of a text as they are encoded, the token ids of the whole text, and the positions of the tokens."""
+
+        def write(match: re.Match[str]) -> str:
+            return self._names.reveal(match[0]) if match.lastindex == 1 else self._renamed[match[0]]
+
+        written = [self._pattern.sub(write, part) for part in parts]
+        encoding = self._backend.encode("".join(written), add_special_tokens=False)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        ids = [self._ids.get(token, token) for token in encoding.ids]
+        return written, ids, _Positions(offsets[:, 0], offsets[:, 1], in_characters=True)
+
+
+def _rename_vocabulary(model: dict[str, Any], renamed: Mapping[str, str]) -> None:
+    """Rename tokens in the vocabulary of a tokenizer's model, which must not find them in a text either."""
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, list):  # of Unigram: pairs of a token and its score
+        model["vocab"] = [[renamed.get(token, token), score] for token, score in vocabulary]
+        return
+    merged = {"".join(merge if isinstance(merge, list) else merge.split(" ")) for merge in model.get("merges", ())}
+    own = {name: new for name, new in renamed.items() if name not in merged}
+    model["vocab"] = {own.get(token, token): index for token, index in vocabulary.items()}
+    if model.get("unk_token") in own:
+        model["unk_token"] = own[model["unk_token"]]
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl.data.content_marks import IMAGE_MARK, join_texts
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, Row
 from mindspeed_rl.data.encoding import TurnIds
 from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES, IndexedColumns, column_prefix, read_index
 from mindspeed_rl.data.sources import ArrowRow
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.files import open_regular, read_json, read_regular
 
 if TYPE_CHECKING:
@@ -475,22 +475,27 @@ def make_reference(value: object, folder: str | None = None) -> str:
 def read_parts(content: object) -> tuple[object, tuple[str, ...]]:
     """Return a message's content with IMAGE_MARK for each image, and the references; what is not a list of parts stays.
 
+    IMAGE_MARK in a text is left out: there is no image.
+
     Raises:
         ImageError: a part is neither text nor an image.
     """
+    if isinstance(content, str):
+        return join_texts([content]), ()
     if not isinstance(content, (list, tuple)):
         return content, ()
-    texts, references = [], []
+    texts: list[str | None] = []
+    references = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind in _IMAGE_PARTS:
-            texts.append(IMAGE_MARK)
+            texts.append(None)
             references.append(make_reference(part))
         elif isinstance(text := part if isinstance(part, str) else part.get("text"), str):
             texts.append(text)
         else:
             raise ImageError(f"has a part of type {kind!r}: only text and images are supported")
-    return "".join(texts), tuple(references)
+    return join_texts(texts), tuple(references)
 
 
 @dataclass(frozen=True)

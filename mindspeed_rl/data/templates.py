@@ -121,12 +121,14 @@ class Rendering:
         as_one_text: the turns have texts only, and are tokenized together as one text.
         without_thought: indexes of the messages of answers that train, but of which the template leaves out the thought, as
             templates do before the last question.
+        has_hidden: names of tokens are hidden in the texts, see `content_marks.py`.
     """
 
     turns: tuple[Turn, ...]
     efficient_eos: bool = False
     as_one_text: bool = False
     without_thought: tuple[int, ...] = ()
+    has_hidden: bool = False
 
 
 @dataclass(frozen=True)

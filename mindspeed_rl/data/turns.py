@@ -9,11 +9,11 @@ rendered again.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from mindspeed_rl.data.content_marks import IMAGE_MARK, ContentMarks
 from mindspeed_rl.data.conversation import Conversation, JsonObject, MalformedRowError, parse_tools
 from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.messages import OPENAI, read_messages
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 #: a message in OpenAI's form: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 ChatMessage = Mapping[str, Any]
-
-#: stands for an image in the content of a message
-IMAGE_MARK = "\ue000image\ue001"
-#: marks a special token in the text of others by its index, or an image; these characters are private
-_MARK = re.compile("\ue000(\\d+|image)\ue001")
 
 #: artificial contents, equally long; two of a kind start and end with different characters, so they share no token
 _QUESTIONS = ("question5041", "inquiring730")
@@ -115,8 +110,7 @@ class ChatTurns:
         self._encoder = TextEncoder(tokenizer)
         added = {token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special = added | set(tokenizer.all_special_ids)
-        names = [str(name) for name in tokenizer.convert_ids_to_tokens(sorted(self._special))]
-        self._special_names = sorted(names, key=len, reverse=True)
+        self._marks = ContentMarks.of_template(template, self._encoder.names, tokenizer)
         self._tools = [build_probe_tool("probe")] if has_tools else []
         self._has_turn_indices = isinstance(template, Template) and "idx" in template.user.fields
         self._gaps: dict[tuple[tuple[str, ...], int, bool], _Gap | None] = {}
@@ -146,8 +140,8 @@ class ChatTurns:
         Raises:
             MalformedRowError: the template cannot write it.
         """
-        plain = [self._mark_special_tokens(message) for message in messages]
-        return self._encode(self._writer.write(plain, parse_tools(list(tools))))
+        hidden = [self._marks.hide_message(message) for message in messages]
+        return self._encode(self._writer.write(hidden, self._marks.hide_tools(parse_tools(list(tools)))))
 
     def check_prompt(self, prompt_ids: Sequence[int]) -> None:
         """Raise ValueError unless the prompt ends with the template's generation prompt, from its last special token on.
@@ -174,7 +168,7 @@ class ChatTurns:
             MalformedRowError: the template cannot write them.
         """
         question = _message("user", _QUESTIONS[0])
-        prompt, full = self._ids([question]), self._ids([question, *map(self._mark_special_tokens, messages)])
+        prompt, full = self._ids([question]), self._ids([question, *map(self._marks.hide_message, messages)])
         same = len(os.path.commonprefix([prompt, full]))
         kept = len(prompt_ids) - (len(prompt) - same)
         if tuple(prompt_ids[kept:]) != prompt[same:]:
@@ -207,9 +201,9 @@ class ChatTurns:
         gap = self._gaps[key]
         if gap is None:
             return None
-        plain = [self._mark_special_tokens(message) for message in messages]
+        hidden = [self._marks.hide_message(message) for message in messages]
         thought = self._thought if has_thought else ""
-        probe = _build_probe(_ANSWERS[0], plain, num_before, thought=thought, with_calls=gap.with_calls)
+        probe = _build_probe(_ANSWERS[0], hidden, num_before, thought=thought, with_calls=gap.with_calls)
         full = self._ids(probe)
         if full[: len(gap.prefix)] != gap.prefix:
             raise MalformedRowError(f"the chat template {self.name!r} changes an answer's text with the message after it")
@@ -267,27 +261,15 @@ class ChatTurns:
     def _ids(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         return self._encode(self._writer.write(messages, self._tools))
 
-    def _mark_special_tokens(self, message: ChatMessage) -> ChatMessage:
-        """Mark the special tokens in a message that is not the model's: its text must not end a turn."""
-        content = message.get("content")
-        if message["role"] == "assistant" or not isinstance(content, str):
-            return message
-        if not any(name in content for name in self._special_names):
-            return message
-        # one pass, so that no mark is searched again
-        names = re.compile("|".join(map(re.escape, self._special_names)))
-        return {**message, "content": names.sub(lambda match: f"\ue000{self._special_names.index(match[0])}\ue001", content)}
-
     def _encode(self, parts: Sequence[TextOrToken]) -> tuple[int, ...]:
         ids: list[int] = []
         for part in parts:
             if not isinstance(part, str):
                 ids.append(self._encoder.special_id(part))
                 continue
-            for index, text in enumerate(_MARK.split(part)):
-                is_name = index % 2 == 1 and text != "image"
-                name = self._special_names[int(text)] if is_name else self._image_marker if index % 2 else text
-                ids += self._encoder.encode_plain(name) if is_name else self._encoder.encode([name])[0]
+            for index, text in enumerate(part.split(IMAGE_MARK)):
+                ids += self._encoder.encode([self._image_marker])[0] if index else []
+                ids += self._encoder.encode_hidden(text)
         return tuple(ids)
 
 

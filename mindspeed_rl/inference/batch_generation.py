@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mindspeed_rl.data import json_columns
+from mindspeed_rl.data.content_marks import IMAGE_MARK
 from mindspeed_rl.data.conversation import SOURCE_ROLES, Conversation, MalformedRowError, parse_tools, user
 from mindspeed_rl.data.images import ImageReader
 from mindspeed_rl.data.messages import openai_messages
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.files import replace_file
 from mindspeed_rl.inference.beam_search import BeamSettings, beam_search
 from mindspeed_rl.inference.engine_interface import Engine, Finish, Request, collect

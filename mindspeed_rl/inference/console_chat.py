@@ -7,9 +7,9 @@ import signal
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
+from mindspeed_rl.data.content_marks import IMAGE_MARK
 from mindspeed_rl.data.conversation import Conversation, MalformedRowError, assistant, user
 from mindspeed_rl.data.images import TAG, check_images, make_reference
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.engine_interface import Engine, Request
 from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.text_stream import IncrementalText, Kind, ThoughtSplitter

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from mindspeed_rl.data.content_marks import ContentMarks, has_hidden
+from mindspeed_rl.data.encoding import TextEncoder
+from mindspeed_rl.data.templates import HfTemplate
 from mindspeed_rl.inference.engine_interface import Engine, Request, collect
 from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
@@ -111,6 +115,11 @@ class _HarnessModel(LM):
         prefix = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
         assert isinstance(prefix, int), "the tokenizer has neither a bos nor an eos token"
         self._prefix = prefix
+        self._encoder = TextEncoder(tokenizer)
+
+    @cached_property
+    def _marks(self) -> ContentMarks:
+        return ContentMarks.of_template(HfTemplate(self._tokenizer), self._encoder.names, self._tokenizer)
 
     def loglikelihood(self, requests: Sequence[Instance], **unused: object) -> list[tuple[float, bool]]:
         """Return (log-prob of the continuation, True if it is the greedy one) of each (context, continuation)."""
@@ -156,7 +165,7 @@ class _HarnessModel(LM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Render the conversation by the tokenizer's own template."""
         text = self._tokenizer.apply_chat_template(
-            chat_history,
+            [dict(self._marks.hide_message(message)) for message in chat_history],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -178,6 +187,8 @@ class _HarnessModel(LM):
 
     def _encode(self, text: str) -> list[int]:
         """Encode a text; a prompt in a chat template already contains its special tokens."""
+        if self._settings.chat_template and has_hidden(text):
+            return self._encoder.encode_hidden(text)
         return self._tokenizer.encode(text, add_special_tokens=not self._settings.chat_template)
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:

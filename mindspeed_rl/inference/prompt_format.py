@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mindspeed_rl.data.content_marks import ContentMarks
 from mindspeed_rl.data.conversation import Conversation
 from mindspeed_rl.data.encoding import TextDecoder, TextEncoder
 from mindspeed_rl.data.handlers.base import raise_encoding_errors
@@ -137,9 +139,16 @@ class PromptFormat:
                 raise ValueError(f"prompt {plain.index([]) + 1} is empty: its text has no tokens")
             return plain
         complete = [replace(each, tools=each.tools or tuple(self.tools)).as_context() for each in conversations]
-        renderings = [self._template.render(conversation, self._thinking) for conversation in complete]
+        marks = self._content_marks
+        renderings = [marks.render(self._template, conversation, self._thinking) for conversation in complete]
         encoded = raise_encoding_errors(self._encoder.encode_renderings(renderings))
         return [[token for source, target in turns for token in (*source, *target)] for turns in encoded]
+
+    @cached_property
+    def _content_marks(self) -> ContentMarks:
+        assert self._template is not None
+        marker = "" if self.image_reader is None else self.image_reader.marker
+        return ContentMarks.of_template(self._template, self._encoder.names, self.tokenizer, image_marker=marker)
 
     def turns(self, *, has_tools: bool) -> ChatTurns:
         """Return the rendering of turns by the template.

@@ -27,6 +27,8 @@ _MAX_WAIT_S = 60.0
 #: reasons of the end of a response
 FINISHES: tuple[Finish, ...] = get_args(Finish)
 
+#: tokens of a call whose requests are read in the event loop; those of a larger one are read in a thread
+_MAX_TOKENS_IN_LOOP = 2_000_000
 #: calls of clients, which are the routes of the HTTP server: of this class, and of the engine
 _OWN_CALLS = ("describe", "submit", "news", "drop", "health", "list_missing")
 _ENGINE_CALLS = ("pause", "resume", "join", "leave", "receive", "sleep", "wake")
@@ -165,6 +167,18 @@ def _read_request(request: _Request) -> _Work:
         raise ValueError(f"request {request['key'][:100]!r}: {problem}") from None
 
 
+def _read_requests(requests: Sequence[_Request]) -> list[_Work]:
+    return [_read_request(request) for request in requests]
+
+
+def _count_tokens(request: object) -> int:
+    """Count the tokens of a request, which may be malformed."""
+    part = request.get("begun") if isinstance(request, dict) else None
+    lists = [request.get("prompt_ids") if isinstance(request, dict) else None]
+    lists += list(part.values()) if isinstance(part, dict) else []
+    return sum(len(ids) for ids in lists if isinstance(ids, (list, tuple)))
+
+
 class RolloutService:
     """All methods are coroutines of one event loop; arguments and results are JSON values.
 
@@ -203,8 +217,7 @@ class RolloutService:
 
     async def list_missing(self, files: Mapping[str, int]) -> list[str]:
         """Return the files, by path and size, that this machine does not have."""
-        sizes = {path: os.path.getsize(path) for path in map(os.path.expanduser, files) if os.path.isfile(path)}
-        return [path for path, size in files.items() if sizes.get(os.path.expanduser(path)) != size]
+        return await asyncio.to_thread(_list_missing, files)
 
     async def health(self) -> dict[str, int]:
         """Return the number of running requests.
@@ -222,7 +235,8 @@ class RolloutService:
             ValueError: one is incomplete, or a field has another type; nothing is started.
         """
         # all of them before any is started, so that a call with a wrong one starts nothing
-        works = [_read_request(request) for request in requests]
+        is_large = sum(map(_count_tokens, requests)) > _MAX_TOKENS_IN_LOOP
+        works = await asyncio.to_thread(_read_requests, requests) if is_large else _read_requests(requests)
         for work in works:
             if work.key not in self._tasks:
                 self._tasks[work.key] = asyncio.create_task(self._generate(work))
@@ -291,3 +305,8 @@ class RolloutService:
             if task is not None:
                 task.cancel()
         self._events = [] if keys is None else [event for event in self._events if event["key"] not in set(keys)]
+
+
+def _list_missing(files: Mapping[str, int]) -> list[str]:
+    sizes = {path: os.path.getsize(path) for path in map(os.path.expanduser, files) if os.path.isfile(path)}
+    return [path for path, size in files.items() if sizes.get(os.path.expanduser(path)) != size]

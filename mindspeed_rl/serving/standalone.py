@@ -29,6 +29,7 @@ from mindspeed_rl.config.threads import decide_threads
 from mindspeed_rl.observability.logging import set_up_logging
 from mindspeed_rl.platform.environment import EXACT_VARIABLE
 from mindspeed_rl.runtime.process import prepare_process
+from mindspeed_rl.serving.call_bodies import read_arguments
 from mindspeed_rl.serving.rollout_service import RolloutService
 from mindspeed_rl.serving.server_clients import CALLS_PATH
 from mindspeed_rl.serving.server_process import ServerSettings, build_service
@@ -160,9 +161,7 @@ class _GuardedApp:
             await _respond(send, 405, {"error": f"{scope['path']} is called by POST"})
             return
         try:
-            arguments = json.loads(await _read_body(receive) or b"{}")
-            if not isinstance(arguments, dict):
-                raise ValueError("arguments are a JSON object")
+            arguments = await asyncio.to_thread(read_arguments, await _read_body(receive))
         except _BodyError as error:
             await _respond(send, error.status, {"error": f"{name}: {error}"})
             return

@@ -1,9 +1,10 @@
 """Forms of requests for turns: OpenAI's chat completions, completions and responses, and Anthropic's messages.
 
-A form reads a request as messages in OpenAI's form, in which IMAGE_MARK stands for an image and `images` has the images as
-data: URLs, and writes the turns that were sampled, as one object or as server-sent events. A turn is recorded whole: events
-are written once it is complete. Sampling parameters of a request have no effect, because training needs samples of the
-policy's distribution; parameters that would need something else are refused, and so are unknown ones, each with a sentence.
+A form reads a request as messages in OpenAI's form, in which IMAGE_MARK (`data/content_marks.py`) stands for an image and
+`images` has the images as data: URLs, and writes the turns that were sampled, as one object or as server-sent events. A turn
+is recorded whole: events are written once it is complete. Sampling parameters of a request have no effect, because training
+needs samples of the policy's distribution; parameters that would need something else are refused, and so are unknown ones,
+each with a sentence.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import ClassVar
 
 from mindspeed_rl import registry
 from mindspeed_rl.bounds import show
+from mindspeed_rl.data.content_marks import join_texts
 from mindspeed_rl.data.images import is_embedded
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.tools.interface import BrokenCall, JsonObject, ParsedTurn
 
 #: parameters without effect: the run's sampling applies
@@ -613,21 +614,21 @@ def _read_message(role: str, content: object, where: str) -> JsonObject:
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     if not isinstance(parts, list):
         raise ValueError(f"{where}: a content is a text or a list of parts, not {type(content).__name__}")
-    texts: list[str] = []
+    texts: list[str | None] = []
     images: list[str] = []
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         text = (part.get("text") or part.get("refusal") or "") if isinstance(part, dict) else None
         if kind in _IMAGE_PARTS:
             images.append(_read_image(part, where))
-            texts.append(IMAGE_MARK)
+            texts.append(None)
         elif kind not in _TEXT_PARTS or not isinstance(text, str):
             raise ValueError(f"{where}: a part of type {show(kind)} is unknown; there are text and images")
         else:
-            texts.append(text.replace(IMAGE_MARK, ""))
+            texts.append(text)
     if images and role not in ("user", "tool"):
         raise ValueError(f"{where}: an image in a message of the role {role!r}, but the user and tools alone send images")
-    return {"role": role, "content": "".join(texts)} | ({"images": images} if images else {})
+    return {"role": role, "content": join_texts(texts)} | ({"images": images} if images else {})
 
 
 def _read_image(part: JsonObject, where: str) -> str:

@@ -489,11 +489,17 @@ class SandboxPool:
     def _fill(self) -> None:
         if len(self._ready) < self.warm and (self._filling is None or self._filling.done()):
             self._filling = asyncio.create_task(self._start_ahead())
+            self._filling.add_done_callback(_report_failure)
 
     async def _start_ahead(self) -> None:
         with contextlib.suppress(SandboxError):  # a sample reports it
             while len(self._ready) < self.warm:
                 self._ready.append(await self._start())
+
+
+def _report_failure(filling: asyncio.Task[None]) -> None:
+    if not filling.cancelled() and (error := filling.exception()) is not None:
+        _LOG.error("no sandbox is started ahead: %s: %s", type(error).__name__, error)
 
 
 async def _communicate(command: Sequence[str], timeout_s: float, stdin: bytes | None = None) -> tuple[int, bytes]:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl.config import SamplingConfig
+from mindspeed_rl.data.content_marks import ContentMarks
+from mindspeed_rl.data.encoding import TextEncoder
 from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.dataplane.client import DataPlane
@@ -108,6 +110,8 @@ class ServedJudge:
         self._tokenizer = load_tokenizer(folder)
         if not self._tokenizer.chat_template:
             raise ValueError(f"rl_config.judge_model: the tokenizer of {folder} has no chat template, which requests need")
+        self._encoder = TextEncoder(self._tokenizer)
+        self._marks = ContentMarks(self._encoder.names, self._write("question5041"))
         keys = SamplingConfig(temperature=0.0, max_tokens=settings.judge_max_tokens)
         self._sampling = build_sampling(keys, folder, self._tokenizer)
 
@@ -157,10 +161,14 @@ class ServedJudge:
         return added, metrics
 
     def _encode(self, text: str) -> list[int]:
+        """Encode a request; a response in it cannot end the request's turn, nor write the beginning of the judge's."""
+        return self._encoder.encode_hidden(self._write(self._marks.hide_text(text)))
+
+    def _write(self, text: str) -> str:
         message = [{"role": "user", "content": text}]
-        ids = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=True, return_dict=False)
-        assert isinstance(ids, list)
-        return [token for token in ids if isinstance(token, int)]
+        written = self._tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        assert isinstance(written, str)  # ids with tokenize=True
+        return written
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=True)

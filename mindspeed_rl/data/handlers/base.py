@@ -7,11 +7,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from mindspeed_rl import registry
+from mindspeed_rl.data.content_marks import ContentMarks
 from mindspeed_rl.data.conversation import (
     Conversation,
     DroppedRowError,
@@ -189,6 +191,11 @@ class Handler(ABC):
         assert self.settings.template is not None
         return self.settings.template
 
+    @cached_property
+    def _content_marks(self) -> ContentMarks:
+        marker = "" if self.images is None else self.images.marker
+        return ContentMarks.of_template(self.template, self.encoder.names, self.settings.tokenizer, image_marker=marker)
+
     def column(self, row: Row, key: str, *, required: bool = False) -> Any:
         """Return the value of the dataset column that stands for `key`; None for an optional column that is off or absent.
 
@@ -304,7 +311,8 @@ class Handler(ABC):
         """Render the conversation in the template, and with the thinking settings and the system prompt of this run."""
         if conversation.system is None and self.settings.system_prompt:
             conversation = replace(conversation, system=self.settings.system_prompt)
-        return self.template.render(conversation, self.settings.enable_thinking, effort=self.settings.reasoning_effort)
+        thinking, effort = self.settings.enable_thinking, self.settings.reasoning_effort
+        return self._content_marks.render(self.template, conversation, thinking, effort=effort)
 
     @abstractmethod
     def render(self, row: Any) -> Draft:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
+from mindspeed_rl.data.content_marks import IMAGE_MARK
 from mindspeed_rl.data.conversation import MalformedRowError
 from mindspeed_rl.data.images import ImageReader
-from mindspeed_rl.data.turns import IMAGE_MARK
 from mindspeed_rl.inference.batch_generation import read_conversation
 from mindspeed_rl.inference.tasks.files import column, find_data_files, read_data_rows
 from mindspeed_rl.inference.tasks.task import Question, Task, TaskOptions

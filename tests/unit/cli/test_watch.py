@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import random
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -64,6 +67,27 @@ def test_the_page_loads_nothing_from_elsewhere_and_a_host_that_is_none_is_refuse
         hosts = ["[::1", "[", "]", "[::1]:x", "127.0.0.1.evil", "", "\\", "a@b", "127.0.0.1:99999999", "evil:8787"]
         assert [host for host in hosts if get(server, "/", host).status != 403] == ["127.0.0.1:99999999"]
         assert get(server, "/", "localhost:1").status == 200
+
+
+#: parts of Host headers
+_PARTS = (
+    *("127.0.0.1", "localhost", "[::1]", "::1", ":", ":8787", ".", "@", "a", "evil", "/", "\\", "[", "]", "%00", " "),
+    *("x" * 300, "\xff"),
+)
+
+
+def test_of_random_hosts_only_names_of_this_machine_are_served(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    hosts = ["".join(rng.choices(_PARTS, k=rng.randrange(1, 5))) for _ in range(280)]
+    names = ("127.0.0.1", "LOCALHOST", "localhost")
+    hosts += [rng.choice(names) + rng.choice(("", f":{rng.randrange(65536)}")) for _ in range(20)]
+    own = re.compile(r"(127\.0\.0\.1|localhost)(:\d*)?", re.IGNORECASE)
+    with serving(tmp_path) as server:
+        for host in hosts:
+            with socket.create_connection(("127.0.0.1", server.server_port), timeout=patient(20)) as client:
+                client.sendall(b"GET /nothing HTTP/1.1\r\nHost: " + host.encode("latin-1") + b"\r\nConnection: close\r\n\r\n")
+                status = int(client.makefile("rb").readline().split()[1])
+            assert status == (404 if own.fullmatch(host.strip()) else 403), host
 
 
 def test_the_page_is_the_report_and_its_events_are_the_new_iterations(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from patience import patient
 from test_agent_loops import PROMPT, SAMPLING, TOKENIZER, settings
 from test_requested_turns import ALONE, QUESTION, SCHEMA, Writer
 
@@ -235,6 +236,64 @@ def test_headers_without_end_are_cut_off_from_clients_without_a_key() -> None:
             await endpoint.close()
 
     assert asyncio.run(run()) >= 0
+
+
+def spoil(request: bytes, at: random.Random) -> bytes:
+    """The bytes of a request cut, changed, repeated, or with something put in."""
+    start, stop = sorted(at.choices(range(len(request) + 1), k=2))
+    put = at.choice(
+        (
+            *(b"\0", b"\r\n", b"\r\n\r\n", b"\xff" * 9, b" ", b":", b"a" * 5000, b"HTTP/9.9", b"\x16\x03\x01"),
+            *(b"Content-Length: 5\r\n", b"Content-Length: -1\r\n"),
+            *(b"Transfer-Encoding: chunked\r\n", b"Expect: 100-continue\r\n"),
+        )
+    )
+    first, after = request[:start], request[start:]
+    return at.choice((first, first + put + after, first + put + request[stop:], first + request[stop:], request + after, put))
+
+
+def test_malformed_http_is_refused_or_ends_its_connection_and_the_next_request_is_served(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    at = random.Random(1)
+
+    async def exchange(port: int, data: bytes, *, leaves: bool) -> bytes:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(data)
+            if leaves:  # or the server would wait for the rest
+                writer.write_eof()
+            return await asyncio.wait_for(reader.read(), patient(10))
+        except ConnectionError:
+            return b""
+        finally:
+            writer.close()
+
+    async def run() -> set[bytes]:
+        endpoint, statuses = RecordingEndpoint(), set()
+        await endpoint.start()
+        try:
+            limits = TrajectoryLimits(10**6, 1000, 4000)
+            tree = TurnTree(Task(PROMPT, SAMPLING, 5), Writer(["42"]), settings(turns=ALONE, limits=limits))
+            url = endpoint.open(tree, tree.max_bytes)
+            port, path = int(url.split(":")[2].partition("/")[0]), "/" + url.split("/", 3)[3]
+            body = json.dumps({"messages": QUESTION}).encode()
+            names = f"Host: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+            sound = f"POST {path}/chat/completions HTTP/1.1\r\n{names}".encode() + body
+            for _ in range(30):
+                sent = [spoil(sound, at) for _ in range(10)]
+                for reply in await asyncio.gather(*(exchange(port, data, leaves=True) for data in sent)):
+                    assert not reply or reply.startswith(b"HTTP/1.1 "), reply[:100]
+                    statuses.add(reply[9:12])
+                assert (await exchange(port, sound, leaves=False)).startswith(b"HTTP/1.1 200")
+        finally:
+            await endpoint.close()
+        return statuses
+
+    statuses = asyncio.run(run())
+    assert b"400" in statuses and b"404" in statuses
+    assert statuses <= {b"", b"100", b"200", b"400", b"404", b"405", b"413", b"431"}
+    assert not [record for record in caplog.records if record.exc_info], caplog.text
 
 
 def test_rewards_whose_sum_is_too_large_are_refused_and_the_ones_before_stay() -> None:

@@ -141,8 +141,9 @@ def try_calls(folder: Path, seed: int, count: int) -> list[tuple[ToolCall, ToolR
 def check_calls(results: list[tuple[ToolCall, ToolReply]]) -> None:
     for made, reply in results:
         assert reply.problem in (None, "bad_arguments", "unknown_tool", "failed", "crashed"), (made, reply)
-        # tracebacks are those of a command
-        assert len(reply.text) <= 1 << 17 and (made.name == "run" or "Traceback" not in reply.text), (made, reply)
+        # tracebacks are those of a command; the limits are those of docs/agents.md
+        limit = 1 << 17 if made.name == "run" else 1 << 20
+        assert len(reply.text) <= limit and (made.name == "run" or "Traceback" not in reply.text), (made, reply)
         # a file outside is neither shown nor written
         if made.name != "run":
             assert "root:" not in reply.text and "as it was" not in reply.text, (made, reply)
@@ -150,7 +151,7 @@ def check_calls(results: list[tuple[ToolCall, ToolReply]]) -> None:
 
 
 def test_calls_that_a_model_may_invent(tmp_path: Path) -> None:
-    check_calls(try_calls(tmp_path, 1, 100))
+    check_calls(try_calls(tmp_path, 1, 300))
 
 
 @pytest.mark.slow

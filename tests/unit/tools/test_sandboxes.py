@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -245,6 +246,29 @@ def test_a_provider_that_fails_is_named_and_the_next_one_is_used(caplog: pytest.
         kinds, left, started = asyncio.run(asyncio.wait_for(run(), 60))
     assert kinds == {"_E2bSandbox"} and not left and 3 <= started <= 7
     assert any("the sandbox provider daytona failed: http://127.0.0.1:9" in text for text in caplog.messages)
+
+
+def test_a_failure_while_sandboxes_are_started_ahead_is_heard(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Wrong(Provider):
+        """A provider with a mistake in its code."""
+
+        async def start(self, snapshot: str = "") -> Any:
+            raise KeyError("lost")
+
+    monkeypatch.setitem(PROVIDERS, "wrong", Wrong)
+
+    async def run() -> None:
+        pool = SandboxPool.read(["wrong"], 1, "here")
+        await pool.start()
+        await asyncio.sleep(0.01)
+        await pool.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(run())
+        gc.collect()
+    assert caplog.messages == ["no sandbox is started ahead: KeyError: 'lost'"]
 
 
 BROKEN = "def add(a, b):\n    return a - b\n"

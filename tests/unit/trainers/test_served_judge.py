@@ -100,6 +100,19 @@ def test_replies_without_a_score_and_refused_requests_fail_alone(folder: Path, p
     assert (failed[0].total, failed[0].state, failed[0].parts) == (None, "timeout", {"judge": 0.7})
 
 
+def test_a_response_writes_no_special_tokens_into_its_request(folder: Path) -> None:
+    class Ids(Engines):
+        """Engines that keep the ids of the requests."""
+
+        def generate_judgements(self, requests: Sequence[Sequence[int]], sampling: Sampling, *, in_rollout: bool) -> list[Any]:
+            self.ids = [list(ids) for ids in requests]
+            return super().generate_judgements(requests, sampling, in_rollout=in_rollout)
+
+    engines = Ids()
+    score(build(folder, engines), ["7<eos><pad>9", "7"])
+    assert engines.ids == [[*map(ord, "[p>7<eos><pad>9|art]")], [*map(ord, "[p>7|art]")]]
+
+
 def test_a_judge_that_gives_no_scores_stops_the_run(folder: Path) -> None:
     with pytest.raises(RewardFailureError, match="2 of 3 responses have no score of the judge, more than .*=0.1; .*I like it"):
         score(build(folder, Engines()), ["7", "no", "none"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from spoilt_values import change_field
 from teachers import TERM, TeacherHandler
 
 from mindspeed_rl.catalogue import KL_ESTIMATORS
@@ -169,6 +172,33 @@ def _odd_replies() -> Iterator[Any]:
 
 
 def test_a_malformed_reply_of_a_teacher_is_one_sentence() -> None:
+    replies = list(_odd_replies())
+    for reply, result in zip(replies, _request_replies(replies), strict=True):
+        assert isinstance(result, TeacherServerError), (reply, result)
+    for models in ODD:
+        if models not in (None, 0, "", [], {}):
+            with pytest.raises(TeacherServerError, match="names no model"):
+                teacher_servers._read_model({"data": models}, "http://teacher")
+
+
+def test_a_changed_reply_of_a_teacher_has_log_probs_or_is_one_sentence() -> None:
+    at = random.Random(1)
+    entry = {"logprob": -0.5, "rank": 1, "decoded_token": "d"}
+    tokens = [None, {"3": entry, "1": entry | {"rank": 2}}]
+    sound = {"id": "x", "choices": [{"index": 0, "text": "", "prompt_logprobs": tokens}]}
+    replies = [change_field(sound, at) for _ in range(400)]
+    results = _request_replies(replies)
+    errors = [result for result in results if isinstance(result, TeacherServerError)]
+    assert 50 < len(errors) < 350
+    for error in errors:
+        assert len(str(error)) < 1000 and "\n" not in str(error) and "Traceback" not in str(error)
+    for result in results:
+        assert result in errors or not re.search("nan|inf", str(result)), result
+
+
+def _request_replies(replies: list[Any]) -> list[Any]:
+    """The results, or errors, of a client to whom a server sends these replies."""
+
     class Odd(_Handler):
         replies: Iterator[Any] = iter(())
 
@@ -182,16 +212,15 @@ def test_a_malformed_reply_of_a_teacher_is_one_sentence() -> None:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Odd)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    replies = list(_odd_replies())
     Odd.replies = iter(replies)
     client = TeacherServers.of_server(f"http://127.0.0.1:{server.server_address[1]}/v1", 1)
+    results: list[Any] = []
     try:
-        for reply in replies:
-            with pytest.raises(TeacherServerError):
-                pytest.fail(f"{client.request(client._term.teachers[0], [([1, 3], 1)])} of {reply}")
+        for _ in replies:
+            try:
+                results.append(client.request(client._term.teachers[0], [([1, 3], 1)]))
+            except TeacherServerError as error:
+                results.append(error)
     finally:
         server.shutdown()
-    for models in ODD:
-        if models not in (None, 0, "", [], {}):
-            with pytest.raises(TeacherServerError, match="names no model"):
-                teacher_servers._read_model({"data": models}, "http://teacher")
+    return results
