@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mindspeed_rl.audit.cheats import Case
+from mindspeed_rl.audit.texts import find_frame, strip_frame
 from mindspeed_rl.config.keys.megatron import MegatronConfig, read_split
 from mindspeed_rl.data.conversation import Row
 from mindspeed_rl.data.handlers.prompt import LABELS, as_text
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
 #: rows of preprocessed data that are read at a time
 _CHUNK_ROWS = 512
+#: rows that the template of all prompts is read from
+_FRAME_ROWS = 256
 #: longest prompt in tokens that is read: none is left out for its length here
 _NO_LIMIT = 1 << 30
 
@@ -219,3 +224,13 @@ def fits(row: AuditRow, run: Run) -> bool:
     """Return True for a prompt that is neither left out nor cut for its length."""
     lengths = np.array([len(row.tokens)])
     return bool(fits_limit(lengths, run.rl.max_prompt_length, run.rl.long_prompts)[0])
+
+
+def read_cases(part: RowPart) -> Iterator[Case]:
+    """Yield the prompts of a part as rows to attack; the first ones tell what the template adds to all."""
+    rows = (row for _, row in part if is_prompt(row, part.run))
+    first = list(islice(rows, _FRAME_ROWS))
+    frame = find_frame([row.text for row in first])
+    for row in chain(first, rows):
+        question = strip_frame(row.text, frame)
+        yield Case(row.where, row.text, question, list(row.tokens), row.label, row.columns)

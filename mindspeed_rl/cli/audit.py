@@ -7,21 +7,29 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
 from mindspeed_rl.audit.data import audit_data, write_clean
 from mindspeed_rl.audit.report import AuditReport
-from mindspeed_rl.audit.rows import find_tokenizer_folder, open_run_data
+from mindspeed_rl.audit.reward import audit_reward, list_cases, select_functions
+from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
+from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.data.tokenizer import load_tokenizer
 from mindspeed_rl.files import write_file
+from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=value ...]
 
 kinds:
+  reward  cheats and wrong answers that the reward functions of the run would pay for
   data    duplicates, overlap with the evaluation sets, labels that no response can match, prompts that are cut
 
 mindspeed-rl audit <kind> --help shows the options of one."""
@@ -86,6 +94,17 @@ def _finish(arguments: Namespace, report: AuditReport, values: dict[str, object]
     return 0 if report.passes else 1
 
 
+def _open_data(run: Run) -> tuple[PreTrainedTokenizerBase, tuple[RowPart, dict[str, RowPart]]]:
+    """Return the tokenizer of a run, its prompts and its evaluation sets."""
+    actor = run.config.actor_config
+    tokenizer = load_tokenizer(find_tokenizer_folder(actor), use_fast=not actor.tokenizer_not_use_fast)
+    tools = []
+    if run.rl.multi_turn_enable:  # by name: it imports torch, which other audits do without
+        read_tools = registry.load("mindspeed_rl.workers.agents:read_tool_schemas", "audit")
+        tools = read_tools(run.rl, tokenizer)
+    return tokenizer, open_run_data(run, tokenizer, tools)
+
+
 def _audit_data(argv: list[str]) -> int:
     parser = _make_parser(
         "data",
@@ -99,14 +118,7 @@ def _audit_data(argv: list[str]) -> int:
     if arguments.clean is not None and not arguments.clean.parent.is_dir():
         parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is no folder")
     run = _read_run(arguments)
-    tokenizer = load_tokenizer(
-        find_tokenizer_folder(run.config.actor_config), use_fast=not run.config.actor_config.tokenizer_not_use_fast
-    )
-    tools = []
-    if run.rl.multi_turn_enable:  # by name: it imports torch, which other audits do without
-        read_tools = registry.load("mindspeed_rl.workers.agents:read_tool_schemas", "audit data")
-        tools = read_tools(run.rl, tokenizer)
-    train, held_out = open_run_data(run, tokenizer, tools)
+    _, (train, held_out) = _open_data(run)
     if arguments.clean is not None and not train.stream.is_raw:
         raise ValueError(f"--clean: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
     audit = audit_data(train, held_out, run, report=print_status)
@@ -116,7 +128,34 @@ def _audit_data(argv: list[str]) -> int:
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 
-_AUDITS: dict[str, Callable[[list[str]], int]] = {"data": _audit_data}
+def _audit_reward(argv: list[str]) -> int:
+    parser = _make_parser(
+        "reward",
+        "Score cheats, wrong answers and honest ones with the reward functions of a run, as the trainer would. Needs no model"
+        " and no device; a judge is asked where it can be reached.",
+    )
+    parser.add_argument(
+        "--bound", type=float, default=0.05, help="largest share of rows that a cheat may get through; default 0.05"
+    )
+    parser.add_argument("--rows", type=int, default=16, help="rows that are attacked; default 16")
+    arguments = parser.parse_intermixed_args(argv)
+    bound = _read_bound(parser, arguments.bound)
+    if arguments.rows < 1:
+        parser.error(f"--rows {arguments.rows} must be at least 1")
+    run = _read_run(arguments)
+    if violations := check_reward_functions(run.rl):
+        raise ConfigError(violations)
+    select_functions(run)  # raises before the data are read
+    tokenizer, (train, _) = _open_data(run)
+    columns = {}
+    if run.rl.multi_turn_enable:
+        columns = registry.load("mindspeed_rl.rollout.trajectory:make_trial_columns", "audit")()
+    cases = list_cases(read_cases(train), arguments.rows)
+    audit = audit_reward(run, cases, tokenizer, columns=columns, report=print_status)
+    return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "data": _audit_data}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
