@@ -278,8 +278,7 @@ def audit_data(
     given_away: list[tuple[int, str, str]] = []
     keys, label_keys, lengths = (_Numbers(kind) for kind in (np.uint64, np.uint64, np.int32))
     places = _Places()
-    with scratch_folder("mindspeed-rl-audit-") as folder:
-        near = NearDuplicates(folder)
+    with scratch_folder("mindspeed-rl-audit-") as folder, contextlib.closing(NearDuplicates(folder)) as near:
         for number, row in train:
             audit.num_rows += 1
             if audit.num_rows % 100_000 == 0:
@@ -306,7 +305,6 @@ def audit_data(
         audit.labels, audit.constant = labels.describe()
         _add_given_away(audit, given_away, len(lengths.values))
         originals = near.find_originals()
-        near.close()
     _add_duplicates(audit, places, keys.values, label_keys.values, originals)
     audit.notes += _describe_plan(audit, run)
     return audit

@@ -46,7 +46,7 @@ class Response:
     """A response that is scored.
 
     Attributes:
-        kind: honest, wrong, cheat, mutation or search.
+        kind: honest, wrong, cheat or mutation.
         name: title of the cheat or mutation, or the form of an honest answer.
         variant: index among those of a name.
         text: the response.
@@ -249,7 +249,7 @@ class _Scorer:
 
     def __init__(self, run: Run, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> None:
         self._pool, self._tokenizer, self._columns = pool, tokenizer, columns
-        self._limit = run.config.response_limit
+        self._limit, self._reads_output = run.config.response_limit, run.rl.verifier_reads == "output"
         self.num_responses = 0
         self._failures: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
@@ -287,7 +287,7 @@ class _Scorer:
             prompt_ids=case.prompt_ids,
             response_ids=ids,
             label=case.label,
-            columns={**case.columns, **self._columns, "output": text},
+            columns={**case.columns, **self._columns, **({"output": text} if self._reads_output else {})},
             truncated=is_cut,
             max_response_length=self._limit,
         )
