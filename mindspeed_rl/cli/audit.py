@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from mindspeed_rl import registry
 from mindspeed_rl.audit.data import audit_data, write_clean
 from mindspeed_rl.audit.report import AuditReport
-from mindspeed_rl.audit.reward import audit_reward, list_cases, select_functions
 from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config.errors import ConfigError
@@ -145,6 +144,9 @@ def _audit_reward(argv: list[str]) -> int:
     run = _read_run(arguments)
     if violations := check_reward_functions(run.rl):
         raise ConfigError(violations)
+    # by name: the check of the judge's address imports torch, which the audit of data does without
+    names = ("select_functions", "list_cases", "audit_reward")
+    select_functions, list_cases, audit_reward = (registry.load(f"mindspeed_rl.audit.reward:{name}", "audit") for name in names)
     select_functions(run)  # raises before the data are read
     tokenizer, (train, _) = _open_data(run)
     columns = {}
