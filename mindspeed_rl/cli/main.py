@@ -28,6 +28,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "new": ("mindspeed_rl.cli.new", "write the files of a task of your own, ready to train"),
     "explain": ("mindspeed_rl.cli.explain", "print the plan of a run without claiming a device"),
     "import": ("mindspeed_rl.importers.command", "write a run file from a command of ms-swift or verl"),
+    "audit": ("mindspeed_rl.cli.audit", "look for faults in the data and the reward of a run"),
     "plan": ("mindspeed_rl.cli.plan", "compute whether a run fits, before a device is booked"),
     "download": ("mindspeed_rl.cli.download", "fetch a model or data set of a hub by name"),
     "convert": ("mindspeed_rl.cli.convert", "convert checkpoints between Hugging Face and Megatron"),

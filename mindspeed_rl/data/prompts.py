@@ -7,14 +7,15 @@ import copy
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypedDict
 
 import numpy as np
 
 from mindspeed_rl import registry
+from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.data import handler_class
 from mindspeed_rl.data.conversation import DroppedRowError, DropReason, MalformedRowError, Row
 from mindspeed_rl.data.handlers.base import HandlerSettings, raise_encoding_errors
@@ -33,7 +34,15 @@ from mindspeed_rl.data.images import (
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
 from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
-from mindspeed_rl.data.templates import PLAIN_TEMPLATE, HfTemplate, Template, Thinking, load_template
+from mindspeed_rl.data.templates import (
+    PLAIN_TEMPLATE,
+    HfTemplate,
+    Template,
+    Thinking,
+    choose_thinking,
+    join_text,
+    load_template,
+)
 from mindspeed_rl.data.tokenizer import set_eos_token
 from mindspeed_rl.files import describe_missing
 
@@ -52,6 +61,12 @@ _PLAIN_COLUMNS = {"prompt": "prompt", "query": "", "response": "labels"}
 
 #: prompts over the limit: left out from the limit itself on, left out above it, or kept with their last tokens
 LongPrompts = Literal["drop", "drop_longer", "cut_left"]
+
+
+def fits_limit(lengths: np.ndarray, max_prompt_length: int, long_prompts: LongPrompts) -> np.ndarray:
+    """Return True for each length in tokens that is neither left out nor cut."""
+    # strictly below, as upstream filters
+    return lengths < max_prompt_length if long_prompts == "drop" else lengths <= max_prompt_length
 
 
 class PromptItem(TypedDict):
@@ -87,6 +102,26 @@ class PromptSettings:
     vocab_size: int | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
 
+    @classmethod
+    def from_config(cls, actor: MegatronConfig) -> PromptSettings:
+        """Return how the prompts of a run are read that were not preprocessed, without its tools and rules for images."""
+        columns = None
+        if actor.map_keys is not None:
+            columns = {name: column for name, column in asdict(actor.map_keys).items() if column is not None}
+        templates = actor.prompt_type_path
+        return cls(
+            prompt_type=actor.prompt_type,
+            # without such a file the built-in templates are read
+            prompt_type_path=templates if templates and Path(templates).is_file() else None,
+            map_keys=columns,
+            handler_name=actor.handler_name,
+            enable_thinking=choose_thinking(actor.enable_thinking, actor.chat_template_kwargs),
+            chat_template_kwargs=actor.chat_template_kwargs,
+            on_bad_row=actor.on_bad_row,
+            system_prompt=actor.system_prompt,
+            image_folder=actor.image_folder,
+        )
+
     def load_template(self, tokenizer: PreTrainedTokenizerBase) -> Template | HfTemplate:
         """Load the template of the prompts.
 
@@ -120,8 +155,7 @@ class PromptDataset:
         self._added: dict[int, dict[str, object]] = {}  # columns, by index of the row
         self._rows = rows
         self._first, self._limit = first, max_prompt_length
-        # strictly below, as upstream filters
-        fits = lengths < max_prompt_length if long_prompts == "drop" else lengths <= max_prompt_length
+        fits = fits_limit(lengths, max_prompt_length, long_prompts)
         is_cut = np.zeros(len(lengths), dtype=bool)
         if long_prompts == "cut_left":
             images = rows.num_images  # the tokens of an image stay together
@@ -415,6 +449,47 @@ def split_slice(data_path: str) -> tuple[str, int, int | None]:
     return path, start, stop
 
 
+@dataclass(frozen=True)
+class RawPrompt:
+    """A row of raw data as a prompt.
+
+    Attributes:
+        number: row of its file, counted from 1.
+        text: the rendered prompt.
+        tokens: its token ids.
+        values: label (LABELS) and additional columns, and the references of images where the model reads them.
+    """
+
+    number: int
+    text: str
+    tokens: list[int]
+    values: Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class LeftOutRow:
+    """A row of raw data that is no prompt.
+
+    Attributes:
+        number: row of its file, counted from 1.
+        reason: name of its counter, see `DropReason`.
+        error: what is wrong with a malformed row.
+    """
+
+    number: int
+    reason: str
+    error: MalformedRowError | None = None
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """A run of rows of one file; every row that was read is in one of the lists."""
+
+    path: str
+    prompts: list[RawPrompt]
+    left_out: list[LeftOutRow]
+
+
 def _load_raw(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -422,15 +497,43 @@ def _load_raw(
     settings: PromptSettings,
 ) -> tuple[_RawPrompts, dict[str, int]]:
     """Return the rows, and the number of those that are left out by reason."""
+    rows = _RawPrompts()
+    dropped: dict[str, int] = {}
+    for chunk in read_prompt_chunks(source, tokenizer, keys, settings):
+        for prompt in chunk.prompts:
+            if settings.vocab_size is not None and max(prompt.tokens, default=0) >= settings.vocab_size:
+                # before lengths, which another tokenizer makes too long
+                raise ValueError(
+                    f"{chunk.path}, row {prompt.number}: the tokenizer writes token {max(prompt.tokens)}, but the model's"
+                    f" vocabulary has {settings.vocab_size}; give the tokenizer of the model (tokenizer_name_or_path)"
+                )
+            rows.append(prompt.tokens, prompt.values, (chunk.path, prompt.number))
+        for row in chunk.left_out:
+            if row.error is not None and settings.on_bad_row == "error":
+                raise ValueError(
+                    f"{chunk.path}, row {row.number}: {row.error} (on_bad_row=skip leaves such rows out)"
+                ) from row.error
+            dropped[row.reason] = dropped.get(row.reason, 0) + 1
+    return rows, dropped
+
+
+def read_prompt_chunks(
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    keys: Sequence[str] | None,
+    settings: PromptSettings,
+) -> Iterator[PromptChunk]:
+    """Yield raw rows as prompts, a chunk at a time; memory does not grow with the data. For arguments see `open_prompts`.
+
+    Raises:
+        ValueError: no row can be read with these settings; a malformed row is in its chunk instead.
+    """
     template = settings.load_template(tokenizer)
     if template.eos_token is not None:
         set_eos_token(tokenizer, template.eos_token)
     if settings.enable_thinking == "true" and not template.can_think:
         raise ValueError(f"enable_thinking=true has no meaning for prompt_type={template.name!r}")
-    rows = _RawPrompts()
-    rules = settings.image_rules
-    images = None if rules is None else ImageReader.build(rules, tokenizer, settings.image_folder)
-    dropped: dict[str, int] = {}
+    images = None if settings.image_rules is None else ImageReader.build(settings.image_rules, tokenizer, settings.image_folder)
     handler: PromptHandler | None = None
     for chunk in source.chunks():
         numbered = read_chunk(chunk)
@@ -439,71 +542,79 @@ def _load_raw(
         if handler is None:
             # the first row decides for all: a data set has one layout
             first = next((row for _, row in numbered if isinstance(row, Mapping)), {})
-            is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
-            if settings.map_keys is None and is_plain and "instruction" not in first:
-                settings = replace(settings, map_keys=_PLAIN_COLUMNS)
-            _check_label_column(first, settings.map_keys)
-            if keys is None:
-                guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
-                has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
-                keys = (LABELS,) if has_answer else ()
-            if (settings.map_keys or {}).get("response") and LABELS not in keys and settings.map_keys is not _PLAIN_COLUMNS:
-                keys = (LABELS, *keys)  # named as the answer, it is the label of rewards, agents and environments
-            kind = handler_class(settings.handler_name or _choose_handler(first, keys, settings.map_keys))
-            reader = kind(
-                HandlerSettings(
-                    tokenizer=tokenizer,
-                    template=template,
-                    map_keys=settings.map_keys,
-                    dataset_additional_keys=keys,
-                    enable_thinking=settings.enable_thinking,
-                    system_prompt=settings.system_prompt,
-                    tools=settings.tools,
-                    images=images,
-                )
-            )
-            if not isinstance(reader, PromptHandler):
-                raise ValueError(
-                    f"handler_name={settings.handler_name!r} is not for prompts; use a PPO..., R1... or Math17k... handler"
-                )
-            handler = reader
-        drafts = []
-        bad: list[tuple[int, MalformedRowError]] = []
-        for number, row in numbered:
-            try:
-                if isinstance(row, MalformedRowError):
-                    raise row
-                draft = handler.render(row)
-                drafts.append((number, draft))
-            except MalformedRowError as error:
-                bad.append((number, error))
-            except DroppedRowError as drop:
-                dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
-        encoded = handler.encoder.encode_renderings([draft.renderings[0] for _, draft in drafts])
-        path = str(chunk.path)
-        for turns, (number, draft) in zip(encoded, drafts, strict=True):
-            try:
-                (turns,) = raise_encoding_errors([turns])
-                turns, stored = handler.expand_images(draft, turns)
-            except MalformedRowError as error:
-                bad.append((number, error))
-                continue
-            tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
-            if settings.vocab_size is not None and max(tokens, default=0) >= settings.vocab_size:
-                # before lengths, which another tokenizer makes too long
-                raise ValueError(
-                    f"{path}, row {number}: the tokenizer writes token {max(tokens)}, but the model's vocabulary has"
-                    f" {settings.vocab_size}; give the tokenizer of the model (tokenizer_name_or_path)"
-                )
-            values = draft.note if images is None else {**draft.note, IMAGES: References(image.key for image in stored)}
-            rows.append(tokens, values, (path, number))
-        if bad and settings.on_bad_row == "error":
-            # rows that cannot be encoded come after all that cannot be rendered
-            number, error = min(bad, key=lambda entry: entry[0])
-            raise ValueError(f"{chunk.path}, row {number}: {error} (on_bad_row=skip leaves such rows out)") from error
-        if bad:
-            dropped[DropReason.MALFORMED] = dropped.get(DropReason.MALFORMED, 0) + len(bad)
-    return rows, dropped
+            handler = _build_handler(first, tokenizer, template, keys, settings, images)
+        yield _read_prompts(str(chunk.path), numbered, handler)
+
+
+def _build_handler(
+    first: Row,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Template | HfTemplate,
+    keys: Sequence[str] | None,
+    settings: PromptSettings,
+    images: ImageReader | None,
+) -> PromptHandler:
+    """Return the handler of data whose first row is `first`."""
+    is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
+    if settings.map_keys is None and is_plain and "instruction" not in first:
+        settings = replace(settings, map_keys=_PLAIN_COLUMNS)
+    _check_label_column(first, settings.map_keys)
+    if keys is None:
+        guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
+        has_answer = {**guess.default_map, **(settings.map_keys or {})}.get("response") in first
+        keys = (LABELS,) if has_answer else ()
+    if (settings.map_keys or {}).get("response") and LABELS not in keys and settings.map_keys is not _PLAIN_COLUMNS:
+        keys = (LABELS, *keys)  # named as the answer, it is the label of rewards, agents and environments
+    kind = handler_class(settings.handler_name or _choose_handler(first, keys, settings.map_keys))
+    handler = kind(
+        HandlerSettings(
+            tokenizer=tokenizer,
+            template=template,
+            map_keys=settings.map_keys,
+            dataset_additional_keys=keys,
+            enable_thinking=settings.enable_thinking,
+            system_prompt=settings.system_prompt,
+            tools=settings.tools,
+            images=images,
+        )
+    )
+    if not isinstance(handler, PromptHandler):
+        raise ValueError(
+            f"handler_name={settings.handler_name!r} is not for prompts; use a PPO..., R1... or Math17k... handler"
+        )
+    return handler
+
+
+def _read_prompts(
+    path: str, numbered: Sequence[tuple[int, Row | MalformedRowError]], handler: PromptHandler
+) -> PromptChunk:
+    drafts = []
+    left_out: list[LeftOutRow] = []
+    for number, row in numbered:
+        try:
+            if isinstance(row, MalformedRowError):
+                raise row
+            drafts.append((number, handler.render(row)))
+        except MalformedRowError as error:
+            left_out.append(LeftOutRow(number, DropReason.MALFORMED, error))
+        except DroppedRowError as drop:
+            left_out.append(LeftOutRow(number, drop.reason))
+    encoded = handler.encoder.encode_renderings([draft.renderings[0] for _, draft in drafts])
+    prompts = []
+    for turns, (number, draft) in zip(encoded, drafts, strict=True):
+        try:
+            (turns,) = raise_encoding_errors([turns])
+            turns, stored = handler.expand_images(draft, turns)
+        except MalformedRowError as error:
+            left_out.append(LeftOutRow(number, DropReason.MALFORMED, error))
+            continue
+        tokens = [token for source_ids, target_ids in turns for token in (*source_ids, *target_ids)]
+        text = "".join(join_text(side) for turn in draft.renderings[0].turns for side in (turn.source, turn.target))
+        values = draft.note if handler.images is None else {**draft.note, IMAGES: References(one.key for one in stored)}
+        prompts.append(RawPrompt(number, text, tokens, values))
+    # rows that cannot be encoded come after all that cannot be rendered
+    left_out.sort(key=lambda row: row.number)
+    return PromptChunk(path, prompts, left_out)
 
 
 def _check_label_column(row: Row, map_keys: Mapping[str, object] | None) -> None:

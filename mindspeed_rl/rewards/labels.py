@@ -70,7 +70,9 @@ def _can_match_tests(label: object, columns: Mapping[str, Any]) -> bool:
     return True
 
 
-_TRIALS: dict[str, Callable[[object, Mapping[str, Any]], bool]] = {
+#: whether a response could match a label, with the other columns of its row
+Trial = Callable[[object, Mapping[str, Any]], bool]
+_TRIALS: dict[str, Trial] = {
     "acc": _can_match_answer,
     "accuracy": _can_match_solution,
     "cosine": _can_match_solution,
@@ -80,7 +82,7 @@ _TRIALS: dict[str, Callable[[object, Mapping[str, Any]], bool]] = {
     **dict.fromkeys(("gsm8k", "gsm8k_flexible"), _can_match_number),
     "code": _can_match_tests,
 }
-"""Built-in verifier -> whether a response could match a label, with the other columns of its row."""
+"""Built-in verifier -> its trial."""
 
 
 class _Rows(Protocol):
@@ -89,6 +91,21 @@ class _Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, Any]: ...
+
+
+def find_trials(functions: Sequence[str]) -> dict[str, Trial]:
+    """Return the trial of each built-in verifier among these reward functions.
+
+    Args:
+        functions: `rl_config.verifier_function`.
+    """
+    return {name: _TRIALS[name] for name in functions if name in _TRIALS and REWARDS.get(name) == find(name)}
+
+
+def is_matchable(trial: Trial, label: object, columns: Mapping[str, Any]) -> bool:
+    """Return False for a label that no response can match; a row without a label is not tried."""
+    is_given = label not in (None, "") or "tests" in columns or "solution" in columns
+    return not is_given or trial(label, columns)
 
 
 def try_labels(functions: Sequence[str], rows: _Rows) -> tuple[list[str], list[str]]:
@@ -102,16 +119,12 @@ def try_labels(functions: Sequence[str], rows: _Rows) -> tuple[list[str], list[s
     errors: list[str] = []
     step = max(1, -(-len(rows) // _MAX_LABELS))
     indexes = range(0, len(rows), step)
-    for name in functions:
-        trial = _TRIALS.get(name)
-        if trial is None or REWARDS.get(name) != find(name):
-            continue
+    for name, trial in find_trials(functions).items():
         wrong: list[tuple[int, object]] = []
         for index in indexes:
             row = rows[index]
-            label, columns = row["label"], row["columns"]
-            if (label not in (None, "") or "tests" in columns or "solution" in columns) and not trial(label, columns):
-                wrong.append((index, label))
+            if not is_matchable(trial, row["label"], row["columns"]):
+                wrong.append((index, row["label"]))
         if not wrong:
             continue
         index, label = wrong[0]

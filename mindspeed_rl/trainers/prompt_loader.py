@@ -6,21 +6,18 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.megatron import read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data import card
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.datasets import BatchSampler
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
-from mindspeed_rl.data.templates import choose_thinking
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.run import Run
@@ -228,7 +225,7 @@ def _open_run_prompts(
         long_prompts=run.rl.long_prompts,
         dataset_additional_keys=actor.dataset_additional_keys or None,
         settings=dataclasses.replace(
-            _prompt_settings(actor),
+            PromptSettings.from_config(actor),
             tools=tuple(tools),
             image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
             vocab_size=None if model is None else model.plan.model_config.vocab_size,
@@ -237,7 +234,7 @@ def _open_run_prompts(
     if key == "data_path" and run.rl.distillation.enabled:
         _check_teachers(run.rl.distillation, prompts)
         if (column := run.rl.distillation.teacher_prompt) is not None:
-            prompts.add_prompts(column, tokenizer, _prompt_settings(actor))
+            prompts.add_prompts(column, tokenizer, PromptSettings.from_config(actor))
     return prompts
 
 
@@ -253,23 +250,3 @@ def _check_teachers(keys: DistillationKeys, prompts: PromptDataset) -> None:
                 f"rl_config.distillation.teacher_keys: {prompts.where(index)} has {value!r} in column {keys.teacher_key}, for "
                 f"which there is no teacher; there is one for each of {', '.join(keys.teacher_keys)}."
             )
-
-
-def _prompt_settings(actor: MegatronConfig) -> PromptSettings:
-    """Return how prompts that were not preprocessed are read."""
-    columns = None
-    if actor.map_keys is not None:
-        columns = {name: column for name, column in dataclasses.asdict(actor.map_keys).items() if column is not None}
-    templates = actor.prompt_type_path
-    return PromptSettings(
-        prompt_type=actor.prompt_type,
-        # without such a file the built-in templates are read
-        prompt_type_path=templates if templates and Path(templates).is_file() else None,
-        map_keys=columns,
-        handler_name=actor.handler_name,
-        enable_thinking=choose_thinking(actor.enable_thinking, actor.chat_template_kwargs),
-        chat_template_kwargs=actor.chat_template_kwargs,
-        on_bad_row=actor.on_bad_row,
-        system_prompt=actor.system_prompt,
-        image_folder=actor.image_folder,
-    )

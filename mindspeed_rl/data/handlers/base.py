@@ -242,8 +242,10 @@ class Handler(ABC):
         """Check that the row has no part of a conversation that this handler does not read.
 
         Raises:
-            MalformedRowError: it has, in a column that map_keys does not switch off.
+            MalformedRowError: it has, in a column that map_keys does not switch off; or the row is no object.
         """
+        if not isinstance(row, Mapping):
+            raise MalformedRowError(f"is a {type(row).__name__}, not an object with columns: {str(row)[:80]}")
         read = {name for name in self.map.values() if isinstance(name, str)}
         for name in _CONVERSATION_COLUMNS:
             if name not in read and name not in self._explicit and row.get(name):

@@ -12,6 +12,7 @@ from typing import Any
 from mindspeed_rl.adaptors import mindspeed
 from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.keys.schema import list_keys
+from mindspeed_rl.data.prompts import PromptSettings
 from mindspeed_rl.engine.build import plan_transformer_config
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.optimizer import ddp_config
@@ -22,7 +23,6 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.effects import describe_learning_rate
 from mindspeed_rl.run.rules.validation import unavailable, validate
 from mindspeed_rl.runtime.cluster import build_worker_environment
-from mindspeed_rl.trainers.prompt_loader import _prompt_settings
 from mindspeed_rl.workers.roles import build_micro_batching
 
 Tree = dict[str, dict[str, Any]]
@@ -62,7 +62,7 @@ def _parts(run: Run, folder: Path) -> Iterator[tuple[str, Any]]:
     yield "adapters", LoraSettings.from_config(actor)
     yield "gradient buckets", ddp_config(actor)
     yield "MindSpeed", mindspeed.settings(actor)
-    yield "prompts", _prompt_settings(actor)
+    yield "prompts", PromptSettings.from_config(actor)
     yield "environment", [build_worker_environment(cfg, name) for name in ("cpu", "npu")]
     yield "reward model", None if (reward := cfg.reward_model_keys) is None else (reward.load, reward.reward_tokens)
     if cfg.rl_config is None or cfg.is_supervised:

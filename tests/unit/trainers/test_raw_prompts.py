@@ -109,3 +109,12 @@ def test_a_data_set_of_the_hub_is_read_by_its_name_with_a_slice(tiny_model, tmp_
         prompts = open_prompts(tiny_model, path, MAP_KEYS, "dataset_additional_keys=[labels]")
         assert [prompts[number]["label"] for number in range(len(prompts))] == labels
     assert set(asked) == {("owner/name", "train")}
+
+
+def test_a_row_that_is_no_object_is_malformed(tmp_path, tiny_model):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"question": "1+1=", "answer": "2"}\n[1]\n"text"\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl, row 2: is a list, not an object with columns: \[1\]"):
+        open_prompts(tiny_model, str(path), MAP_KEYS, "dataset_additional_keys=[labels]")
+    kept = open_prompts(tiny_model, str(path), MAP_KEYS, "dataset_additional_keys=[labels]", "on_bad_row=skip")
+    assert (len(kept), kept.dropped) == (1, {"malformed": 2})

@@ -1,0 +1,503 @@
+"""The audit of a run's reward functions: what a cheat would earn next to an honest answer.
+
+Responses are scored by the run's own functions, weights, penalties and limits, in the pool of processes that the trainer uses.
+A response cheats where it earns at least half of the way from a wrong answer to the honest one, while a stricter check does not
+accept it: the final answer is the label and nothing else. Where no label is an answer (word counts, tests, judges), the way is
+that from the lowest to the highest reward that any response has got.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice, permutations
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
+from mindspeed_rl.audit.report import AuditReport, Section
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.machine import check_server
+from mindspeed_rl.thoughts import remove_thought
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: part of the way to the honest reward from which a response cheats
+_GAIN = 0.5
+#: rounds of the search, and responses that are combined in one
+_ROUNDS, _COMBINED = 2, 5
+#: characters of an example
+_SHOWN = 160
+_BOX = re.compile(r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}")
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LEAD = re.compile(r"(?:####|answer(?: is)?\s*:?|答案[是为：:]*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response that is scored.
+
+    Attributes:
+        kind: honest, wrong, cheat or mutation.
+        name: title of the cheat or mutation, or the form of an honest answer.
+        variant: index among those of a name.
+        text: the response.
+    """
+
+    kind: str
+    name: str
+    variant: int
+    text: str
+
+
+@dataclass
+class Outcome:
+    """What responses of one name have earned, over the rows.
+
+    Attributes:
+        rows: rows that were attacked, and that one of the responses has cheated.
+        rewards: the highest reward of each row.
+        example: the shortest response that cheated, with its row and reward.
+    """
+
+    rows: set[str] = field(default_factory=set)
+    cheated: set[str] = field(default_factory=set)
+    rewards: dict[str, float] = field(default_factory=dict)
+    example: tuple[str, str, float] | None = None
+
+    @property
+    def share(self) -> float:
+        """Share of the rows that it cheats."""
+        return len(self.cheated) / max(1, len(self.rows))
+
+    def add(self, where: str, text: str, reward: float, *, cheats: bool) -> None:
+        """Add the reward of a response."""
+        self.rows.add(where)
+        self.rewards[where] = max(reward, self.rewards.get(where, -math.inf))
+        if cheats:
+            self.cheated.add(where)
+            if self.example is None or len(text) < len(self.example[1]):
+                self.example = where, text, reward
+
+
+@dataclass
+class RewardAudit:
+    """What an audit has found.
+
+    Attributes:
+        functions: names of the reward functions that were audited.
+        skipped: sentences about what was not audited.
+        form: form of honest answers, and their mean reward; None where no label is an answer.
+        wrong: mean reward of wrong answers in this form.
+        cheats, mutations: by title.
+        failures: kind of failure -> number of responses, and an example.
+        num_rows: rows that were attacked.
+        is_flat: all responses to a row have earned the same.
+    """
+
+    functions: list[str]
+    skipped: list[str]
+    form: tuple[str, float] | None = None
+    wrong: float | None = None
+    cheats: dict[str, Outcome] = field(default_factory=dict)
+    mutations: dict[str, Outcome] = field(default_factory=dict)
+    failures: dict[str, tuple[int, str]] = field(default_factory=dict)
+    num_rows: int = 0
+    num_responses: int = 0
+    is_flat: bool = False
+
+    @property
+    def worst(self) -> float:
+        """Largest share of rows that one cheat, or one label that is wrong in every task, gets through."""
+        wrong = [self.mutations[one.title].share for one in MUTATIONS if one.is_wrong and one.title in self.mutations]
+        return max([*(outcome.share for outcome in self.cheats.values()), *wrong], default=0.0)
+
+    @property
+    def failed_share(self) -> float:
+        """Share of the responses that have no reward."""
+        return sum(count for count, _ in self.failures.values()) / max(1, self.num_responses)
+
+    def describe(self, bound: float) -> AuditReport:
+        """Return the audit as a report.
+
+        Args:
+            bound: largest share of rows that a cheat may get through.
+        """
+        honest = "no label is an answer" if self.form is None else f"{self.form[1]:.3g} ({self.form[0]})"
+        facts = {
+            "functions": ", ".join(self.functions),
+            "rows": f"{self.num_rows}, with {self.num_responses:,} responses",
+            "honest answer": honest,
+            "wrong answer": "" if self.wrong is None else f"{self.wrong:.3g} in the same form",
+            "without score": f"{self.failed_share:.1%} of the responses" if self.failures else "",
+        }
+        won = {title: one for title, one in self.cheats.items() if one.cheated}
+        won = dict(sorted(won.items(), key=lambda item: -item[1].share))
+        known = {cheat.title: cheat.advice for cheat in (*CHEATS, *LABEL_CHEATS)}
+        advice = [f"{title}: {known[title]}" for title in won if title in known]
+        shown = [one for one in MUTATIONS if one.title in self.mutations and self.mutations[one.title].cheated]
+        if any(one.is_wrong for one in shown):
+            advice.append("labels: compare the whole answer; a reward that accepts these teaches wrong ones.")
+        if self.is_flat:
+            advice.append(
+                "reward: is a label the answer that the functions read? mindspeed-rl audit data tries each with every label."
+            )
+        passes = self.worst <= bound and self.failed_share <= bound and not self.is_flat
+        verdict = f"the best cheat gets through on {self.worst:.0%} of {self.num_rows} rows (bound {bound:.0%})"
+        if self.is_flat:
+            verdict = "no response to a row earns more than another, not even its label"
+        if self.failures:
+            verdict += f"; {self.failed_share:.1%} of the responses have no score"
+        return AuditReport(
+            f"audit of the reward: {', '.join(self.functions)}",
+            verdict,
+            passes,
+            [
+                Section("Reward", ("", ""), [(name, text) for name, text in facts.items() if text]),
+                Section(
+                    "Cheats that earn a reward",
+                    ("cheat", "rows", "reward", "smallest example"),
+                    [_describe(title, outcome) for title, outcome in won.items()],
+                    empty="none",
+                ),
+                Section(
+                    "Changed labels that are accepted",
+                    ("change", "rows", "reward", "smallest example"),
+                    [
+                        _describe(one.title if one.is_wrong else f"{one.title} (may be right)", self.mutations[one.title])
+                        for one in shown
+                    ],
+                    empty="none",
+                ),
+                Section(
+                    "Responses without a score",
+                    ("kind", "number", "example"),
+                    [(state, str(count), text) for state, (count, text) in self.failures.items()],
+                ),
+                Section("Not audited", ("",), [(text,) for text in self.skipped]),
+                Section("What to change", ("",), [(text,) for text in advice]),
+            ],
+        )
+
+    def encode(self, bound: float) -> dict[str, object]:
+        """Return the audit as plain values."""
+
+        def values(outcomes: Mapping[str, Outcome]) -> dict[str, object]:
+            return {
+                title: {"rows": len(one.rows), "cheated": len(one.cheated), "share": one.share, "example": one.example}
+                for title, one in outcomes.items()
+            }
+
+        return {
+            "functions": self.functions,
+            "not_audited": self.skipped,
+            "rows": self.num_rows,
+            "responses": self.num_responses,
+            "honest": None if self.form is None else {"form": self.form[0], "reward": self.form[1], "wrong": self.wrong},
+            "cheats": values(self.cheats),
+            "mutations": values(self.mutations),
+            "failures": {state: count for state, (count, _) in self.failures.items()},
+            "worst": self.worst,
+            "bound": bound,
+            "passes": self.describe(bound).passes,
+        }
+
+
+def _describe(title: str, outcome: Outcome) -> tuple[str, str, str, str]:
+    assert outcome.example is not None  # shown only where it cheated
+    where, text, reward = outcome.example
+    share = f"{len(outcome.cheated)} of {len(outcome.rows)}"
+    return title, share, f"{statistics.fmean(outcome.rewards.values()):.3g}", f"{where}: {_shorten(text)!r} earns {reward:.3g}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} [...] {text[-_SHOWN // 2 :]}"
+
+
+def commits_to(response: str, label: str | None) -> bool:
+    """Return True where the final answer of a response is the label and nothing else: the stricter check.
+
+    Texts are compared character for character, after Unicode's compatibility form, without case, spaces and a full stop.
+    """
+    if label is None:
+        return False
+    text = remove_thought(response)
+    if tagged := _TAGGED.findall(text):
+        text = tagged[-1] if len(set(tagged)) == 1 else ""
+    if boxes := _BOX.findall(text):
+        text = boxes[-1] if len(set(boxes)) == 1 else ""
+    elif leads := list(_LEAD.finditer(text)):
+        text = text[leads[-1].end() :]
+    return _to_plain(text) == _to_plain(label)
+
+
+def _to_plain(text: str) -> str:
+    text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
+    return text.strip("$").removesuffix(".").replace("\\left", "").replace("\\right", "")
+
+
+class _Scorer:
+    """Scores responses as the trainer does, and counts those without a score."""
+
+    def __init__(self, run: Run, pool: RewardPool, tokenizer: PreTrainedTokenizerBase, columns: Mapping[str, Any]) -> None:
+        self._pool, self._tokenizer, self._columns = pool, tokenizer, columns
+        self._limit, self._reads_output = run.config.response_limit, run.rl.verifier_reads == "output"
+        self.num_responses = 0
+        self._failures: Counter[str] = Counter()
+        self._examples: dict[str, str] = {}
+
+    def score(self, pairs: Sequence[tuple[Case, str]]) -> list[float | None]:
+        """Return the total reward of each response; None where there is none."""
+        results = self._pool.score([self._make_sample(case, text) for case, text in pairs])
+        self.num_responses += len(pairs)
+        for (case, text), result in zip(pairs, results):
+            if result.failed:
+                self._failures[result.state] += 1
+                self._examples.setdefault(result.state, f"{case.where}: {_shorten(text)!r}: {_shorten(result.error)}")
+        return [self._read_total(result) for result in results]
+
+    @staticmethod
+    def _read_total(result: RewardResult) -> float | None:
+        return result.total if not result.failed else None
+
+    @property
+    def failures(self) -> dict[str, tuple[int, str]]:
+        """Kind of failure -> number of responses, and an example."""
+        return {state: (count, self._examples[state]) for state, count in self._failures.most_common()}
+
+    def _make_sample(self, case: Case, text: str) -> RewardSample:
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
+        is_cut = len(ids) > self._limit
+        if is_cut:  # as generation ends
+            ids = ids[: self._limit]
+            decoded = self._tokenizer.decode(ids, skip_special_tokens=False)
+            assert isinstance(decoded, str)  # a list for a batch
+            text = decoded
+        return RewardSample(
+            prompt=case.prompt,
+            response=text,
+            prompt_ids=case.prompt_ids,
+            response_ids=ids,
+            label=case.label,
+            columns={**case.columns, **self._columns, **({"output": text} if self._reads_output else {})},
+            truncated=is_cut,
+            max_response_length=self._limit,
+        )
+
+
+def select_functions(run: Run) -> tuple[list[str], list[float], list[str]]:
+    """Return names and weights of the functions that can be audited here, and a sentence for each part that cannot.
+
+    Raises:
+        ValueError: none can be.
+    """
+    names, weights = select_reward_functions(run.rl)
+    skipped = []
+    if "judge" in names and run.rl.judge_url is not None:
+        try:
+            check_server(run.rl.judge_url, "rl_config.judge_url")
+        except ValueError as error:
+            skipped.append(f"the judge: {error}")
+            place = names.index("judge")
+            del names[place], weights[place]
+    if run.rl.served_judge is not None:
+        skipped.append("the judge that the run serves: its model is loaded with the run; audit it with rl_config.judge_url.")
+    if run.config.reward_config is not None:
+        skipped.append("the reward model: it needs a device.")
+    if run.rl.agent_loop_name in ("environment", "program"):
+        skipped.append("rewards of the environment: only the reward functions read the responses here.")
+    if not names:
+        raise ValueError(f"audit reward: no reward function of this run can be audited here. {' '.join(skipped)}".strip())
+    return names, weights, skipped
+
+
+def audit_reward(
+    run: Run,
+    cases: Sequence[Case],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Mapping[str, Any] | None = None,
+    report: Callable[[str], None] = lambda _: None,
+) -> RewardAudit:
+    """Attack the reward functions of a run on some of its rows.
+
+    Args:
+        cases: the rows.
+        columns: further columns of every response, as an agent loop adds them.
+        report: takes a line about what is done.
+
+    Raises:
+        ValueError: a function does not load, or scores no response of the first row.
+    """
+    names, weights, skipped = select_functions(run)
+    settings = RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit)
+    # failures are counted here
+    settings = replace(settings, reward_failure_limit=1.0, reward_failure_policy="drop")
+    audit = RewardAudit(names, skipped, num_rows=len(cases))
+    with RewardPool(names, weights, settings=settings) as pool:
+        scorer = _Scorer(run, pool, tokenizer, columns or {})
+        _check_first(scorer, cases[0])
+        form = _choose_form(scorer, cases, audit)
+        responses = {case.where: _list_responses(case, form) for case in cases}
+        report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
+        scored = _score_all(scorer, cases, responses)
+        ways = {case.where: _find_way(scored[case.where]) for case in cases}
+        audit.is_flat = all(low == high for low, high in ways.values())
+        _count(audit, cases, scored, ways)
+        _search(audit, scorer, cases, scored, ways, report)
+        audit.num_responses, audit.failures = scorer.num_responses, scorer.failures
+    return audit
+
+
+def _check_first(scorer: _Scorer, case: Case) -> None:
+    """Raise ValueError where no response of a row has a score: a function that hangs would hang for each."""
+    texts = [form(case.answer or "1") for form in list(FORMS.values())[:2]]
+    if all(score is None for score in scorer.score([(case, text) for text in texts])) and scorer.failures:
+        _, example = next(iter(scorer.failures.values()))
+        raise ValueError(f"the reward functions score no response to the first row; {example}")
+
+
+def _choose_form(scorer: _Scorer, cases: Sequence[Case], audit: RewardAudit) -> str:
+    """Return the form whose honest answers earn most over wrong ones, and record their rewards where it is more."""
+    answered = [(case, case.answer) for case in cases if case.answer is not None]
+    best: tuple[float, float, str] | None = None
+    names = [*FORMS, *([WHOLE] if any(case.label != answer for case, answer in answered) else [])]
+    for name in names if answered else ():
+        forms = [(case, answer, bind_form(name, case)) for case, answer in answered]
+        honest = _mean(scorer.score([(case, form(answer)) for case, answer, form in forms]))
+        wrong = _mean(scorer.score([(case, form(make_wrong(answer))) for case, answer, form in forms]))
+        if honest is None or wrong is None:
+            continue
+        # of equal ways the one to the higher reward
+        if best is None or (honest - wrong, honest) > (best[0], best[0] + best[1]):
+            best = honest - wrong, wrong, name
+    if best is None or best[0] <= 0:
+        return next(iter(FORMS))
+    audit.form, audit.wrong = (best[2], best[0] + best[1]), best[1]
+    return best[2]
+
+
+def _mean(scores: Sequence[float | None]) -> float | None:
+    known = [score for score in scores if score is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _list_responses(case: Case, name: str) -> list[Response]:
+    form, responses = bind_form(name, case), list[Response]()
+    # a cheat must not see what else is in the label
+    blind = form if name != WHOLE else FORMS[next(iter(FORMS))]
+    if (answer := case.answer) is not None:
+        responses.append(Response("honest", "", 0, form(answer)))
+        responses.append(Response("wrong", "", 0, form(make_wrong(answer))))
+        for mutation in MUTATIONS:
+            changed = mutation.change(answer)
+            if changed is not None and changed != answer:
+                responses.append(Response("mutation", mutation.title, 0, form(changed)))
+    for cheat, used in (*((cheat, blind) for cheat in CHEATS), *((cheat, form) for cheat in LABEL_CHEATS)):
+        texts = dict.fromkeys(cheat.write(case, used))
+        responses += [Response("cheat", cheat.title, index, text) for index, text in enumerate(texts)]
+    return responses
+
+
+Scored = list[tuple[Response, float]]
+
+
+def _score_all(scorer: _Scorer, cases: Sequence[Case], responses: Mapping[str, list[Response]]) -> dict[str, Scored]:
+    pairs = [(case, response) for case in cases for response in responses[case.where]]
+    scores = scorer.score([(case, response.text) for case, response in pairs])
+    scored: dict[str, Scored] = {case.where: [] for case in cases}
+    for (case, response), score in zip(pairs, scores):
+        if score is not None:
+            scored[case.where].append((response, score))
+    return scored
+
+
+def _find_way(scored: Scored) -> tuple[float, float]:
+    """Return the rewards of a wrong and the honest answer; where that is not higher, of the lowest and highest response."""
+    honest = [score for response, score in scored if response.kind == "honest"]
+    wrong = [score for response, score in scored if response.kind == "wrong"]
+    if honest and wrong and honest[0] > wrong[0]:
+        return wrong[0], honest[0]
+    scores = [score for _, score in scored]
+    return min(scores, default=0.0), max(scores, default=0.0)
+
+
+def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float]) -> bool:
+    low, high = way
+    return high > low and score >= low + _GAIN * (high - low) and not commits_to(text, case.answer)
+
+
+def _count(
+    audit: RewardAudit, cases: Sequence[Case], scored: Mapping[str, Scored], ways: Mapping[str, tuple[float, float]]
+) -> None:
+    groups = {"cheat": audit.cheats, "mutation": audit.mutations}
+    for case in cases:
+        way = ways[case.where]
+        for response, score in scored[case.where]:
+            if response.kind in groups:
+                outcome = groups[response.kind].setdefault(response.name, Outcome())
+                is_cheat = _is_cheat(case, response.text, score, way)
+                outcome.add(case.where, response.text, score, cheats=is_cheat)
+
+
+def _search(
+    audit: RewardAudit,
+    scorer: _Scorer,
+    cases: Sequence[Case],
+    scored: Mapping[str, Scored],
+    ways: Mapping[str, tuple[float, float]],
+    report: Callable[[str], None],
+) -> None:
+    """Combine the responses that earn most without a label, and keep combinations that earn more than their parts."""
+    known = {cheat.title for cheat in CHEATS}
+    texts: dict[tuple[str, ...], dict[str, str]] = {}
+    means: dict[tuple[str, ...], list[float]] = {}
+    for case in cases:
+        for response, score in scored[case.where]:
+            if response.name in known:
+                key = (f"{response.name} {response.variant + 1}",)
+                texts.setdefault(key, {})[case.where] = response.text
+                means.setdefault(key, []).append(_gain(score, ways[case.where]))
+    gains = {key: statistics.fmean(values) for key, values in means.items() if len(values) == len(cases)}
+    for turn in range(_ROUNDS):
+        best = sorted(gains, key=lambda key: -gains[key])[:_COMBINED]
+        new = {one + other: (one, other) for one, other in permutations(best, 2) if one + other not in texts}
+        report(f"search, round {turn + 1}: {len(new)} combinations")
+        for key, (one, other) in new.items():
+            texts[key] = {case.where: f"{texts[one][case.where]}\n{texts[other][case.where]}" for case in cases}
+            scores = scorer.score([(case, texts[key][case.where]) for case in cases])
+            rewards = [(case, score) for case, score in zip(cases, scores) if score is not None]
+            if len(rewards) < len(cases):
+                continue
+            gains[key] = statistics.fmean(_gain(score, ways[case.where]) for case, score in rewards)
+            if gains[key] <= max(gains[one], gains[other]):
+                continue
+            outcome = audit.cheats.setdefault(f"together: {' + '.join(key)}", Outcome())
+            for case, score in rewards:
+                text = texts[key][case.where]
+                outcome.add(case.where, text, score, cheats=_is_cheat(case, text, score, ways[case.where]))
+
+
+def _gain(score: float, way: tuple[float, float]) -> float:
+    return (score - way[0]) / (way[1] - way[0]) if way[1] > way[0] else 0.0
+
+
+def list_cases(rows: Iterator[Case], count: int, seed: int = 0) -> list[Case]:
+    """Return some of the first rows, chosen by a seed, in their order.
+
+    Raises:
+        ValueError: there is none.
+    """
+    first = list(islice(rows, 2000))
+    if not first:
+        raise ValueError("audit reward: the data has no prompt that fits rl_config.max_prompt_length")
+    chosen = random.Random(seed).sample(range(len(first)), min(count, len(first)))
+    return [first[index] for index in sorted(chosen)]

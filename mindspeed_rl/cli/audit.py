@@ -1,0 +1,163 @@
+"""`mindspeed-rl audit`: what is wrong with the data or the reward of a run, before a device is claimed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindspeed_rl import registry
+from mindspeed_rl.audit.data import audit_data, write_clean
+from mindspeed_rl.audit.report import AuditReport
+from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
+from mindspeed_rl.cli.options import RunParser, print_status, report_failure
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.loader import load_run_config
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.files import write_file
+from mindspeed_rl.rewards.static_check import check_reward_functions
+from mindspeed_rl.run import Run
+from mindspeed_rl.run.draft import draft
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_USAGE = """usage: mindspeed-rl audit <kind> --config-name RUN [options] [key=value ...]
+
+kinds:
+  reward  cheats and wrong answers that the reward functions of the run would pay for
+  data    duplicates, overlap with the evaluation sets, labels that no response can match, prompts that are cut
+
+mindspeed-rl audit <kind> --help shows the options of one."""
+
+
+def main(argv: list[str]) -> int:
+    """Print an audit; return 0 when it passes, 1 when it does not, 2 for a user's error.
+
+    Args:
+        argv: the arguments after `audit`, for example ["data", "--config-name", "grpo_tiny_cpu"].
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_USAGE)
+        return 0 if argv else 2
+    if argv[0] not in _AUDITS:
+        hint = registry.did_you_mean(argv[0], _AUDITS) or "."
+        print_status(f"error: audit has no kind '{argv[0]}'{hint} Known: {', '.join(_AUDITS)}.")
+        return 2
+    try:
+        return _AUDITS[argv[0]](argv[1:])
+    except (ValueError, KeyboardInterrupt, RuntimeError, OSError) as error:
+        return report_failure(error)
+
+
+def _make_parser(kind: str, description: str) -> RunParser:
+    """Return a parser with the options that all audits have."""
+    parser = RunParser(prog=f"mindspeed-rl audit {kind}", description=description)
+    parser.add_argument("--config-name", "--config", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-o", "--output", type=Path, default=None, metavar="FILE", help="HTML page to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
+    return parser
+
+
+def _read_run(arguments: Namespace) -> Run:
+    """Return the run of the command line.
+
+    Raises:
+        ValueError: the run file has mistakes, or its stage has no prompts and rewards.
+    """
+    cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
+    if cfg.is_supervised or cfg.rl_config is None:
+        raise ValueError(f"megatron_training.stage: {cfg.stage}; the audit is of runs with rollouts and rewards")
+    registry.search_folders(cfg.plugin_folders)
+    return draft(cfg)
+
+
+def _read_bound(parser: RunParser, bound: float) -> float:
+    if not 0 <= bound <= 1:
+        parser.error(f"--bound {bound:g} must be a fraction between 0 and 1")
+    return bound
+
+
+def _finish(arguments: Namespace, report: AuditReport, values: dict[str, object]) -> int:
+    """Print and write a report; return the exit code."""
+    if arguments.output is not None:
+        write_file(arguments.output, report.render())
+    print(json.dumps(values, indent=2, ensure_ascii=False) if arguments.json else report.format(), flush=True)
+    if arguments.output is not None:
+        print_status(f"wrote {arguments.output}")
+    return 0 if report.passes else 1
+
+
+def _open_data(run: Run) -> tuple[PreTrainedTokenizerBase, tuple[RowPart, dict[str, RowPart]]]:
+    """Return the tokenizer of a run, its prompts and its evaluation sets."""
+    actor = run.config.actor_config
+    tokenizer = load_tokenizer(find_tokenizer_folder(actor), use_fast=not actor.tokenizer_not_use_fast)
+    tools = []
+    if run.rl.multi_turn_enable:  # by name: it imports torch, which other audits do without
+        read_tools = registry.load("mindspeed_rl.workers.agents:read_tool_schemas", "audit")
+        tools = read_tools(run.rl, tokenizer)
+    return tokenizer, open_run_data(run, tokenizer, tools)
+
+
+def _audit_data(argv: list[str]) -> int:
+    parser = _make_parser(
+        "data",
+        "Look at every prompt of a run: duplicates, overlap with its evaluation sets, answers in the prompt, labels that no"
+        " response can match, prompts that are cut. Needs no model and no device.",
+    )
+    parser.add_argument("--bound", type=float, default=0.01, help="largest share of rows with a fault; default 0.01")
+    parser.add_argument("--clean", type=Path, metavar="FILE", help="JSON lines to write: the rows without a fault")
+    arguments = parser.parse_intermixed_args(argv)
+    bound = _read_bound(parser, arguments.bound)
+    if arguments.clean is not None and not arguments.clean.parent.is_dir():
+        parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is no folder")
+    run = _read_run(arguments)
+    _, (train, held_out) = _open_data(run)
+    if arguments.clean is not None and not train.stream.is_raw:
+        raise ValueError(f"--clean: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
+    audit = audit_data(train, held_out, run, report=print_status)
+    if arguments.clean is not None:
+        kept, dropped = write_clean(audit, train, arguments.clean)
+        print_status(f"wrote {kept:,} rows to {arguments.clean}, and {dropped:,} reasons next to it")
+    return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+def _audit_reward(argv: list[str]) -> int:
+    parser = _make_parser(
+        "reward",
+        "Score cheats, wrong answers and honest ones with the reward functions of a run, as the trainer would. Needs no model"
+        " and no device; a judge is asked where it can be reached.",
+    )
+    parser.add_argument(
+        "--bound", type=float, default=0.05, help="largest share of rows that a cheat may get through; default 0.05"
+    )
+    parser.add_argument("--rows", type=int, default=16, help="rows that are attacked; default 16")
+    arguments = parser.parse_intermixed_args(argv)
+    bound = _read_bound(parser, arguments.bound)
+    if arguments.rows < 1:
+        parser.error(f"--rows {arguments.rows} must be at least 1")
+    run = _read_run(arguments)
+    if violations := check_reward_functions(run.rl):
+        raise ConfigError(violations)
+    # by name: the check of the judge's address imports torch, which the audit of data does without
+    names = ("select_functions", "list_cases", "audit_reward")
+    select_functions, list_cases, audit_reward = (registry.load(f"mindspeed_rl.audit.reward:{name}", "audit") for name in names)
+    select_functions(run)  # raises before the data are read
+    tokenizer, (train, _) = _open_data(run)
+    columns = {}
+    if run.rl.multi_turn_enable:
+        columns = registry.load("mindspeed_rl.rollout.trajectory:make_trial_columns", "audit")()
+    cases = list_cases(read_cases(train), arguments.rows)
+    audit = audit_reward(run, cases, tokenizer, columns=columns, report=print_status)
+    return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+_AUDITS: dict[str, Callable[[list[str]], int]] = {"reward": _audit_reward, "data": _audit_data}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
