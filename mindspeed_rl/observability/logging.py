@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mindspeed_rl.redaction import find_secrets, hide_in_text, redact_streams, remember_secrets
 
@@ -98,12 +98,12 @@ class _CleanFormatter(logging.Formatter):
         return clean_text(hide_in_text(super().format(record)))
 
 
-class _CurrentStderr(logging.StreamHandler[TextIO]):
+class _CurrentStderr(logging.Handler):
     """Writes to what standard error is at the time of a record: under a progress bar a stream that keeps the bar below it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.stream = sys.stderr
-        super().emit(record)
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or its reader is gone
+            print(self.format(record), file=sys.stderr, flush=True)
 
 
 def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
