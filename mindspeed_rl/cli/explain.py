@@ -109,8 +109,14 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
     prepare_environment()
     # imports torch and Ray, which no other plan needs
     check = "sft_setup:check_supervised" if cfg.is_supervised else "rl_setup:check_rl"
-    check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
-    resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
+    try:
+        check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
+        resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
+    except ValueError as error:  # a machine without torch, for plans alone
+        report["unchecked"] = f"files and this machine: {error}; install the environment of a device kind (envs/)"
+        if checks_hub:
+            report["errors"].append(report["unchecked"])
+        return
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
