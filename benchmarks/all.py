@@ -107,6 +107,7 @@ BENCHMARKS = {
     ),
     "push": benchmark("resharding.py measure --processes 2 --millions 30 100"),
     "dataplane": benchmark("dataplane.py --clients 1 4"),
+    "linear": benchmark("linear.py"),
     "convert": benchmark(
         "convert.py --gigabytes 2 --repeats 5",
         profiled="convert.py --alternate --gigabytes 2 --repeats 2",

@@ -210,6 +210,7 @@ def rollout(folder: str, platform_name: str, ranks: int = 0, exchange: str = "au
             f"+model.tiny_qwen25.num_experts={2 * ranks}",
             f"rl_config.actor_resource.num_npus={ranks}",
             "actor_config.tensor_model_parallel_size=1",
+            f"actor_config.micro_batch_size={512 // ranks}",  # each rank's samples in one forward pass, as in the run file
             f"actor_config.expert_model_parallel_size={ranks}",
             "generate_config.infer_tensor_parallel_size=1",
             "generate_config.enable_expert_parallel=true",

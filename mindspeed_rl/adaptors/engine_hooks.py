@@ -85,14 +85,13 @@ class EngineHooks:
         }
 
     def before_load(self, model: nn.Module) -> None:
-        """Put the weights of vLLM's model into the layout that `model.load_weights` expects."""
+        """Put the weights of vLLM's model, as they are, into the layout that `model.load_weights` expects.
+
+        A load may write a part of them: the others stay as they were.
+        """
 
     def after_load(self, model: nn.Module) -> None:
         """Put the weights into the layout that the kernels expect, once all of them were loaded."""
-
-    def repacked(self, model: nn.Module) -> set[str]:
-        """Return the names of the parameters that `after_load` rewrites, so that a part of them cannot be loaded by itself."""
-        return set()
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return for parameters that `after_load` lays out anew: a function from a matrix of it to that which was loaded.

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,6 +222,8 @@ class VllmCpuHooks(EngineHooks):
     def __init__(self) -> None:
         self._kv_bytes = 0
         self._packings: dict[tuple[int, int, torch.dtype], Sequence[_Packing]] = {}
+        #: experts in the loader's layout; all others are in the kernel's
+        self._open: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def engine_arguments(self, config: GenerateConfig) -> dict[str, Any]:
         # A prompt cut over two engine steps is sampled once too often, and vLLM then rewinds the request's generator,
@@ -234,31 +237,34 @@ class VllmCpuHooks(EngineHooks):
     def before_load(self, model: nn.Module) -> None:
         vllm_cpu_linear.forget_packed(model)
         for module, kernel in _experts(model):
-            size = kernel.moe_config.intermediate_size_per_partition
+            if module in self._open:  # by a load that failed
+                continue
             up, down = module.w13_weight, module.w2_weight
-            if down.size(2) != size:  # padded for the kernel after the load before: the loader wants the model's own shapes
-                up.data, down.data = up.new_empty(up.size(0), 2 * size, up.size(2)), down.new_empty(*down.shape[:2], size)
-                if hasattr(module, "w13_bias"):
-                    module.w13_bias.data = module.w13_bias.data[:, : 2 * size].contiguous()
+            size, packings = kernel.moe_config.intermediate_size_per_partition, self._find_packings(module, kernel)
+            for weight, packing, rows, columns in zip((up, down), packings, (2 * size, down.size(1)), (up.size(2), size)):
+                weight.data = torch.stack([packing(matrix)[:rows, :columns] for matrix in weight.data])
+            if hasattr(module, "w13_bias") and packings[0].rows is not None:
+                module.w13_bias.data = module.w13_bias.data.index_select(1, packings[0].rows[: 2 * size])
+            self._open.add(module)
 
     def after_load(self, model: nn.Module) -> None:
         for module, kernel in _experts(model):
             kernel.process_weights_after_loading(module)
-
-    def repacked(self, model: nn.Module) -> set[str]:
-        held = {id(weight) for module, _ in _experts(model) for weight in (module.w13_weight, module.w2_weight)}
-        return {name for name, parameter in model.named_parameters() if id(parameter) in held}
+            self._open.discard(module)
 
     def unpack(self, model: nn.Module) -> dict[str, Callable[[Tensor], Tensor]]:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         packings: dict[str, Callable[[Tensor], Tensor]] = {}
         for module, kernel in _experts(model):
-            up, down = module.w13_weight, module.w2_weight
-            shapes = up.size(2), kernel.moe_config.intermediate_size_per_partition, up.dtype
-            if shapes not in self._packings:
-                self._packings[shapes] = _read_packings(kernel, *shapes)
-            packings |= dict(zip((names[id(up)], names[id(down)]), self._packings[shapes]))
+            weights = names[id(module.w13_weight)], names[id(module.w2_weight)]
+            packings |= dict(zip(weights, self._find_packings(module, kernel)))
         return packings
+
+    def _find_packings(self, module: Any, kernel: Any) -> Sequence[_Packing]:
+        shapes = module.w13_weight.size(2), kernel.moe_config.intermediate_size_per_partition, module.w13_weight.dtype
+        if shapes not in self._packings:
+            self._packings[shapes] = _read_packings(kernel, *shapes)
+        return self._packings[shapes]
 
     def packed_bytes(self, model: nn.Module) -> int:
         return sum(layer.packed_bytes for layer in vllm_cpu_linear.live_layers(model))

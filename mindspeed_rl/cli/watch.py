@@ -6,9 +6,11 @@ import argparse
 import errno
 import json
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import cast
@@ -16,10 +18,12 @@ from urllib.parse import urlsplit
 
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.observability.page import collect_figures, render
-from mindspeed_rl.observability.run_files import EXAMPLES, RunFiles, read_run
+from mindspeed_rl.observability.run_files import EXAMPLES, FollowedRun, RunFiles, read_run
 
 #: seconds between two looks at the files of a run, and after which an idle connection gets a sign of life
 _POLL_S, _IDLE_S = 1.0, 15.0
+#: pause between two readings, in times of the last one
+_REST = 20.0
 #: first port that is tried; a busy one gives way to any free port
 _PORT = 8787
 #: the page has its scripts and styles in it, and gets its figures from this server; it loads nothing from elsewhere
@@ -29,6 +33,22 @@ _POLICY = (
 )
 #: files whose change is news
 _FOLLOWED = ("metrics.jsonl", "report.json", EXAMPLES)
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """The figures of the page at one time.
+
+    Attributes:
+        stamp: of the files that they were read from.
+        text: as JSON; empty before the first.
+        seconds, end_s: time that they took, and its end.
+    """
+
+    stamp: Sequence[tuple[int, int]] = ()
+    text: str = ""
+    seconds: float = 0.0
+    end_s: float = 0.0
 
 
 class _RunServer(ThreadingHTTPServer):
@@ -43,6 +63,8 @@ class _RunServer(ThreadingHTTPServer):
 
     def __init__(self, folders: Sequence[Path], port: int) -> None:
         self.folders, self.is_closing = folders, False
+        self._runs = [FollowedRun(folder) for folder in folders]
+        self._lock, self._figures = threading.Lock(), _Figures()
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
@@ -54,7 +76,23 @@ class _RunServer(ThreadingHTTPServer):
         """Read the run folders; a run that has not begun has no figures."""
         return [read_run(folder, may_be_empty=True) for folder in self.folders]
 
-    def stamp(self) -> list[tuple[int, int]]:
+    def figures(self) -> _Figures:
+        """Return the newest figures, which are computed once for all tabs."""
+        with self._lock:
+            stamp, old = self._stamp(), self._figures
+            # long runs take longer: a page is then less often new, and watching takes a small part of a core
+            if stamp == old.stamp or time.monotonic() - old.end_s < _REST * old.seconds:
+                return old
+            start_s = time.monotonic()
+            # a damaged file is told once, and read again when it changes
+            text = old.text
+            with suppress(ValueError, OSError):
+                text = json.dumps(collect_figures([run.read() for run in self._runs]), ensure_ascii=False, allow_nan=False)
+            end_s = time.monotonic()
+            self._figures = _Figures(stamp, text, end_s - start_s, end_s)
+            return self._figures
+
+    def _stamp(self) -> list[tuple[int, int]]:
         """Return what changes when a run has written something."""
         paths = (folder / name for folder in self.folders for name in _FOLLOWED)
         stats = (path.stat() if path.exists() else None for path in paths)
@@ -103,15 +141,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Connection", "close")
         self.end_headers()
-        server, seen, last_s = cast("_RunServer", self.server), list[tuple[int, int]](), time.monotonic()
+        server, seen, last_s = cast("_RunServer", self.server), "", time.monotonic()
         while not server.is_closing:
-            stamp = server.stamp()
-            if stamp != seen:
-                seen, last_s = stamp, time.monotonic()
-                # a line that is half written by now is read the next time
-                with suppress(ValueError):
-                    figures = json.dumps(collect_figures(server.read()), ensure_ascii=False, allow_nan=False)
-                    self.wfile.write(f"data: {figures}\n\n".encode("utf-8", "replace"))
+            text = server.figures().text
+            if text != seen:
+                seen, last_s = text, time.monotonic()
+                self.wfile.write(f"data: {text}\n\n".encode("utf-8", "replace"))
             elif time.monotonic() - last_s > _IDLE_S:
                 last_s = time.monotonic()
                 self.wfile.write(b": nothing new\n\n")

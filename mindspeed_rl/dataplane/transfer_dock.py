@@ -7,8 +7,10 @@ end are pure functions, shared by every data plane.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,17 +42,13 @@ class Request:
     count: int | None = None
     indexes: tuple[int, ...] | None = None
 
-    def select_rows(self, available: Sequence[int], capacity: int, group_size: int) -> list[int] | None:
-        """Return the rows that serve the request, which has no indexes: the lowest ones, as complete groups where they can be.
+    def find_unit(self, capacity: int, group_size: int) -> int:
+        """Return how many rows the request, which has no indexes, is served together or not at all: a group, or one row.
 
         Args:
-            available: rows that are ready and were not consumed, in any order.
             capacity: rows of the data plane.
-            group_size: rows [g * group_size, (g + 1) * group_size) are served together or not at all, unless the count is not a
+            group_size: rows [g * group_size, (g + 1) * group_size) are a group; they come one by one where the count is not a
                 multiple of it.
-
-        Returns:
-            Sorted rows, or None when there are not enough.
 
         Raises:
             ValueError: requests of this count would never use the rows up.
@@ -60,12 +58,34 @@ class Request:
             raise ValueError(f"A request needs a count of rows or indexes: count={count}, without indexes.")
         if capacity % count:
             raise ValueError(f"The dock's {capacity} rows are not a multiple of count={count}: some would never be served.")
-        group_size = 1 if count % group_size else group_size
-        groups: dict[int, list[int]] = {}
-        for row in sorted(available):
-            groups.setdefault(row // group_size, []).append(row)
-        served = [row for rows in groups.values() if len(rows) == group_size for row in rows][:count]
-        return served if len(served) == count else None
+        return 1 if count % group_size else group_size
+
+    def select_rows(self, available: Iterable[int], capacity: int, group_size: int) -> list[int] | None:
+        """Return the rows that serve the request, which has no indexes: the lowest ones, as complete groups where they can be.
+
+        Args:
+            available: rows that are ready and were not consumed, rising; read as far as the request needs.
+            capacity: rows of the data plane.
+            group_size: see `find_unit`.
+
+        Returns:
+            Sorted rows, or None when there are not enough.
+
+        Raises:
+            ValueError: requests of this count would never use the rows up.
+        """
+        unit = self.find_unit(capacity, group_size)
+        served: list[int] = []
+        group: list[int] = []
+        for row in available:
+            if group and group[0] // unit != row // unit:
+                group = []
+            group.append(row)
+            if len(group) == unit:
+                served, group = served + group, []
+            if len(served) == self.count:
+                return served
+        return None
 
     def describe_missing(
         self, producers: Mapping[str, str], missing: Mapping[str, Sequence[int]], num_rows: int, num_consumed: int
@@ -83,6 +103,87 @@ class Request:
                 "requested."
             )
         return " ".join(sentences)
+
+
+class _Stock:
+    """Units of rows that one consumer can still take, with some columns ready; and the requests that wait for such.
+
+    A unit is a group of samples or a single row. Every cell is counted once, so that a request costs the rows that it gets and
+    not those of the dock.
+
+    Args:
+        unit: rows of a unit.
+        lacking: [rows], columns of each row that are not ready; changed here.
+        consumed: [rows], the consumer's; read here, after the dock has changed it.
+    """
+
+    def __init__(self, unit: int, lacking: np.ndarray, consumed: np.ndarray) -> None:
+        self._unit, self._lacking, self._consumed = unit, lacking, consumed
+        self._num_rows = np.zeros(len(lacking) // unit, dtype=np.int64)  # of each unit
+        self._complete: list[int] = []  # a heap; may have units of which rows were taken by their indexes
+        self._num_complete = 0
+        self._waiters: dict[int, OrderedDict[asyncio.Event, None]] = {}  # by the count of rows
+        self._add(np.flatnonzero((lacking == 0) & ~consumed))
+
+    def _add(self, rows: np.ndarray) -> None:
+        units, counts = np.unique(rows // self._unit, return_counts=True)
+        self._num_rows[units] += counts
+        for unit in units[self._num_rows[units] == self._unit].tolist():
+            heapq.heappush(self._complete, unit)
+            self._num_complete += 1
+
+    def note_ready(self, rows: np.ndarray) -> None:
+        """Take in that a column has become ready in these rows, and wake the requests that can be served now."""
+        self._lacking[rows] -= 1
+        self._add(rows[(self._lacking[rows] == 0) & ~self._consumed[rows]])
+        self.wake()
+
+    def note_consumed(self, rows: np.ndarray) -> None:
+        """Take in that the consumer has got these rows, which it had not before."""
+        units, counts = np.unique(rows[self._lacking[rows] == 0] // self._unit, return_counts=True)
+        self._num_complete -= int((self._num_rows[units] == self._unit).sum())
+        self._num_rows[units] -= counts
+
+    def find(self, count: int) -> list[int] | None:
+        """Return the lowest rows of complete units, which the caller consumes; None when there are not enough."""
+        needed = count // self._unit
+        if self._num_complete < needed:
+            return None
+        units: list[int] = []
+        while len(units) < needed:
+            unit = heapq.heappop(self._complete)
+            if self._num_rows[unit] == self._unit:
+                units.append(unit)
+        return [row for unit in units for row in range(unit * self._unit, (unit + 1) * self._unit)]
+
+    def wait(self, count: int, waiter: asyncio.Event) -> None:
+        """Set the event once there are rows for a request of this count; the first that came is the first to go on."""
+        self._waiters.setdefault(count, OrderedDict())[waiter] = None
+
+    def leave(self, count: int, waiter: asyncio.Event) -> None:
+        """Stop waiting; what the request was woken for goes to others."""
+        self._waiters[count].pop(waiter, None)
+        if waiter.is_set():
+            self.wake()
+
+    def wake(self) -> None:
+        """Wake as many requests of each count as could be served."""
+        for count, waiters in self._waiters.items():
+            for _ in range(min(len(waiters), self._num_complete * self._unit // count)):
+                waiters.popitem(last=False)[0].set()
+
+
+@dataclass
+class _Missing:
+    """A request for indexes that waits.
+
+    Attributes:
+        num_cells: cells that are not ready.
+        waiter: set once all are.
+    """
+
+    num_cells: int
+    waiter: asyncio.Event
 
 
 class TransferDock:
@@ -118,6 +219,9 @@ class TransferDock:
         self._blocks: dict[str, list[Column]] = {name: [] for name in self._producers}
         self._cell_block = {name: np.full(self.capacity, -1, dtype=np.int64) for name in self._producers}
         self._cell_index = {name: np.full(self.capacity, -1, dtype=np.int64) for name in self._producers}
+        #: by consumer; by the columns and the unit of its requests
+        self._stocks: dict[str, dict[tuple[frozenset[str], int], _Stock]] = {name: {} for name in self._consumers}
+        self._awaited: dict[str, dict[int, list[_Missing]]] = {name: {} for name in self._producers}
 
     def put(self, data: Mapping[str, Sequence[object]], indexes: Sequence[int], overwrite: bool = False) -> None:
         """Put the data into the cells, make them ready, and wake all waiting requests.
@@ -146,9 +250,22 @@ class TransferDock:
             self._cell_block[name][rows] = len(self._blocks[name])
             self._cell_index[name][rows] = np.arange(len(rows))
             self._blocks[name].append(column)
-            self._ready[name][rows] = True
-        for waiter in self._waiters:
-            waiter.set()
+            new = rows[~self._ready[name][rows]]
+            self._ready[name][new] = True
+            self._note_ready(name, new)
+
+    def _note_ready(self, name: str, rows: np.ndarray) -> None:
+        """Tell all who may wait for these cells, which were not ready before."""
+        for stocks in self._stocks.values():
+            for (columns, _), stock in stocks.items():
+                if name in columns:
+                    stock.note_ready(rows)
+        awaited = self._awaited[name]
+        for row in rows.tolist() if awaited else ():
+            for missing in awaited.pop(row, ()):
+                missing.num_cells -= 1
+                if not missing.num_cells:
+                    missing.waiter.set()
 
     def get(
         self, consumer: str, columns: Sequence[str], count: int | None = None, indexes: Sequence[int] | None = None
@@ -171,19 +288,34 @@ class TransferDock:
         if self._abort_reason is not None:
             raise DataPlaneAbortedError(self._abort_reason)
         request = self._make_request(consumer, columns, count, indexes)
-        ready = np.ones(self.capacity, dtype=bool)
-        for name in request.columns:
-            ready &= self._ready[name]
         rows: list[int] | None
         if request.indexes is None:
-            available = np.flatnonzero(ready & ~self._consumed[consumer]).tolist()
-            rows = request.select_rows(available, self.capacity, self.n_samples_per_prompt)
+            stock = self._find_stock(request)
+            assert request.count is not None
+            rows = stock.find(request.count)
         else:
-            rows = list(request.indexes) if ready[list(request.indexes)].all() else None
+            rows = list(request.indexes)
+            if not all(self._ready[name][rows].all() for name in request.columns):
+                rows = None
         if rows is None:
             return None, None
-        self._consumed[consumer][rows] = True
+        taken = np.asarray(rows)
+        taken = taken[~self._consumed[consumer][taken]]
+        self._consumed[consumer][taken] = True
+        for stock in self._stocks[consumer].values():
+            stock.note_consumed(taken)
         return {name: self._gather(name, rows) for name in request.columns}, rows
+
+    def _find_stock(self, request: Request) -> _Stock:
+        """Return the stock that serves a request, which has no indexes; made for the first of its kind."""
+        unit = request.find_unit(self.capacity, self.n_samples_per_prompt)
+        stocks, columns = self._stocks[request.consumer], frozenset(request.columns)
+        if (columns, unit) not in stocks:
+            lacking = np.zeros(self.capacity, dtype=np.int64)
+            for name in columns:
+                lacking += ~self._ready[name]
+            stocks[columns, unit] = _Stock(unit, lacking, self._consumed[request.consumer])
+        return stocks[columns, unit]
 
     async def wait(
         self,
@@ -205,13 +337,18 @@ class TransferDock:
             if batch is not None and rows is not None:
                 return batch, rows
             # no await since `get`, so no put can have been missed
-            changed = asyncio.Event()
+            request, changed = self._make_request(consumer, columns, count, indexes), asyncio.Event()
+            stock = None if request.indexes is not None else self._find_stock(request)
+            self._await(request, stock, changed)
             self._waiters.add(changed)
             try:
                 # a negative time is over at once
                 await asyncio.wait_for(changed.wait(), deadline_s - time.monotonic())
-            except asyncio.TimeoutError:
-                request = self._make_request(consumer, columns, count, indexes)
+            except BaseException as error:
+                if stock is not None and request.count is not None:
+                    stock.leave(request.count, changed)
+                if not isinstance(error, asyncio.TimeoutError):
+                    raise
                 requested = np.arange(self.capacity) if request.indexes is None else np.asarray(request.indexes)
                 missing = {name: requested[~self._ready[name][requested]].tolist() for name in request.columns}
                 num_consumed = int(self._consumed[consumer].sum())
@@ -219,6 +356,19 @@ class TransferDock:
                 raise TimeoutError(f"'{consumer}' waited {timeout_s:g} s in vain. {text}") from None
             finally:
                 self._waiters.discard(changed)
+
+    def _await(self, request: Request, stock: _Stock | None, changed: asyncio.Event) -> None:
+        """Set the event once the request can be served."""
+        if stock is not None:
+            assert request.count is not None
+            stock.wait(request.count, changed)
+            return
+        rows = np.asarray(request.indexes)
+        missing = _Missing(0, changed)
+        for name in set(request.columns):
+            for row in rows[~self._ready[name][rows]].tolist():
+                self._awaited[name].setdefault(row, []).append(missing)
+                missing.num_cells += 1
 
     def clear(self, num_prompts: int) -> None:
         """Empty the dock, make it fit `num_prompts` prompts, clear all bits and end an `abort`.

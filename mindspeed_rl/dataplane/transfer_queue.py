@@ -14,7 +14,8 @@ from __future__ import annotations
 import pickle
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 from uuid import uuid4
 
@@ -51,6 +52,19 @@ class _Partition(Protocol):
     production_status: torch.Tensor
 
 
+@dataclass
+class _PartitionState:
+    """Facts of a partition.
+
+    Attributes:
+        rises: a higher row has a higher global index.
+        kinds: kind of the rows of each column that was put.
+    """
+
+    rises: bool
+    kinds: dict[str, str] = field(default_factory=dict)
+
+
 class _RowRules(BaseSampler):
     """Serve rows, and refuse puts, by the rules of the TransferDock; runs in TransferQueue's controller.
 
@@ -82,19 +96,27 @@ class _RowRules(BaseSampler):
             if all(not _find_missing(partition, name, requested) for name in request.columns):
                 rows = requested
         else:
-            available = [int(partition.revert_keys_mapping[index]) for index in ready_indexes]
+            # the rows of a few indexes, not of all, are read where the numbers of both rise together
+            available: Iterable[int] = (int(partition.revert_keys_mapping[index]) for index in sorted(ready_indexes))
+            available = available if self._state_of(partition).rises else sorted(available)
             rows = request.select_rows(available, capacity, self.n_samples_per_prompt)
         indexes = [partition.keys_mapping[str(row)] for row in rows or ()]
         return indexes, indexes
 
     def _check_put(self, partition: _Partition, kinds: dict[str, str], rows: list[int], overwrite: bool) -> None:
         check_indexes(rows, len(partition.keys_mapping))
-        # TransferQueue drops this entry together with the partition
-        column_kinds: dict[str, str] = self._states.setdefault(partition.partition_id, {})
+        column_kinds = self._state_of(partition).kinds
         for name, kind in kinds.items():
             missing = set(rows if overwrite else _find_missing(partition, name, rows))
             check_put(name, kind, column_kinds.get(name, kind), [row for row in rows if row not in missing])
         column_kinds.update(kinds)
+
+    def _state_of(self, partition: _Partition) -> _PartitionState:
+        # TransferQueue drops this entry together with the partition
+        if partition.partition_id not in self._states:
+            indexes = [partition.keys_mapping[str(row)] for row in range(len(partition.keys_mapping))]
+            self._states[partition.partition_id] = _PartitionState(rises=indexes == sorted(indexes))
+        return self._states[partition.partition_id]
 
 
 def _find_missing(partition: _Partition, name: str, rows: Sequence[int]) -> list[int]:

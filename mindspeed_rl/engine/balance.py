@@ -2,52 +2,110 @@
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
-def _karmarkar_karp(lengths: Sequence[int], num_subsets: int, *, equal_size: bool = False) -> list[list[int]]:
+def _karmarkar_karp(lengths: Sequence[int], num_subsets: int) -> list[list[int]]:
     """Split indices of `lengths` in subsets whose sums are close, by largest differencing (Karmarkar and Karp, 1982).
 
     Args:
-        lengths: tokens of each sequence.
+        lengths: tokens of each sequence, above 0.
         num_subsets: every index is in exactly one of them.
-        equal_size: subsets also have equal counts.
 
     Returns:
         `num_subsets` lists of indices.
 
     Raises:
-        ValueError: fewer sequences than subsets, or counts cannot be equal.
+        ValueError: fewer sequences than subsets.
     """
     if len(lengths) < num_subsets:
         raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} non-empty parts.")
-    if equal_size and len(lengths) % num_subsets:
-        raise ValueError(f"{len(lengths)} sequences cannot be split in {num_subsets} parts of equal count.")
-    # a state is a tuple of (sum, members) in falling order of sum; the heap pops the state with the widest spread
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
+    if num_subsets == 1:
+        return [list(range(len(lengths)))]
+    # A subset is -sum * count + its first member, so subsets are in falling order of sum, and then in that of their members,
+    # which differ in the first. The others follow in a chain. A state is its subsets that are not empty, in order.
+    count = len(lengths)
+    following, last = [-1] * count, list(range(count))
+    # the heap pops the state with the widest spread
+    heap: list[tuple[int, int, list[int]]] = []
+    # states of one sequence wait in the order in which it would pop them, the next one last
+    singles = sorted(range(count), key=lambda i: (lengths[i], -i))
 
-    def push(subsets: list[tuple[int, list[int]]], tie: int) -> None:
-        subsets.sort(key=lambda subset: (-subset[0], subset[1]))
-        # `tie` is unique: subsets themselves are never compared, and equal lengths give equal results everywhere
-        heapq.heappush(heap, (subsets[-1][0] - subsets[0][0], tie, subsets))
+    def pop() -> list[int]:
+        # among equally wide states those of one sequence are the oldest
+        if singles and (not heap or -lengths[singles[-1]] <= heap[0][0]):
+            i = singles.pop()
+            return [-lengths[i] * count + i]
+        return heapq.heappop(heap)[2]
 
-    empty: tuple[int, list[int]] = (0, [])
-    if equal_size:
-        for first in range(0, len(order), num_subsets):
-            push([(lengths[i], [i]) for i in order[first : first + num_subsets]], first)
+    def join(subset: int, other: int) -> int:
+        first, second = subset % count, other % count
+        following[last[first]] = second
+        last[first] = last[second]
+        return subset + other - second
+
+    for tie in range(count - 1):
+        widest, second = pop(), pop()
+        # the heaviest subset of one state joins the lightest of the other, which evens them out; most join an empty one
+        num_joined = max(0, len(widest) + len(second) - num_subsets)
+        lightest = widest[len(widest) - num_joined :]
+        del widest[len(widest) - num_joined :]
+        _insert(widest, [*map(join, lightest, reversed(second)), *second[: len(second) - num_joined]])
+        smallest = -(widest[-1] // count) if len(widest) == num_subsets else 0
+        # `tie` is unique: equal lengths give equal results everywhere
+        heapq.heappush(heap, (smallest + widest[0] // count, tie, widest))
+    return [list(_follow(subset % count, following)) for subset in pop()]
+
+
+def _insert(subsets: list[int], others: list[int]) -> None:
+    """Add subsets to those in order: a few one by one, so that the many are not gone through."""
+    if len(others) < len(subsets) // 16:
+        for subset in others:
+            bisect.insort(subsets, subset)
     else:
-        for tie, i in enumerate(order):
-            push([(lengths[i], [i]), *([empty] * (num_subsets - 1))], tie)
-    tie = len(order)
-    while len(heap) > 1:
-        widest, second = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
-        # the heaviest subset of one state joins the lightest of the other, which evens them out
-        merged = [(a + b, members + others) for (a, members), (b, others) in zip(widest, reversed(second))]
-        push(merged, tie)
-        tie += 1
-    return [members for _, members in heap[0][2]]
+        subsets += others
+        subsets.sort()
+
+
+def _follow(first: int, following: Sequence[int]) -> Iterator[int]:
+    """Yield the members of a chain."""
+    while first >= 0:
+        yield first
+        first = following[first]
+
+
+class _FreeSpace:
+    """Tokens that bins have left; finds the first bin with enough in the logarithm of their number.
+
+    Args:
+        budget: tokens of an empty bin.
+        max_bins: at most so many bins are opened.
+    """
+
+    def __init__(self, budget: int, max_bins: int) -> None:
+        self._size = 1 << max(0, max_bins - 1).bit_length()
+        # a tree: node i has the larger of its children, 2i and 2i + 1; bins are the leaves
+        self._most = [budget] * (2 * self._size)
+
+    def find(self, needed: int) -> int:
+        """Return the first bin with so many tokens left, which may be one that is empty."""
+        node = 1
+        while node < self._size:
+            node = 2 * node if self._most[2 * node] >= needed else 2 * node + 1
+        return node - self._size
+
+    def set(self, index: int, tokens: int) -> None:
+        """Set the tokens that a bin has left."""
+        node = index + self._size
+        self._most[node] = tokens
+        while node > 1:
+            node //= 2
+            most = max(self._most[2 * node], self._most[2 * node + 1])
+            if self._most[node] == most:
+                return
+            self._most[node] = most
 
 
 def pack_within_budget(
@@ -70,15 +128,16 @@ def pack_within_budget(
     _check_each(lengths, budget)
     bins: list[list[int]] = []
     loads: list[int] = []
+    space = _FreeSpace(budget, len(lengths))
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        for i, load in enumerate(loads):
-            if load + lengths[index] <= budget and (max_rows is None or len(bins[i]) < max_rows):
-                bins[i].append(index)
-                loads[i] += lengths[index]
-                break
-        else:
-            bins.append([index])
-            loads.append(lengths[index])
+        i = space.find(lengths[index])
+        if i == len(bins):
+            bins.append([])
+            loads.append(0)
+        bins[i].append(index)
+        loads[i] += lengths[index]
+        is_full = max_rows is not None and len(bins[i]) >= max_rows
+        space.set(i, -1 if is_full else budget - loads[i])
     # never more bins than sequences: the engine adds empty micro-batches where ranks need more
     count = min(max(len(bins), min_bins), len(lengths))
     balanced = _karmarkar_karp(lengths, count) if lengths else []
@@ -89,9 +148,12 @@ def pack_within_budget(
     if fits:
         return [sorted(group) for group in balanced]
     # a bin split in two stays within the budget
+    sizes = [(-len(group), i) for i, group in enumerate(bins)]
+    heapq.heapify(sizes)
     while len(bins) < count:
-        largest = max((group for group in bins if len(group) > 1), key=len)
-        bins.append([largest.pop()])
+        size, i = sizes[0]
+        bins.append([bins[i].pop()])
+        heapq.heapreplace(sizes, (size + 1, i))
     return [sorted(group) for group in bins]
 
 

@@ -212,6 +212,7 @@ class EngineSettings:
         tensor_parallel_size: devices of one engine.
         pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
+        enable_prefix_caching: share the cache of equal beginnings of prompts.
         max_log_probs: upper limit of `count` in `next_tokens`.
         max_images: limit of the images in a prompt.
     """
@@ -229,6 +230,7 @@ class EngineSettings:
     kv_cache_memory_gib: float | None = None
     enforce_eager: bool = True
     trust_remote_code: bool = False
+    enable_prefix_caching: bool = True
     max_log_probs: int = 20
     max_images: int = 1
 
@@ -250,6 +252,6 @@ class EngineSettings:
             kv_cache_memory_gib=self.kv_cache_memory_gib,
             enforce_eager=self.enforce_eager,
             trust_remote_code=self.trust_remote_code,
-            enable_prefix_caching=True,
+            enable_prefix_caching=self.enable_prefix_caching,
             limit_mm_image_per_prompt=self.max_images,
         )

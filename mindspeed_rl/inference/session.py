@@ -22,7 +22,7 @@ from mindspeed_rl.inference.engine_interface import Engine
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles, ModelSettings, open_model
 from mindspeed_rl.inference.prompt_format import PromptFormat, choose_template
 from mindspeed_rl.observability.logging import set_up_logging
-from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_obstacles
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, can_cache_prefixes, engine_obstacles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -253,6 +253,7 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
                 f"--engine megatron: its cache has no keys of this model's indexer, so --max-length ({max_len}) can be up to "
                 f"{sparse.topk} (index_topk of config.json), where all tokens are attended to"
             )
+    shape = _build_shape(model)
     settings = EngineSettings(
         model=model_settings,
         tokenizer=tokenizer_path,
@@ -267,9 +268,10 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
         kv_cache_memory_gib=options.kv_cache_memory_gib,
         enforce_eager=not options.graph,
         trust_remote_code=options.trust_remote_code,
+        enable_prefix_caching=can_cache_prefixes(shape, device.name),
     )
     size, dtype = options.tensor_parallel_size, settings.build_generate_config(model.source.dtype).dtype
     request = EngineRequest(size, max_len, "--tensor-parallel-size", "--max-length", dtype=dtype, dtype_key="--dtype")
-    if options.engine == "vllm" and (obstacles := list(engine_obstacles(_build_shape(model), request, device.name))):
+    if options.engine == "vllm" and (obstacles := list(engine_obstacles(shape, request, device.name))):
         raise ValueError("; ".join(obstacle.message for obstacle in obstacles))
     return Session(model, tokenizer, prompt_format, settings, device.name)

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 #: an iteration's record: metric -> value, None where it was not finite
 Record = Mapping[str, float | None]
 
@@ -40,8 +42,9 @@ class Series:
     def finite(self, since: int = 0) -> Series:
         """Return the finite values of the iterations from `since` on."""
         start = bisect_left(self.x, since)
-        finite = [(x, y) for x, y in zip(self.x[start:], self.y[start:]) if math.isfinite(y)]
-        return Series(array("q", (x for x, _ in finite)), array("d", (y for _, y in finite)))
+        x, y = np.array(self.x[start:]), np.array(self.y[start:])
+        finite = np.isfinite(y)
+        return Series(array("q", x[finite].tobytes()), array("d", y[finite].tobytes()))
 
 
 class History:

@@ -104,6 +104,83 @@ def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
     return replace(run, report=_read_report(report_file)) if report_file.exists() else run
 
 
+class _NewLines:
+    """A JSONL file that is read again and again: each time the lines that are new."""
+
+    def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], None]) -> None:
+        self._path, self._check = path, check
+        self._inode, self._offset, self._last = 0, 0, b""
+
+    def read(self) -> tuple[list[JsonObject], bool]:
+        """Return the new objects; and True where they are all: the file is another one, or was cut back, as a resumed run does.
+
+        Raises:
+            ValueError: a line is not a JSON object, or refused; names file and line. It is found again the next time.
+        """
+        if not self._path.exists():
+            starts, self._inode, self._offset, self._last = bool(self._offset), 0, 0, b""
+            return [], starts
+        if not self._path.is_file():
+            raise ValueError(f"{self._path} is no regular file; only such files are read")
+        with self._path.open("rb") as stream:
+            inode, offset = os.fstat(stream.fileno()).st_ino, self._offset
+            stream.seek(offset - len(self._last))
+            starts = inode != self._inode or stream.read(len(self._last)) != self._last
+            if starts:
+                offset = 0
+                stream.seek(0)
+            # the last line may be half written
+            text, newline, _ = stream.read().rpartition(b"\n")
+        records: list[JsonObject] = []
+        for index, line in enumerate(text.split(b"\n"), 1):
+            if line.strip():
+                where = f"line {index}" if starts else f"line {index} after byte {offset}"
+                records.append(_read_record(line.decode("utf-8", "replace"), f"{self._path}, {where}", self._check))
+        if newline:
+            self._last = text[text.rfind(b"\n") + 1 :] + newline
+        elif starts:
+            self._last = b""
+        self._inode, self._offset = inode, offset + len(text) + len(newline)
+        return records, starts
+
+
+class FollowedRun:
+    """A run folder that is read again and again while the run goes; each time only what is new in its files.
+
+    Args:
+        folder: run folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._metrics = _NewLines(folder / "metrics.jsonl", check_metrics)
+        self._examples = _NewLines(folder / EXAMPLES, check_example)
+        self._completions = _NewLines(folder / "completions.jsonl", check_completion)
+        self._run = RunFiles(folder, History())
+
+    def read(self) -> RunFiles:
+        """Return the files as `read_run` does, without the timeline; what it returned before changes.
+
+        Raises:
+            ValueError: the folder does not exist, or a file is damaged.
+        """
+        if not self._folder.is_dir():
+            raise ValueError(f"{self._folder} is not a folder; name the folder of a run (it is printed at a run's start).")
+        run, report_file = self._run, self._folder / "report.json"
+        records, starts = self._metrics.read()
+        history = History() if starts else run.history
+        for record in records:
+            history.add(record)
+        # kept at once: what is read is not read again, though a later file may be damaged
+        self._run = run = replace(run, history=history)
+        completions, starts = self._completions.read()
+        kept = [] if starts else run.completions
+        self._run = run = replace(run, completions=[*kept, *cast("list[CompletionRecord]", completions)][-_MAX_COMPLETIONS:])
+        examples, starts = self._examples.read()
+        self._run = run = replace(run, examples=examples if starts else [*run.examples, *examples])
+        return replace(run, report=_read_report(report_file) if report_file.exists() else {})
+
+
 def _read_report(path: Path) -> JsonObject:
     """Read report.json; numbers that a browser does not know are null.
 
@@ -153,19 +230,36 @@ def read_lines(path: Path, check: Callable[[Mapping[str, Any]], None] = lambda _
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists that are too deep
+                record = _read_record(line, f"{path}, line {index}", check)
+            except _NotJsonError:
                 if not line.endswith("\n"):
                     return
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-                raise ValueError(f"{path}, line {index} is not JSON: {reason}.") from None
-            if not isinstance(record, dict):
-                raise ValueError(f"{path}, line {index} is not a JSON object.")
-            try:
-                check(record)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {index}: {error}.") from None
+                raise
             yield record
+
+
+class _NotJsonError(ValueError):
+    """A line is not JSON."""
+
+
+def _read_record(line: str, where: str, check: Callable[[Mapping[str, Any]], None]) -> JsonObject:
+    """Return the object of a line.
+
+    Raises:
+        ValueError: it has none, or one that is refused; names `where`.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists that are too deep
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+        raise _NotJsonError(f"{where} is not JSON: {reason}.") from None
+    if not isinstance(record, dict):
+        raise ValueError(f"{where} is not a JSON object.")
+    try:
+        check(record)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from None
+    return record
 
 
 def _read_events(path: Path) -> list[_TraceEvent]:

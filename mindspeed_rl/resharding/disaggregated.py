@@ -93,7 +93,7 @@ class WeightSyncGroup:
 
     def build_engine_push(
         self,
-        read: Callable[[ServedModel], tuple[Destinations, set[str]]],
+        read: Callable[[ServedModel], Destinations],
         *,
         replica: int,
         derived: tuple[str, ...],
@@ -102,7 +102,7 @@ class WeightSyncGroup:
         """Build the weight sync of an engine's worker; collective over the group.
 
         Args:
-            read: returns the engine's destinations, and the parameters that it lays out again after each load.
+            read: returns the engine's destinations.
             replica: index of the engine.
             derived: suffixes of names of parameters that the engine computes from others.
             device: device of the engine's weights.
@@ -113,12 +113,12 @@ class WeightSyncGroup:
         exchange = self.exchange
         model = _unpack(exchange.broadcast(None, device))
         nodes = _gather_nodes(exchange, device)
-        destinations, repacked = read(model)
+        destinations = read(model)
         trained = TrainedWeights(
             model.holders, model.shapes, None, device, model.bucket_bytes, nodes, model.copies, model.quantized, model.predicted
         )
         return WeightPush(
-            trained, destinations, exchange, replica=replica, derived=derived, repacked=repacked, delta=model.delta, relays=True
+            trained, destinations, exchange, replica=replica, derived=derived, delta=model.delta, relays=True
         )
 
 

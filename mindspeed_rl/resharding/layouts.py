@@ -158,12 +158,12 @@ def training_slices(
     for rank, position in enumerate(positions, first_rank):
         dense.setdefault((position.pp, position.tp), []).append(rank)
         expert.setdefault((position.pp, position.experts, position.etp), []).append(rank)
-    holders: _RanksBySlice = {}
+    found: dict[str, dict[Slice, dict[int, None]]] = {}  # ranks in order, each once
     for op in ops:
         stage, is_expert = _find_stage(op, layout), op.axis == "etp"
         num_shards = layout.expert_tp_size if is_expert else layout.tp
         for name, shape, split in zip(op.hf, op.shapes, op.splits):
-            slices = holders.setdefault(name, {})
+            slices = found.setdefault(name, {})
             for shard in range(num_shards):
                 ranks = (
                     expert.get((stage, op.experts[0] // layout.experts_per_group, shard), ())
@@ -171,9 +171,9 @@ def training_slices(
                     else dense.get((stage, shard), ())
                 )
                 for tensor_slice, _ in shard_slices(split, shape, num_shards, shard):
-                    known = slices.setdefault(tensor_slice, [])
                     # a tied head lists the tensor of the embedding again
-                    known += [rank for rank in ranks if rank not in known]
+                    slices.setdefault(tensor_slice, {}).update(dict.fromkeys(ranks))
+    holders = {name: {where: list(ranks) for where, ranks in slices.items()} for name, slices in found.items()}
     for copy, owner in (copies or {}).items():
         holders[copy] = holders[owner]
     return holders

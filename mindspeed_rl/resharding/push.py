@@ -39,7 +39,6 @@ class WeightPush:
         *,
         replica: int = 0,
         derived: tuple[str, ...] = (),
-        repacked: Collection[str] = (),
         delta: bool = False,
         relays: bool = False,
     ) -> None:
@@ -51,7 +50,6 @@ class WeightPush:
             exchange: exchange of the group.
             replica: index of the engine that this member is a part of.
             derived: suffixes of names of parameters that the engine computes from others.
-            repacked: parameters that the engine lays out again after each load, so they are filled in full or not at all.
             delta: from the second sync on, transfer only chunks whose bits have changed.
             relays: engines pass on to others what they receive, where the trainers would send more than an engine receives.
 
@@ -63,7 +61,7 @@ class WeightPush:
         self._replica, self._derived, self._delta = replica, derived, delta
         self._delivered: list[int] | None = None
         self.received_bytes = 0
-        report = _EngineReport.build(destinations, repacked, replica)
+        report = _EngineReport.build(destinations, replica)
         reports = [_EngineReport.from_json(text) for text in exchange.all_gather(report.to_json(), trained.device)]
         needed: dict[str, dict[Slice, list[int]]] = {}
         self._dtypes: dict[str, torch.dtype] = {}
@@ -235,7 +233,7 @@ class _EngineReport:
 
     Attributes:
         replica: index of the engine.
-        groups: parameter that is filled in full or not at all -> the tensors in it.
+        groups: parameter that `load_weights` fills -> the tensors in it, all of which it takes at once.
         empty: parameters that take nothing; None without an engine.
         gathered: tensors that its `load_weights` takes in full.
     """
@@ -248,13 +246,10 @@ class _EngineReport:
     gathered: Sequence[str]
 
     @classmethod
-    def build(cls, destinations: Destinations | None, repacked: Collection[str], replica: int) -> _EngineReport:
+    def build(cls, destinations: Destinations | None, replica: int) -> _EngineReport:
         if destinations is None:
             return cls(replica, [], {}, {}, None, [])
         groups = {name: list(tensors) for name, tensors in destinations.loaded.items()}
-        for entry in destinations.entries:
-            if entry.parameter in repacked:
-                groups.setdefault(entry.parameter, []).append(entry.tensor)
         gathered = [name for tensors in destinations.loaded.values() for name in tensors]
         return cls(replica, destinations.needs(), dict(destinations.dtypes), groups, destinations.empty, gathered)
 

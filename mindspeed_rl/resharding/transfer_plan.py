@@ -229,12 +229,10 @@ def plan_transfer(
                     proving[prover] = proving.get(prover, 0) + size * tensor.itemsize
                     chunks.append(Chunk(number, tensor_slice, prover))
                 covering.append(index)
-                for target in targets:
-                    group = senders.find_group(ranks, target)
-                    if group is None:
-                        copies.append((index, target))
-                    else:
-                        builder.add(index, target, group)
+                choices = senders.find(ranks, tuple(targets))
+                copies += [(index, target) for target in choices.own]
+                if len(choices.targets):
+                    builder.add(index, choices)
             # shards do not overlap, so counting elements is enough
             if num_covered != num_elements(need):
                 raise PlanError(
@@ -256,23 +254,40 @@ def plan_transfer(
     return Plan(tuple(tensors), tuple(chunks), tuple(copies), moves, 1 + int(bucket.max(initial=-1)), need_chunks)
 
 
+@dataclass(frozen=True)
+class _Choices:
+    """The ranks that may send a shard to each rank that needs it.
+
+    Attributes:
+        own: ranks that have it themselves.
+        targets: the other ranks.
+        groups: for each of them the index of the nearest holders.
+    """
+
+    own: Sequence[int]
+    targets: _Column
+    groups: _Column
+
+
 class _Senders:
-    """Senders for each target; computed once for each pair, since the tensors of all layers are on the same ranks."""
+    """Senders for targets; computed once for the same ranks, since the tensors of all layers are on the same."""
 
     def __init__(self, builder: _MessageBuilder, find_node: Callable[[int], int]) -> None:
-        self._builder, self._find_node = builder, find_node
-        self._groups: dict[tuple[tuple[int, ...], int], int | None] = {}
+        self._builder, self._find_node = builder, functools.cache(find_node)
+        self._choices: dict[tuple[tuple[int, ...], tuple[int, ...]], _Choices] = {}
 
-    def find_group(self, holders: tuple[int, ...], target: int) -> int | None:
-        """Return the group of the nearest holders; None where the target is one itself."""
-        key = (holders, target)
-        if key not in self._groups:
-            if target in holders:
-                self._groups[key] = None
-            else:
-                near = [rank for rank in holders if self._find_node(rank) == self._find_node(target)]
-                self._groups[key] = self._builder.group(near or holders)
-        return self._groups[key]
+    def find(self, holders: tuple[int, ...], targets: tuple[int, ...]) -> _Choices:
+        """Return who may send what the holders have to these targets."""
+        key = (holders, targets)
+        if key not in self._choices:
+            held, near = frozenset(holders), dict[int, list[int]]()
+            for rank in holders:
+                near.setdefault(self._find_node(rank), []).append(rank)
+            others = [target for target in targets if target not in held]
+            groups = [self._builder.group(near.get(self._find_node(target), holders)) for target in others]
+            own = [target for target in targets if target in held]
+            self._choices[key] = _Choices(own, np.array(others, dtype=np.int64), np.array(groups, dtype=np.int64))
+        return self._choices[key]
 
 
 @dataclass
@@ -358,20 +373,22 @@ class _MessageBuilder:
         self._split = split
         self.slices: list[Slice] = []
         self._first: dict[int, tuple[int, int]] = {}
-        self._rows: list[tuple[int, int, int, int, int]] = []
+        self._chunks: list[int] = []
+        self._choices: list[_Choices] = []
         self._groups: dict[tuple[int, ...], int] = {}
 
     def group(self, ranks: Sequence[int]) -> int:
         """Return the index of ranks that may send."""
         return self._groups.setdefault(tuple(ranks), len(self._groups))
 
-    def add(self, chunk: int, target: int, group: int) -> None:
-        """Add the messages of a chunk to the target, each from one rank of the group."""
+    def add(self, chunk: int, choices: _Choices) -> None:
+        """Add the messages of a chunk to each of the targets, each from one rank of its group."""
         if chunk not in self._first:
             parts = self._split(chunk)
             self._first[chunk] = len(self.slices), len(parts)
             self.slices += parts
-        self._rows.append((chunk, target, group, *self._first[chunk]))
+        self._chunks.append(chunk)
+        self._choices.append(choices)
 
     def messages(self, count_bytes: Callable[[int, Slice], int]) -> _MessageList:
         """Return all messages, in the order of the calls.
@@ -379,9 +396,21 @@ class _MessageBuilder:
         Args:
             count_bytes: returns the bytes of a part of the chunk with this index.
         """
-        rows = np.array(self._rows, dtype=np.int64).reshape(-1, 5)
-        counts = rows[:, 4]
-        chunk, target, group, first = (np.repeat(rows[:, column], counts) for column in range(4))
+        if not self._chunks:
+            empty = np.empty(0, dtype=np.int64)
+            return _MessageList(empty, empty, empty, empty, empty, list(self._groups))
+        num_targets = [len(choices.targets) for choices in self._choices]
+        parts = np.array([self._first[chunk] for chunk in self._chunks], dtype=np.int64)
+        counts = np.repeat(parts[:, 1], num_targets)
+        chunk, first, target, group = (
+            np.repeat(column, counts)
+            for column in (
+                np.repeat(np.array(self._chunks, dtype=np.int64), num_targets),
+                np.repeat(parts[:, 0], num_targets),
+                np.concatenate([choices.targets for choices in self._choices]),
+                np.concatenate([choices.groups for choices in self._choices]),
+            )
+        )
         before = np.repeat(np.cumsum(counts) - counts, counts)
         tensor_slice = first + np.arange(len(chunk)) - before
         sizes = np.zeros(len(self.slices), dtype=np.int64)
@@ -399,37 +428,63 @@ def _compile(loop: Callable[..., _Column]) -> Callable[..., _Column]:
 
 
 def _choose_senders(group: _Column, size: _Column, largest_first: _Column, first: _Column, ranks: _Column) -> _Column:
+    num_groups = first.size - 1
     load = np.zeros(ranks.max() + 1, dtype=np.int64)
+    # a tree for each group with a choice: a node has the entry of `ranks` with the lightest load below it, the first of equals
+    leaves, roots = np.zeros(num_groups, dtype=np.int64), np.zeros(num_groups + 1, dtype=np.int64)
+    for index in range(num_groups):
+        width = 1
+        while width < first[index + 1] - first[index]:
+            width *= 2
+        leaves[index] = width
+        roots[index + 1] = roots[index] + (2 * width if width > 1 else 0)
+    tree = np.full(roots[num_groups], -1, dtype=np.int64)
+    entry_group = np.empty(ranks.size, dtype=np.int64)
+    for index in range(num_groups):
+        entry_group[first[index] : first[index + 1]] = index
+        if leaves[index] > 1:
+            root, width = roots[index], leaves[index]
+            for entry in range(first[index], first[index + 1]):
+                tree[root + width + entry - first[index]] = entry
+            for node in range(width - 1, 0, -1):  # all loads are 0: the left one
+                tree[root + node] = tree[root + 2 * node]
+    # the entries of each rank
+    by_rank = np.argsort(ranks, kind="mergesort")
+    starts = np.searchsorted(ranks[by_rank], np.arange(load.size + 1))
+
+    def add(rank: int, num_bytes: int) -> None:
+        load[rank] += num_bytes
+        for position in range(starts[rank], starts[rank + 1]):
+            index = entry_group[by_rank[position]]
+            if leaves[index] == 1:
+                continue
+            root, node = roots[index], (leaves[index] + by_rank[position] - first[index]) // 2
+            while node:
+                left, right = tree[root + 2 * node], tree[root + 2 * node + 1]
+                is_right = right >= 0 and load[ranks[right]] < load[ranks[left]]
+                tree[root + node] = right if is_right else left
+                node //= 2
+
     source = np.full(group.size, -1, dtype=np.int64)
     for message in range(group.size):
-        start = first[group[message]]
         # those without a choice first: the others even out their load
-        if first[group[message] + 1] - start == 1:
-            source[message] = ranks[start]
-            load[ranks[start]] += size[message]
+        if leaves[group[message]] == 1:
+            source[message] = ranks[first[group[message]]]
+            add(source[message], size[message])
     for message in largest_first:
-        start, stop = first[group[message]], first[group[message] + 1]
-        if stop - start > 1:
-            lightest = ranks[start]
-            for index in range(start + 1, stop):
-                if load[ranks[index]] < load[lightest]:
-                    lightest = ranks[index]
-            source[message] = lightest
-            load[lightest] += size[message]
+        if leaves[group[message]] > 1:
+            source[message] = ranks[tree[roots[group[message]] + 1]]
+            add(source[message], size[message])
     changed = True
     while changed:  # ends: each change makes the sum of the squared loads smaller
         changed = False
         for message in range(group.size):
-            start, stop = first[group[message]], first[group[message] + 1]
-            if stop - start == 1:
+            if leaves[group[message]] == 1:
                 continue
-            other = ranks[start]
-            for index in range(start + 1, stop):
-                if load[ranks[index]] < load[other]:
-                    other = ranks[index]
+            other = ranks[tree[roots[group[message]] + 1]]
             if load[source[message]] - load[other] > size[message]:
-                load[source[message]] -= size[message]
-                load[other] += size[message]
+                add(source[message], -size[message])
+                add(other, size[message])
                 source[message] = other
                 changed = True
     return source

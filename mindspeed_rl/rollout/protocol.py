@@ -6,7 +6,7 @@ devices. No torch, so the driver may import it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -56,6 +56,31 @@ class Generated:
             rest.finish,
             continue_routing(self.routing, rest.routing),
         )
+
+
+class GrowingResponse:
+    """A response whose tokens arrive in chunks; a chunk costs its own tokens, however many there are.
+
+    Attributes:
+        token_ids, log_probs, versions, finish: as in `Generated`.
+    """
+
+    def __init__(self, begun: Generated) -> None:
+        """Start with the tokens that exist."""
+        self.token_ids, self.log_probs, self.versions = list(begun.token_ids), list(begun.log_probs), list(begun.versions)
+        self.finish: Finish = begun.finish
+        self._routing = begun.routing
+
+    def add(self, token_ids: Sequence[int], log_probs: Sequence[float], version: int, finish: Finish | None) -> None:
+        """Add the tokens of a chunk; None: others may come, at another engine too."""
+        self.token_ids += token_ids
+        self.log_probs += log_probs
+        self.versions += [version] * len(token_ids)
+        self.finish = finish or "aborted"
+
+    def freeze(self) -> Generated:
+        """Return the response as it is."""
+        return Generated(tuple(self.token_ids), tuple(self.log_probs), tuple(self.versions), self.finish, self._routing)
 
 
 def continue_routing(first: np.ndarray | None, full: np.ndarray | None) -> np.ndarray | None:

@@ -27,7 +27,7 @@ from mindspeed_rl.rollout.arguments import (
     build_sampling_params,
     use_socket_folder,
 )
-from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, GrowingResponse, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run.placement import RolloutLayout
 from mindspeed_rl.scratch import make_owned_folder
@@ -102,11 +102,10 @@ class AsyncEngine:
         self, prompt_ids: tuple[int, ...], sampling: Sampling, seed: int, partial: Generated | None = None
     ) -> Generated:
         """Return the full response; see `RolloutEngine.generate`."""
-        response = partial or Generated()
+        response = GrowingResponse(partial or Generated())
         async for chunk in self.stream(prompt_ids, sampling, seed, partial):
-            versions = (chunk.version,) * len(chunk.token_ids)
-            response = response.concat(Generated(chunk.token_ids, chunk.log_probs, versions, chunk.finish or "aborted"))
-        return response
+            response.add(chunk.token_ids, chunk.log_probs, chunk.version, chunk.finish)
+        return response.freeze()
 
     # ------------------------------------------------------------------ weights and memory
 

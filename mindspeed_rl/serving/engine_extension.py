@@ -123,7 +123,7 @@ class EngineExtension:
         )
         return report.to_json()
 
-    def _read_destinations(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+    def _read_destinations(self, served: ServedModel) -> Destinations:
         """Return the destinations of the engine's parameters; they are read again only for another model."""
         policy, left_out = self.model_runner.model, set(served.predicted)
         # without drafts of them, or without weights for them, only the policy is loaded
@@ -142,4 +142,4 @@ class EngineExtension:
                 quantized=served.quantized,
             )
             self._weights_destinations = known
-        return known, self._weights_hooks.repacked(model)
+        return known

@@ -14,10 +14,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from mindspeed_rl.resharding.rendezvous import DeliveryReport
-from mindspeed_rl.rollout.protocol import Generated, PauseMode
+from mindspeed_rl.rollout.protocol import Generated, GrowingResponse, PauseMode
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.serving.replies import (
     MAX_TOKEN_ID,
@@ -57,7 +58,7 @@ class _Request:
     sampling: Sampling
     seed: int
     done: asyncio.Future[Generated]
-    response: Generated
+    response: GrowingResponse
     moves: int = 0
     num_kept: int = 0
     refusal: tuple[_Member, ValueError] | None = None
@@ -75,14 +76,31 @@ class _Request:
 
 @dataclass(eq=False)
 class _Member:
-    """A server of the pool and its requests."""
+    """A server of the pool and its requests.
+
+    Attributes:
+        load: maximum number of tokens that remain in all its requests.
+    """
 
     server: ServerClient
     requests: dict[str, _Request] = field(default_factory=dict)
+    load: int = 0
     outbox: list[_Request] = field(default_factory=list)
     last_event_s: float = 0.0
     busy_since: float | None = None
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def take(self, request: _Request) -> None:
+        """Begin to work on a request."""
+        self.requests[request.key] = request
+        self.load += request.load
+
+    def drop(self, key: str) -> bool:
+        """Stop the work on a request; return False for one that it does not have."""
+        request = self.requests.pop(key, None)
+        if request is not None:
+            self.load -= request.load
+        return request is not None
 
 
 class ServerPool:
@@ -193,7 +211,7 @@ class ServerPool:
                 _fail(request, ServerLostError(f"{request.moves} servers were lost while they worked on one request: {reason}"))
             else:
                 self.waiting.append(request)
-        member.requests = {}
+        member.requests, member.load = {}, 0
         self._note_idle(member)
         self._assign_waiting()
         # last, because it may raise
@@ -296,9 +314,11 @@ class ServerPool:
             ServerLostError: too many servers were lost during the request.
         """
         done = asyncio.get_running_loop().create_future()
-        request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, partial or Generated())
+        response = GrowingResponse(partial or Generated())
+        request = _Request(str(next(self._keys)), tuple(prompt_ids), sampling, seed, done, response)
         self.waiting.append(request)
-        self._assign_waiting()
+        if not self._draining:  # a new one waits for the pause
+            self._assign_waiting()
         try:
             return await done
         except asyncio.CancelledError:
@@ -312,22 +332,18 @@ class ServerPool:
         # before a pause only requests of lost servers continue
         waiting = [request for request in self.waiting if request.has_moved or not self._draining]
         self.waiting = [request for request in self.waiting if not request.has_moved and self._draining]
-        # computed once: a server's load is a sum over all its requests
-        loads = {name: sum(item.load for item in member.requests.values()) for name, member in self._members.items()}
         for request in waiting:
             refuser, error = request.refusal or (None, None)
-            names = [name for name, member in self._members.items() if member is not refuser]
-            if error is not None and not names:  # the others were lost
+            others = [member for member in self._members.values() if member is not refuser]
+            if error is not None and not others:  # the others were lost
                 _fail(request, error)
                 continue
-            name = min(names, key=lambda key: loads[key])
-            member = self._members[name]
-            loads[name] += request.load
+            member = min(others, key=attrgetter("load"))
             # its silence counts from here: a server without requests has no events
             if not member.requests:
                 member.last_event_s = time.monotonic()
                 member.busy_since = time.time()
-            member.requests[request.key] = request
+            member.take(request)
             request.num_kept = len(request.response.token_ids)
             if not member.outbox:
                 # requests of the same turn of the loop are sent together
@@ -364,7 +380,7 @@ class ServerPool:
         if request in self.waiting:
             self.waiting.remove(request)
         for member in self._members.values():
-            if member.requests.pop(request.key, None) is None:
+            if not member.drop(request.key):
                 continue
             self._note_idle(member)
             if request in member.outbox:  # it was not sent yet
@@ -432,14 +448,15 @@ class ServerPool:
             self._refuse(member, request, ValueError(event.error[:_MAX_REASON]))
             return True
         chunk = event.chunk
-        request.response = limits.extend(request.response, chunk, request.sampling.max_tokens)
+        limits.extend(request.response, chunk, request.sampling.max_tokens)
+        member.load -= len(chunk.token_ids)
         has_tokens = len(request.response.token_ids) > request.num_kept
         if chunk.finish == "aborted" and not has_tokens and not self._paused:
             raise ReplyError("it aborted a request that it had not begun, and nothing had asked it to")
         if chunk.finish is not None:
             self._end(member, request)
             if not request.done.done():
-                request.done.set_result(request.response)
+                request.done.set_result(request.response.freeze())
         refuser, error = request.refusal or (None, None)
         if has_tokens and refuser is not None and self._members.get(refuser.server.name) is refuser:
             self.remove(refuser.server.name, f"it refused a request that {member.server.name} takes: {error}")
@@ -456,7 +473,7 @@ class ServerPool:
             _fail(request, error)
 
     def _end(self, member: _Member, request: _Request) -> None:
-        del member.requests[request.key]
+        member.drop(request.key)
         self._note_idle(member)
 
     def _note_idle(self, member: _Member) -> None:
@@ -496,7 +513,7 @@ class ServerPool:
         """End the requests without a server with the tokens that they have."""
         for request in self.waiting:
             if not request.done.done():
-                request.done.set_result(request.response)
+                request.done.set_result(request.response.freeze())
         self.waiting = []
 
     async def _drain(self) -> None:

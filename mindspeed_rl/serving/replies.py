@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from mindspeed_rl.resharding.rendezvous import DeliveryReport
-from mindspeed_rl.rollout.protocol import Generated
+from mindspeed_rl.rollout.protocol import GrowingResponse
 from mindspeed_rl.serving.rollout_service import FINISHES, ResponseChunk
 
 #: above it nothing is a count, a number of bytes or the number of an event
@@ -322,15 +322,15 @@ class ResponseLimits:
     vocab_size: int
     newest_version: int
 
-    def extend(self, response: Generated, chunk: ResponseChunk, max_tokens: int) -> Generated:
-        """Return the response with the tokens of the chunk.
+    def extend(self, response: GrowingResponse, chunk: ResponseChunk, max_tokens: int) -> None:
+        """Add the tokens of the chunk to the response.
 
         Args:
             response: the tokens that have arrived.
             max_tokens: tokens that the request may have.
 
         Raises:
-            ReplyError: these tokens cannot be the response's.
+            ReplyError: these tokens cannot be the response's; none was added.
         """
         ids, count = chunk.token_ids, len(response.token_ids) + len(chunk.token_ids)
         if ids and max(ids) >= self.vocab_size:
@@ -341,5 +341,4 @@ class ResponseLimits:
             raise ReplyError(f"it sent tokens of weights of version {chunk.version}, and the newest is {self.newest_version}")
         if chunk.finish in ("stop", "length") and not count:
             raise ReplyError(f"it ended a response by '{chunk.finish}' without a token")
-        # "aborted" until the last chunk: so the response can continue at another server
-        return response.concat(Generated(ids, chunk.log_probs, (chunk.version,) * len(ids), chunk.finish or "aborted"))
+        response.add(ids, chunk.log_probs, chunk.version, chunk.finish)

@@ -191,7 +191,6 @@ class RolloutReplica:
                 Exchange.from_world(),
                 replica=self._weights_index,
                 derived=DERIVED,
-                repacked=self.engine.hooks.repacked(model),
                 # next to adapters the weights do not change
                 delta=base_only or config.update_weight_mode == "delta",
             )

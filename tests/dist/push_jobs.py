@@ -58,7 +58,6 @@ class Case:
     transposed: bool = False
     dealt: bool = False
     delta: bool = False
-    repacks: bool = False
     bucket_bytes: int = 6000
     dtype: torch.dtype = torch.float32
     updates: int = 3
@@ -158,11 +157,8 @@ class Side:
             names = self.trained.quantized
             result = read_destinations(self.engine, self.engine.load_weights, shapes, case.dtype, quantized=names)
         self.destinations = result
-        repacked = {entry.parameter for entry in result.entries if "w13" in entry.parameter} if result and case.repacks else ()
         if meets:
-            self.push = WeightPush(
-                self.trained, result, self.exchange, replica=self.replica, repacked=repacked, delta=case.delta
-            )
+            self.push = WeightPush(self.trained, result, self.exchange, replica=self.replica, delta=case.delta)
 
     def _make_shards(self, rank: int) -> list[Any]:
         place, results = self.places[rank], []

@@ -69,7 +69,6 @@ class Pair:
         if self._push is None:
             trained = self.stream.with_predictions if self.rollout.syncs_drafts else self.stream.trained
             result = read_destinations(model, model.load_weights, trained.shapes, self.dtype, skip=DERIVED)
-            repacked = self.rollout.hooks.repacked(model)
             layout = self.rollout.layout
             replica = dist.get_rank() // (layout.tensor * layout.sharing)
             self._push = WeightPush(
@@ -78,7 +77,6 @@ class Pair:
                 Exchange.from_world(),
                 replica=replica,
                 derived=DERIVED,
-                repacked=repacked,
                 delta=self.delta,
             )
         self._push.write(model)

@@ -50,9 +50,9 @@ class Engine:
         at = EngineRank(1, 0, 4, 2, 4)
         self.model, self.reference, self.asked = EngineModel(shapes, at), EngineModel(shapes, at), 0
 
-    def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+    def read(self, served: ServedModel) -> Destinations:
         self.asked += 1
-        return read_destinations(self.model, self.model.load_weights, served.shapes, torch.float32), set()
+        return read_destinations(self.model, self.model.load_weights, served.shapes, torch.float32)
 
     def differs(self, tensors: dict[str, torch.Tensor]) -> list[str]:
         self.reference.load_weights(tensors.items())
@@ -154,7 +154,7 @@ def test_engines_take_prediction_layers_all_of_them_or_none() -> None:
         side.trained = dataclasses.replace(side.trained, predicted=predicted)
 
     class PolicyAlone(Engine):
-        def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+        def read(self, served: ServedModel) -> Destinations:
             assert served.predicted == predicted
             return super().read(dataclasses.replace(served, shapes=policy))
 
@@ -165,7 +165,7 @@ def test_engines_take_prediction_layers_all_of_them_or_none() -> None:
 
     def join(rank: int, group: WeightSyncGroup) -> str:
         class HalfALayer(Engine):
-            def read(self, served: ServedModel) -> tuple[Destinations, set[str]]:
+            def read(self, served: ServedModel) -> Destinations:
                 return super().read(dataclasses.replace(served, shapes=policy | {predicted[0]: shapes[predicted[0]]}))
 
         try:

@@ -40,3 +40,17 @@ def test_the_text_class_of_the_engine_still_needs_the_stand_in_of_torchvision() 
     program = "import importlib.util, vllm.model_executor.models.qwen3_5"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
     assert result.returncode != 0 and "torchvision" in result.stderr, "adaptors/vllm_cpu_vision.py can go"
+
+
+@pytest.mark.slow
+def test_generate_serves_a_model_with_gated_delta_nets(tmp_path: Path) -> None:
+    model = make_other_task(tmp_path / "task", "qwen3.5") / "model"
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "generate", "--load", str(model), "--dtype", "bfloat16"]
+    result = subprocess.run(
+        [*command, "--no-chat-template", "--prompt", "abc", "--max-new-tokens", "4"],
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "1 answers, 4 tokens" in result.stdout + result.stderr

@@ -107,7 +107,9 @@ def test_the_layer_that_trains_makes_the_drafts_of_an_engine_and_of_servers(task
     for run in runs:
         assert samples(run) == samples(plain)
         losses = column(run, "actor/mtp_loss")
-        assert losses == pytest.approx(column(plain, "actor/mtp_loss")) and losses[-1] < losses[0]
+        # rows of servers come in an order of their own: other roundings of sums, of which Adam makes 1e-5 in three steps
+        bound = 1e-6 if run is runs[0] else 1e-4
+        assert losses == pytest.approx(column(plain, "actor/mtp_loss"), rel=bound) and losses[-1] < losses[0]
         # the parameters of the layer are proven too
         assert min(column(run, "rollout/proven_parameters")) > max(column(plain, "rollout/proven_parameters"))
         for name in ("rollout/proven_parameters", "rollout/draft_acceptance"):

@@ -17,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.files import write_file
@@ -415,15 +416,19 @@ def _select_metrics(names: Iterable[str], chart: _Chart) -> list[str]:
 def _thin_out(name: str, xs: Sequence[int], ys: Sequence[float], max_points: int) -> _Curve:
     if len(xs) <= max_points:
         return _Curve(name, list(xs), _round_values(ys))
-    size = -(-len(xs) // max_points)
-    buckets = [slice(start, start + size) for start in range(0, len(xs), size)]
+    starts = np.arange(0, len(xs), -(-len(xs) // max_points))
+    ends, values = np.append(starts[1:], len(xs)), np.array(ys)
+    # divided first: a sum of large values is not finite
+    counts = ends - starts
+    means = np.add.reduceat(values / np.repeat(counts, counts), starts)
+    lows, highs = np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
     return _Curve(
         name,
         # the last of each, so that a curve ends where the run does
-        [xs[bucket][-1] for bucket in buckets],
-        _round_values(statistics.fmean(ys[bucket]) for bucket in buckets),
-        _round_values(min(ys[bucket]) for bucket in buckets),
-        _round_values(max(ys[bucket]) for bucket in buckets),
+        [xs[end - 1] for end in ends.tolist()],
+        _round_values(np.clip(means, lows, highs).tolist()),
+        _round_values(lows.tolist()),
+        _round_values(highs.tolist()),
     )
 
 

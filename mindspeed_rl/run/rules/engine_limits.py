@@ -18,6 +18,7 @@ class _EngineLimits:
         latent_sizes: the same of a latent head, kv_lora_rank + qk_rope_head_dim.
         linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
         linear_dtypes: formats of their weights; empty for all.
+        linear_prefixes: whether prompts share a cached prefix of them.
         sequences: default number of responses that are generated at once.
     """
 
@@ -25,6 +26,7 @@ class _EngineLimits:
     latent_sizes: tuple[int, ...] = ()
     linear_size: int = 0
     linear_dtypes: tuple[str, ...] = ()
+    linear_prefixes: bool = True
     sequences: int = 256
 
 
@@ -38,6 +40,7 @@ _LIMITS = {
         latent_sizes=(576,),  # CPUMLABackend
         linear_size=64,  # gdn_attention.py asks for these two
         linear_dtypes=("bfloat16",),
+        linear_prefixes=False,  # their states are kept between chunks of a prompt, and here a prompt is not cut (vllm_cpu.py)
         sequences=32,
     )
 }
@@ -49,6 +52,11 @@ def engine_limits(platform: str) -> _EngineLimits:
     return _LIMITS.get(platform, _OTHERS)
 
 
+def can_cache_prefixes(shape: EngineShape, platform: str) -> bool:
+    """Return whether prompts to a model of this shape can share a cached prefix on this platform."""
+    return shape.linear_heads is None or engine_limits(platform).linear_prefixes
+
+
 @dataclass(frozen=True)
 class EngineRequest:
     """A model's use of the engine, and the keys or flags that request it.
@@ -58,6 +66,7 @@ class EngineRequest:
         tensor_key, length_key: the key or flag of each.
         length_origin: what a length follows from that the user did not write; empty otherwise.
         dtype, dtype_key: format of the weights; empty where it is not known yet.
+        prefixes_key: the key that asks for cached prefixes; empty without them.
     """
 
     tensor: int
@@ -67,6 +76,7 @@ class EngineRequest:
     length_origin: str = ""
     dtype: str = ""
     dtype_key: str = ""
+    prefixes_key: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,12 @@ def engine_obstacles(shape: EngineShape, request: EngineRequest, platform: str) 
             "linear_dtype",
             f"{request.dtype_key} ({request.dtype}) must be {' or '.join(limits.linear_dtypes)}: on this platform the rollout "
             f"engine computes gated delta nets, which the model in {source} has, in no other format",
+        )
+    if request.prefixes_key and not can_cache_prefixes(shape, platform):
+        yield _Obstacle(
+            "linear_prefixes",
+            f"{request.prefixes_key} must be false: on this platform the rollout engine caches no prefixes of gated delta "
+            f"nets, which the model in {source} has",
         )
     if shape.max_length is not None and request.length > shape.max_length:
         origin = f", from {request.length_origin}" if request.length_origin else ""

@@ -187,6 +187,7 @@ def _even_layers(role: MegatronConfig, layers: int) -> Iterator[Broken]:
 
 _LENGTH, _INFER_TENSOR = "generate_config.max_model_len", "generate_config.infer_tensor_parallel_size"
 _DTYPE, _INFER_EXPERT = "generate_config.dtype", "generate_config.infer_expert_parallel_size"
+_PREFIXES = "generate_config.enable_prefix_caching"
 
 
 @needs("rl_config", "generate_config")
@@ -218,11 +219,16 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         "linear_heads": {"linear_num_key_heads": shape.linear_heads, **tensor},
         "linear_size": {"linear_key_head_dim": shape.linear_size, **kernels},
         "linear_dtype": {_DTYPE: generate.dtype, **kernels},
+        "linear_prefixes": {_PREFIXES: generate.enable_prefix_caching, **kernels},
         "length": {_LENGTH: generate.max_model_len},
     }
     needed = max(rl.max_prompt_length + cfg.response_limit, cfg.actor_config.seq_length or 0)
     fits = shape.max_length is not None and needed <= shape.max_length
-    suggestions = {"linear_dtype": {_DTYPE: "bfloat16"}, "length": {_LENGTH: shape.max_length} if fits else {}}
+    suggestions = {
+        "linear_dtype": {_DTYPE: "bfloat16"},
+        "linear_prefixes": {_PREFIXES: False},
+        "length": {_LENGTH: shape.max_length} if fits else {},
+    }
     derived = cfg.derived.get(_LENGTH)
     request = EngineRequest(
         generate.infer_tensor_parallel_size,
@@ -232,6 +238,7 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         "" if derived is None else derived.source,
         generate.dtype,
         _DTYPE,
+        _PREFIXES if generate.enable_prefix_caching else "",
     )
     for obstacle in engine_obstacles(shape, request, cfg.platform):
         rule = obstacle.rule

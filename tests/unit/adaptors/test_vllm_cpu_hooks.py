@@ -80,7 +80,7 @@ def check(isa, dtype, hidden, intermediate, activation):
         "w13_weight": torch.randn(2, 2 * intermediate, hidden).to(dtype),
         "w2_weight": torch.randn(2, hidden, intermediate).to(dtype),
     }
-    bias = {"w13_bias": torch.randn(2, 2 * intermediate)} if activation == MoEActivation.SWIGLUOAI else {}
+    bias = {"w13_bias": torch.randn(2, 2 * intermediate)}
     for name, value in (loaded | bias).items():
         layer.register_parameter(name, nn.Parameter(value.clone(), requires_grad=False))
     kernel.process_weights_after_loading(layer)
@@ -96,11 +96,18 @@ def check(isa, dtype, hidden, intermediate, activation):
             assert torch.count_nonzero(matrix) == torch.count_nonzero(expected)
     for name, value in bias.items():
         padded = layer.get_parameter(name).data
-        assert torch.equal(padded[:, : 2 * intermediate], value) and not padded[:, 2 * intermediate :].any()
-    # the loader gets the sizes of the model again
-    VllmCpuHooks().before_load(layer)
-    for name, value in (loaded | bias).items():
-        assert layer.get_parameter(name).shape == value.shape
+        if activation == MoEActivation.SWIGLUOAI:
+            assert torch.equal(padded[:, : 2 * intermediate], value) and not padded[:, 2 * intermediate :].any()
+    # the loader gets what it loaded, so a load may write a part of it, or nothing
+    hooks, packed = VllmCpuHooks(), {name: layer.get_parameter(name).data.clone() for name in loaded | bias}
+    for _ in range(2):
+        hooks.before_load(layer)
+        hooks.before_load(layer)  # again after a load that failed
+        for name, value in (loaded | bias).items():
+            assert torch.equal(layer.get_parameter(name), value), (isa, dtype, hidden, name)
+        hooks.after_load(layer)
+        for name, value in packed.items():
+            assert torch.equal(layer.get_parameter(name), value), (isa, dtype, hidden, name)
 
 
 for isa in ("vec", "amx"):
@@ -152,7 +159,8 @@ for token in range(5):
         u = (up[expert, :, :32] @ x[token] + up[expert, :, 32]).clamp(-7.0, 7.0)
         inner = (u + 1) * g * torch.sigmoid(1.702 * g)
         expected[token] += weights[token, expert] * (down[expert, :, :8] @ inner + bias2[expert])
-torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+# the terms of a sum that cancels are as large as the largest output
+torch.testing.assert_close(out, expected, rtol=1e-5, atol=2e-6 * float(expected.abs().max()))
 print('"all compared"')
 """
 

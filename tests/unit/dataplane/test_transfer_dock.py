@@ -1,6 +1,8 @@
 """The dock as a plain object: rows, readiness, consumption, order, waiting."""
 
 import asyncio
+import contextlib
+from random import Random
 
 import pytest
 import torch
@@ -204,3 +206,109 @@ def test_clear_is_refused_while_somebody_waits():
             waiting.cancel()
 
     asyncio.run(scenario())
+
+
+class PlainDock:
+    """The rules in their shortest form: every cell is looked at for every request."""
+
+    def __init__(self, num_rows: int, group_size: int) -> None:
+        self.num_rows, self.group_size = num_rows, group_size
+        self.ready: set[tuple[str, int]] = set()
+        self.consumed: set[tuple[str, int]] = set()
+
+    def get(self, consumer: str, columns: tuple[str, ...], count: int, indexes: list[int] | None) -> list[int] | None:
+        def is_ready(row: int) -> bool:
+            return all((name, row) in self.ready for name in columns)
+
+        if indexes is not None:
+            rows = indexes if all(map(is_ready, indexes)) else None
+        else:
+            unit = 1 if count % self.group_size else self.group_size
+            free = [is_ready(row) and (consumer, row) not in self.consumed for row in range(self.num_rows)]
+            starts = [start for start in range(0, self.num_rows, unit) if all(free[start : start + unit])]
+            rows = [row for start in starts for row in range(start, start + unit)][:count]
+            rows = rows if len(rows) == count else None
+        self.consumed.update((consumer, row) for row in rows or ())
+        return rows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_puts_and_requests_are_served_by_the_rules(seed: int) -> None:
+    random = Random(seed)
+    group_size, num_prompts = random.choice([1, 2, 3, 4]), random.choice([2, 4, 6])
+    num_rows, names = num_prompts * group_size, ["a", "b", "c"]
+    dock = TransferDock(num_prompts, group_size, {"one": ["a", "b"], "two": ["c"], "three": []})
+    plain = PlainDock(num_rows, group_size)
+    for _ in range(150):
+        if random.random() < 0.4:
+            name, rows = random.choice(names), random.sample(range(num_rows), random.randint(1, num_rows))
+            overwrite = random.random() < 0.3
+            new = [row for row in rows if (name, row) not in plain.ready]
+            rows = rows if overwrite else new
+            if rows:
+                dock.put({name: [torch.tensor([row]) for row in rows]}, rows, overwrite=overwrite)
+                plain.ready.update((name, row) for row in rows)
+        else:
+            consumer, columns = random.choice(["one", "two", "three"]), tuple(random.sample(names, random.randint(1, 3)))
+            count = random.choice([count for count in range(1, num_rows + 1) if num_rows % count == 0])
+            indexes = random.sample(range(num_rows), random.randint(1, num_rows)) if random.random() < 0.2 else None
+            batch, rows = dock.get(consumer, columns, None if indexes else count, indexes)
+            assert rows == plain.get(consumer, columns, count, indexes)
+            if batch is not None:
+                assert all([int(value) for value in batch[name]] == rows for name in columns)
+        if random.random() < 0.02:
+            dock.clear(num_prompts)
+            plain = PlainDock(num_rows, group_size)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_requests_that_wait_get_all_rows_whatever_the_order_and_whoever_gives_up(seed: int) -> None:
+    random = Random(seed)
+
+    async def play() -> list[int]:
+        dock = TransferDock(24, 4, {"actor": ["a", "b"], "other": []})
+        served: list[int] = []
+
+        async def take(count: int) -> None:
+            _, rows = await dock.wait("actor", ["a", "b"], count, timeout_s=60.0)
+            served.extend(rows)
+
+        async def give_up() -> None:
+            with contextlib.suppress(TimeoutError):
+                await dock.wait("other", ["b"], 8, timeout_s=random.random() / 50)
+
+        counts = random.choice([[4] * 24, [8] * 12, [1] * 96, [12] * 4 + [4] * 12])
+        tasks = [asyncio.create_task(take(count)) for count in random.sample(counts, len(counts))]
+        lost = [asyncio.create_task(take(8)) for _ in range(3)]
+        beside = [asyncio.create_task(give_up()) for _ in range(5)]
+        exact = asyncio.create_task(dock.wait("other", ["b", "a"], indexes=[95, 3, 40], timeout_s=60.0))
+        await asyncio.sleep(0)
+        for task in lost:
+            task.cancel()
+        cells = [(name, row) for name in "ab" for row in range(96)]
+        random.shuffle(cells)
+        while cells:
+            name, row = cells.pop()
+            dock.put({name: [torch.tensor([row])]}, [row])
+            if random.random() < 0.3:
+                await asyncio.sleep(0)
+        await asyncio.wait_for(asyncio.gather(*tasks, *beside), 30)
+        _, rows = await exact
+        assert rows == [95, 3, 40]
+        return served
+
+    assert sorted(asyncio.run(play())) == list(range(96))
+
+
+def test_a_request_that_gives_up_as_it_is_woken_wakes_the_next() -> None:
+    async def play() -> list[int]:
+        dock = TransferDock(1, 4, {"actor": ["a"]})
+        first = asyncio.create_task(dock.wait("actor", ["a"], 4, timeout_s=60.0))
+        second = asyncio.create_task(dock.wait("actor", ["a"], 4, timeout_s=60.0))
+        for _ in range(2):  # both wait
+            await asyncio.sleep(0)
+        first.cancel()  # the task sees it after the put
+        dock.put({"a": [torch.tensor([row]) for row in range(4)]}, list(range(4)))
+        return (await asyncio.wait_for(second, 5))[1]
+
+    assert asyncio.run(play()) == [0, 1, 2, 3]

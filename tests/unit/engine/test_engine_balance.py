@@ -29,8 +29,6 @@ def assert_partition(parts: list[list[int]], count: int) -> None:
 
 def test_largest_differencing_gives_the_known_sums() -> None:
     assert sorted(sums(_karmarkar_karp(LENGTHS, 3))) == [17, 17, 18]
-    equal = _karmarkar_karp(LENGTHS, 2, equal_size=True)
-    assert sums(equal) == [26, 26] and [len(part) for part in equal] == [4, 4]
 
 
 def test_rank_balance_gives_the_expected_subsets() -> None:
@@ -45,11 +43,9 @@ def test_every_subset_is_filled_and_no_index_is_lost_or_doubled(seed: int) -> No
     for parts in range(1, min(len(lengths), 6) + 1):
         assert_partition(_karmarkar_karp(lengths, parts), len(lengths))
         if len(lengths) % parts == 0:
-            equal = _karmarkar_karp(lengths, parts, equal_size=True)
-            assert_partition(equal, len(lengths))
             shares = _balance_ranks(lengths, parts)
             assert_partition(shares, len(lengths))
-            assert {len(part) for part in equal} == {len(part) for part in shares} == {len(lengths) // parts}
+            assert {len(part) for part in shares} == {len(lengths) // parts}
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -72,8 +68,6 @@ def test_two_subsets_of_few_sequences_are_close_to_the_optimum() -> None:
 def test_counts_that_do_not_divide_are_errors() -> None:
     with pytest.raises(ValueError, match="3 sequences cannot be split in 4 non-empty parts"):
         _karmarkar_karp([1, 2, 3], 4)
-    with pytest.raises(ValueError, match="5 sequences cannot be split in 2 parts of equal count"):
-        _karmarkar_karp([1] * 5, 2, equal_size=True)
     with pytest.raises(ValueError, match="5 sequences cannot be given to 2 ranks in equal counts"):
         _balance_ranks([1] * 5, 2)
 
@@ -162,3 +156,48 @@ def test_bins_of_families_stay_within_the_budget_and_are_as_few_as_cuts_of_the_o
     order = sorted(range(len(lengths)), key=lambda i: families[i])
     assert max(map(tokens, parts)) == best(order, len(parts))
     assert len(parts) == 1 or best(order, len(parts) - 1) > budget
+
+
+def plain_differencing(lengths: list[int], parts: int) -> list[list[int]]:
+    """Largest differencing as it is defined: every state has all its subsets, and the two widest states are joined."""
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    states = [[(lengths[i], [i])] + [(0, [])] * (parts - 1) for i in order]
+    ages = list(range(len(states)))
+    while len(states) > 1:
+        spreads = [state[0][0] - state[-1][0] for state in states]
+        first, second = sorted(range(len(states)), key=lambda i: (-spreads[i], ages[i]))[:2]
+        joined = [(a + b, x + y) for (a, x), (b, y) in zip(states[first], reversed(states[second]))]
+        joined.sort(key=lambda subset: (-subset[0], subset[1]))
+        states = [state for i, state in enumerate(states) if i not in (first, second)] + [joined]
+        ages = [age for i, age in enumerate(ages) if i not in (first, second)] + [max(*ages, len(order) - 1) + 1]
+    return [members for _, members in states[0]]
+
+
+def plain_first_fit(lengths: list[int], budget: int, max_rows: int | None) -> list[list[int]]:
+    bins: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fits = (
+            group
+            for group in bins
+            if sum(lengths[i] for i in group) + lengths[index] <= budget and (max_rows is None or len(group) < max_rows)
+        )
+        group = next(fits, None)
+        if group is None:
+            bins.append([index])
+        else:
+            group.append(index)
+    return [sorted(group) for group in bins]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_partitions_are_those_of_the_definitions(seed: int) -> None:
+    source, lengths = random.Random(seed), random_lengths(seed, max_length=seed % 7 * 10 + 2)
+    for parts in {1, min(2, len(lengths)), source.randint(1, len(lengths)), len(lengths)}:
+        subsets = [sorted(subset) for subset in _karmarkar_karp(lengths, parts)]
+        assert subsets == [sorted(subset) for subset in plain_differencing(lengths, parts)]
+    budget, max_rows = max(lengths) + source.randint(0, 60), source.choice([None, 1, 2, 3])
+    bins = pack_within_budget(lengths, budget, max_rows=max_rows)
+    plain = plain_first_fit(lengths, budget, max_rows)
+    balanced = [sorted(group) for group in plain_differencing(lengths, len(plain))]
+    fits = all(sum(lengths[i] for i in group) <= budget and len(group) <= (max_rows or len(group)) for group in balanced)
+    assert bins == (balanced if fits else plain)

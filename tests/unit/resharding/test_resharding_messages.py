@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindspeed_rl.resharding import transfer_plan as plan_module
-from mindspeed_rl.resharding.transfer_plan import _MessageBuilder, _MessageList
+from mindspeed_rl.resharding.transfer_plan import _Choices, _MessageBuilder, _MessageList
 
 
 def naive_senders(senders: list[tuple[int, ...]], sizes: list[int]) -> list[int]:
@@ -60,7 +60,7 @@ def make_messages(seed: int) -> tuple[_MessageList, list[tuple[int, ...]], list[
     for chunk, parts in enumerate(chunks):
         ranks = tuple(sorted(dice.sample(range(4), dice.randint(1, 4))))
         for target in sorted(dice.sample(range(4, 8), dice.randint(1, 4))):
-            builder.add(chunk, target, builder.group(ranks))
+            builder.add(chunk, _Choices([], np.array([target]), np.array([builder.group(ranks)])))
             senders += [ranks] * len(parts)
             targets += [target] * len(parts)
             sizes += parts

@@ -74,8 +74,7 @@ def write(model):
         found = read_destinations(model, model.load_weights, shapes, torch.float32, skip=DERIVED)
         holders = {name: {full_slice(shape): [0]} for name, shape in shapes.items()}
         trained = TrainedWeights(holders, shapes, held, torch.device("cpu"), 1 << 20)
-        repacked = engine.hooks.repacked(model)
-        pushes.append(WeightPush(trained, found, Exchange.from_world(), derived=DERIVED, repacked=repacked))
+        pushes.append(WeightPush(trained, found, Exchange.from_world(), derived=DERIVED))
     pushes[0].write(model)
 
 

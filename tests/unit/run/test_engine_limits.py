@@ -94,6 +94,18 @@ def test_gated_delta_nets_that_the_cpu_has_no_kernels_for_are_named(tmp_path: Pa
     assert validate(run(tmp_path / "m", HYBRID, platform="npu")) == []
 
 
+def test_gated_delta_nets_have_no_cached_prefixes_on_the_cpu(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {
+        "megatron_training": {"bf16": True},
+        "generate_config": {"dtype": "bfloat16", "enable_prefix_caching": True},
+    }
+    (found,) = validate(run(tmp_path / "m", HYBRID, **keys))
+    assert found.rule == "rollout.linear_prefixes" and str(tmp_path / "m") in str(found)
+    assert "generate_config.enable_prefix_caching must be false" in str(found)
+    assert validate(run(tmp_path / "m", HYBRID, **keys, platform="npu")) == []
+    assert validate(run(tmp_path / "m", PLAIN, **keys)) == []
+
+
 #: names of the number of experts in config.json
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 

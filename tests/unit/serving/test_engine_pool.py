@@ -27,10 +27,16 @@ def in_pool(body: Body, *, num_servers: int = 2, timeout_s: float = 30.0, max_mo
             await pool.add(server)
         try:
             await body(pool, servers)
+            check_loads(pool)
         finally:
             await pool.close()
 
     asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def check_loads(pool: ServerPool) -> None:
+    for member in pool._members.values():
+        assert member.load == sum(request.load for request in member.requests.values())
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -105,7 +111,9 @@ def test_servers_that_join_and_leave_under_load_lose_and_double_no_token() -> No
             server.engine.release(31 + number)  # responses at any length
             working = pool._members[server.name].requests.values()
             await until(lambda working=working: any(request.response.token_ids for request in working))
+            check_loads(pool)
             await pool.leave(server.name)
+            check_loads(pool)
             assert not server.engine.running
         assert pool.names == ["server 0"] and [reason for _, reason in pool.lost] == ["it has left the run"] * 3
         servers[0].engine.release(120 * 4)
