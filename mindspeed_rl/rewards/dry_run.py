@@ -141,6 +141,7 @@ def _load_all(plugins: list[str], functions: list[str], trial: Trial | None) -> 
 
 def _try_score(name: str, trial: Trial) -> str | None:
     """Score the row with a function; return a sentence where it cannot."""
+    # only in the short-lived process: the driver does not need the scorers
     from mindspeed_rl.isolation.process import describe
     from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
 
