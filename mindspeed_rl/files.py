@@ -33,6 +33,14 @@ _KINDS = (
     (stat.S_ISCHR, "a device"),
     (stat.S_ISBLK, "a device"),
 )
+#: first bytes of a file that is something else than its name promises, in lower case -> what it is, and what to do
+_FOREIGN = {
+    b"version https://git-lfs": "a pointer of Git LFS and not the file itself: run git lfs pull, or download the file again",
+    b"<!doctype html": "a web page: download the file itself (on a hub its raw or resolve address)",
+    b"<html": "a web page: download the file itself (on a hub its raw or resolve address)",
+    b"\xff\xfe": "UTF-16: save it as UTF-8",
+    b"\xfe\xff": "UTF-16: save it as UTF-8",
+}
 #: file systems that cannot reserve room, and files that have none
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV, errno.ESPIPE, errno.ENOSYS)
 
@@ -67,6 +75,12 @@ def describe_missing(path: str | os.PathLike[str]) -> str:
     meant = meant if meant.exists() else there / near
     shown = meant if full.is_absolute() else os.path.relpath(meant)
     return f"'{text}' does not exist ({absolute}{base}); did you mean '{shown}'?"
+
+
+def describe_foreign(content: bytes) -> str | None:
+    """Describe content that is not of any format that is read here, by its first bytes; None for other content."""
+    head = content[:64].lstrip().lower()
+    return next((text for mark, text in _FOREIGN.items() if head.startswith(mark)), None)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
@@ -115,7 +129,8 @@ def read_json_value(path: str | os.PathLike[str]) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:  # also numbers of too many digits, and nesting
-        raise ValueError(f"{os.fspath(path)} is not valid JSON: {error}") from error
+        foreign = describe_foreign(content)
+        raise ValueError(f"{os.fspath(path)} is {foreign or f'not valid JSON: {error}'}") from error
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:

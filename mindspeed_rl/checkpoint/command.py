@@ -31,8 +31,10 @@ def open_source(options: ConvertOptions) -> Source:
     """
     form = options.load_model_type or _detect_form(options.load_dir)
     _check_folders(options)
-    if form == options.save_model_type == "hf":
-        raise ValueError("--save-model-type hf of an HF source would only copy it; to merge LoRA go through mg")
+    if form == options.save_model_type == "hf" and options.lora_load is None and options.params_dtype is None:
+        raise ValueError(
+            "--save-model-type hf of an HF source would only copy it; give --lora-load to merge an adapter, or --params-dtype"
+        )
     model = ModelOptions(
         model_type=options.model_type_hf,
         add_qkv_bias=options.add_qkv_bias,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_rl.checkpoint.stacked_experts import is_stack, separate_stacks
 from mindspeed_rl.checkpoint.tensor_record import ColumnsRecord, RecordSource, TensorRecord
-from mindspeed_rl.files import describe_missing, open_regular, read_json
+from mindspeed_rl.files import describe_foreign, describe_missing, open_regular, read_json
 from mindspeed_rl.models import architecture_for
 from mindspeed_rl.models.architecture import ExpertNames
 
@@ -55,7 +55,11 @@ def read_safetensors_header(path: Path) -> dict[str, TensorRecord]:
         raise ValueError(f"weight file {path} is missing")
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
+        first = file.read(64)
+        if (foreign := describe_foreign(first)) is not None:
+            raise ValueError(f"{path} is {foreign}")
+        length = int.from_bytes(first[:8], "little")
+        file.seek(8)
         # before it is read: a damaged length could ask for any amount of memory
         if size < 8 or length > size - 8:
             raise ValueError(f"{path} is truncated: {size} bytes cannot hold its header")

@@ -89,12 +89,20 @@ def _describe_no_weights(value: str) -> str:
             "not complete; repeat it (mindspeed-rl download owner/name resumes one)."
         )
     if (folder / "config.json").is_file():
+        pickled = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in sorted(folder.glob(pattern))), None)
+        if pickled is not None:
+            return (
+                f"{where} has config.json and the weights {pickled}, which are pickled: only *.safetensors are read. Take the"
+                " model's safetensors, or save it anew with save_pretrained of transformers."
+            )
         return f"{where} has config.json and no weights (*.safetensors); download or copy them there too."
     if any(folder.glob("*.safetensors")):
         return f"{where} has weights and no config.json; copy it from the published model."
+    inner = next((path for path in sorted(folder.glob("*/config.json"))), None)
+    meant = "" if inner is None else f"; did you mean '{Path(value) / inner.parent.name}'?"
     return (
         f"{value} holds neither model weights (config.json and *.safetensors) nor a finished checkpoint ({TRACKER_NAME}); it "
-        f"is {where}."
+        f"is {where}{meant or '.'}"
     )
 
 

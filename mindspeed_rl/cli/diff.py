@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("first", choices=("train",))
     parser.add_argument("second", choices=("rollout",))
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--config-name", help="run file, with or without .yaml")
+    source.add_argument("--config-name", "--config", help="run file, with or without .yaml")
     source.add_argument("--run", type=Path, help="run folder: its configuration, and its newest checkpoint where there is one")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")

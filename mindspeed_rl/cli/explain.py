@@ -27,6 +27,9 @@ from mindspeed_rl.run.explain.key_reference import find_entries
 from mindspeed_rl.run.explain.plan_page import Report, explain, render, report_failure
 from mindspeed_rl.run.formula import formula
 
+#: keys in the line of the overview that has what was left open
+_MAX_CHOSEN = 5
+
 if TYPE_CHECKING:
     from mindspeed_rl.data.card import DataCard  # with numpy, which a plan of keys does without
 
@@ -106,8 +109,14 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
     prepare_environment()
     # imports torch and Ray, which no other plan needs
     check = "sft_setup:check_supervised" if cfg.is_supervised else "rl_setup:check_rl"
-    check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
-    resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
+    try:
+        check_machine = registry.load(f"mindspeed_rl.trainers.{check}", "explain")
+        resolve_run = registry.load("mindspeed_rl.run.models:resolve_run", "explain")
+    except ValueError as error:  # a machine without torch, for plans alone
+        report["unchecked"] = f"files and this machine: {error}; install the environment of a device kind (envs/)"
+        if checks_hub:
+            report["errors"].append(report["unchecked"])
+        return
     notes = io.StringIO()
     try:
         with contextlib.redirect_stdout(notes):
@@ -139,7 +148,7 @@ def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: 
         report["length"] = f"{run.plan.train_iters} iterations: {epochs:g} passes over {count} {unit}, {each} an iteration"
         report["learning_rate"] = describe_learning_rate(run.config)
     mean_prompt = None if cfg.is_supervised else float(inputs.prompts.lengths.mean())
-    report["overview"] = _summarize(run, inputs.cards[0], mean_prompt)
+    report["overview"] = _summarize(run, inputs.cards[0], mean_prompt) | {"chosen": _list_chosen(run, cfg.platform)}
 
 
 def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str, str]:
@@ -162,8 +171,19 @@ def _summarize(run: Run, card: DataCard, mean_prompt: float | None) -> dict[str,
         "lengths": card.rows.get("lengths", ""),
         "steps": f"{run.plan.train_iters} iterations of {run.plan.num_prompts} {unit}{saves}",
         "planned": predict(planned, means(prompt=mean_prompt)).summary,
-        "platform": f"{run.platform} (auto)" if cfg.platform == "auto" else "",
     }
+
+
+def _list_chosen(run: Run, platform: str) -> str:
+    """Return what became of the platform and of keys that the run file leaves open.
+
+    Args:
+        platform: value of the run file.
+    """
+    values = {name.rpartition(".")[2]: item.value for name, item in run.config.derived.items()}
+    short = [f"{name} {value}" for name, value in values.items() if isinstance(value, (bool, int, float, str))]
+    more = [f"and {len(short) - _MAX_CHOSEN} more below"] if len(short) > _MAX_CHOSEN else []
+    return ", ".join([*([f"platform {run.platform}"] if platform == "auto" else []), *short[:_MAX_CHOSEN], *more])
 
 
 def _print_keys(text: str) -> int:

@@ -185,7 +185,7 @@ def _read_run(command: Sequence[str]) -> RunConfig | None:
     if not command or command[0] != "train":
         return None
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--config-name")
+    parser.add_argument("--config-name", "--config")
     parser.add_argument("--config-dir")
     known, unknown = parser.parse_known_args(command[1:])
     if known.config_name is None:

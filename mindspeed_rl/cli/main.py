@@ -22,6 +22,33 @@ from mindspeed_rl.redaction import RedactedOutput, find_secrets, remember_secret
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+#: packages of an environment of a device kind, which plans and reports do without
+_ENVIRONMENT = ("torch", "ray", "vllm", "megatron", "transformers")
+#: command -> arguments with which a first look at it works; shown to who calls it without any
+_EXAMPLES: dict[str, str] = {
+    "train": "--config-name grpo_tiny_cpu",
+    "new": "my-task --kind maths",
+    "explain": "--config-name grpo_qwen3_8b_A3",
+    "import": "verl run_grpo.sh -o my_run.yaml",
+    "plan": "--config-name grpo_qwen3_8b_A3",
+    "download": "Qwen/Qwen2.5-0.5B-Instruct",
+    "convert": "--load-dir MODEL --save-dir OUT --target-tensor-parallel-size 2",
+    "preprocess": "--input rows.jsonl --tokenizer-name-or-path MODEL --output-prefix data/rows",
+    "rejection-sample": "--input runs/NAME/completions.jsonl --output-prefix data/best",
+    "teacher-log-probs": "--config-name sft.yaml --server http://HOST:8000/v1",
+    "generate": "--load MODEL --prompt 'What is 2 + 3?'",
+    "chat": "--load MODEL",
+    "evaluate": "--load MODEL --task jsonl --task-data-path heldout.jsonl --scorer exact_match",
+    "rollout": "--model MODEL",
+    "parity": "BATCH.safetensors",
+    "report": "runs/NAME",
+    "watch": "runs/NAME",
+    "diff": "train rollout --config-name grpo_tiny_cpu",
+    "diff-dump": "runs/A/dump runs/B/dump",
+    "trace": "runs/NAME",
+    "npu-cost": "--config-name grpo_qwen3_8b_A3",
+    "launch": "--nodes 2 --npus-per-node 16 --hosts HOST1,HOST2 -- train --config-name NAME --nodes 2",
+}
 #: command -> module and description
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mindspeed_rl.cli.train", "train with a run file: GRPO, PPO, SFT, DPO ..."),
@@ -59,6 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, (_, text) in COMMANDS.items():
             print(f"  {name:<18} {text}")
         print("\nmindspeed-rl <command> --help shows the options of one.")
+        print("Start with: mindspeed-rl new my-task, then explain and train in its folder; or mindspeed-rl doctor.")
         return 0
     if argv[0] == "--version":
         print(__version__)
@@ -67,6 +95,10 @@ def main(argv: list[str] | None = None) -> int:
         near = registry.find_similar(argv[0], COMMANDS)
         hint = "" if near is None else f" Did you mean '{near}'?"
         print(f"error: unknown command '{argv[0]}'.{hint} Known: {', '.join(COMMANDS)}.", file=sys.stderr)
+        return 2
+    if len(argv) == 1 and argv[0] in _EXAMPLES:
+        print(f"{COMMANDS[argv[0]][1]}. For example:\n\n  mindspeed-rl {argv[0]} {_EXAMPLES[argv[0]]}\n", file=sys.stderr)
+        print(f"error: {argv[0]} needs arguments; mindspeed-rl {argv[0]} --help shows all", file=sys.stderr)
         return 2
     registry.search_folders([Path.cwd()])
     try:
@@ -81,6 +113,16 @@ def main(argv: list[str] | None = None) -> int:
         if not _has_reader_ended():
             raise
         status = 128 + signal.SIGPIPE
+    except (ModuleNotFoundError, ValueError) as error:
+        missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+        if not isinstance(missing, ModuleNotFoundError) or (missing.name or "").partition(".")[0] not in _ENVIRONMENT:
+            raise
+        print(
+            f"error: {argv[0]} needs {missing.name}, which is not installed here: install the environment of a device kind,"
+            " such as bash envs/cpu/install.sh, and activate it",
+            file=sys.stderr,
+        )
+        status = 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT

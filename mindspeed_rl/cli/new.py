@@ -98,6 +98,8 @@ class _Kind:
         iterations: length of the run with the tiny model.
         advice: template of the hints in the README.
         options: further options for `evaluate`.
+        first: command to run before the others.
+        has_teacher: a second model teaches the first.
     """
 
     title: str
@@ -111,6 +113,8 @@ class _Kind:
     iterations: int = 60
     advice: str = "rl_advice.md"
     options: str = "--input-key question --scorer $reward --external-plugins reward.py"
+    first: str = ""
+    has_teacher: bool = False
 
 
 _KINDS = {
@@ -133,6 +137,14 @@ _KINDS = {
     "ppo": _Kind(
         "PPO with a critic on sums with a checked answer", _make_maths, stage="ray_ppo", scoring="ppo_keys.yaml",
         critic="critic_keys.yaml", files={"reward.py": "number_reward.py"},
+    ),
+    "judge": _Kind(
+        "GRPO with a judge in place of a reward function", _make_maths, scoring="judge_keys.yaml",
+        files={"judge_prompt.txt": "judge_prompt.txt", "judge_server.py": "judge_server.py"}, options="",
+        first="python judge_server.py &",
+    ),
+    "distillation": _Kind(
+        "on-policy distillation of a teacher", _make_maths, scoring="distillation_keys.yaml", options="", has_teacher=True,
     ),
     "own": _Kind("GRPO on data and a reward of your own", _make_own, files={"reward.py": "own_reward.py"}),
     **dict.fromkeys(("dpo", "preference"), _Kind(
@@ -164,13 +176,19 @@ def main(argv: list[str]) -> int:
     kinds = "; ".join(f"{name}: {kind.title}" for name, kind in _KINDS.items())
     parser.add_argument("--kind", choices=list(_KINDS), default="maths", help=f"{kinds}. Default: maths")
     parser.add_argument("--model", help="folder or name on a hub to start from; default: a random model of 0.8M parameters")
+    parser.add_argument("--teacher", help="distillation: folder or name on a hub of the teacher; needed with --model")
     parser.add_argument("--data", help="own: file or folder with rows of questions and answers (jsonl, csv, parquet ...)")
     try:
         arguments = parser.parse_args(argv)
         folder = Path(arguments.name).expanduser()
         if arguments.data is not None and arguments.kind != "own":
             raise ValueError(f"--data is for --kind own; kind {arguments.kind} makes its own rows")
-        commands = _write(folder, arguments.kind, arguments.model, arguments.data)
+        has_teacher = _KINDS[arguments.kind].has_teacher
+        if arguments.teacher is not None and not has_teacher:
+            raise ValueError(f"--teacher is for --kind distillation, not for {arguments.kind}")
+        if has_teacher and (arguments.teacher is None) != (arguments.model is None):
+            raise ValueError("--model and --teacher belong together: both have the same tokens; without them both are tiny")
+        commands = _write(folder, arguments.kind, arguments.model, arguments.data, arguments.teacher)
     except (ValueError, OSError) as error:
         print_status(f"error: {error}")
         return 2
@@ -206,7 +224,9 @@ def _read_own(path: str) -> list[_Row]:
     return rows
 
 
-def _write(folder: Path, name_of_kind: str, model: str | None, data: str | None = None) -> str:
+def _write(
+    folder: Path, name_of_kind: str, model: str | None, data: str | None = None, teacher: str | None = None
+) -> str:
     """Write all files and return the commands to run next.
 
     Raises:
@@ -223,6 +243,7 @@ def _write(folder: Path, name_of_kind: str, model: str | None, data: str | None 
         "kind": name_of_kind,
         "title": f"{folder.name}: {kind.title}",
         "reward": reward,
+        "teacher": "teacher" if teacher is None else str(_find_model(teacher, "--teacher")),
         "stage": kind.stage,
         "columns": f"\n  dataset_additional_keys: [{', '.join(kind.columns)}]" if kind.columns else "",
         **sizes,
@@ -243,6 +264,8 @@ def _write(folder: Path, name_of_kind: str, model: str | None, data: str | None 
         write_file(folder / name, text.rstrip("\n") + "\n", makes_folder=True)
     if model is None:
         _save_tiny_model(folder / "model")
+        if kind.has_teacher:  # whose tokens differ more in their probabilities
+            _save_tiny_model(folder / "teacher", seed=11, spread=0.3)
     return commands
 
 
@@ -271,6 +294,8 @@ def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
         "reward.py": "the reward function: change it to your task",
         "tools.yaml": "the tools that the model may call",
         "environment.py": "the environment: what it answers, and its rewards",
+        "judge_prompt.txt": "what the judge is asked, with the places of prompt, label and response",
+        "judge_server.py": "a stand-in for the judge's server, until yours is ready",
         "play_sample.py": "the program that plays a sample and prints its reward",
     }
     example = json.dumps(row, ensure_ascii=False)
@@ -283,7 +308,7 @@ def _describe(kind: _Kind, model: str | None, row: _Row) -> dict[str, str]:
 
 
 def _list_commands(kind: _Kind, values: dict[str, str]) -> str:
-    commands = ["mindspeed-rl explain --config run.yaml", "mindspeed-rl train --config run.yaml"]
+    commands = [*filter(None, [kind.first]), "mindspeed-rl explain --config run.yaml", "mindspeed-rl train --config run.yaml"]
     load = "--load result/hf/latest --max-new-tokens $answer"
     if kind.options:
         commands.append(f"mindspeed-rl evaluate {load} --task jsonl --task-data-path heldout.jsonl {kind.options}")
@@ -303,10 +328,7 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
         note = "for random weights; a model that has been trained needs 10 to 1000 times less"
         lr = "1.0e-3"
         return {"model": "model", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note} | _as_text(sizes)
-    name = parse_hub_name(model)
-    path = Path(model).expanduser().resolve() if name is None else fetch(name, "--model", "tokenizer")
-    if not (path / "config.json").is_file():
-        raise ValueError(f"--model {model} holds no config.json: give a Hugging Face folder")
+    name, path = parse_hub_name(model), _find_model(model, "--model")
     try:
         hidden = int(read_json(path / "config.json").get("hidden_size", 4096))
     except (ValueError, AttributeError) as error:
@@ -325,6 +347,19 @@ def _choose_sizes(kind: _Kind, model: str | None) -> dict[str, str]:
     } | _as_text(sizes)
 
 
+def _find_model(model: str, option: str) -> Path:
+    """Return the folder of a model, which is fetched where its name is one of a hub.
+
+    Raises:
+        ValueError: the folder holds no model.
+    """
+    name = parse_hub_name(model)
+    path = Path(model).expanduser().resolve() if name is None else fetch(name, option, "tokenizer")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{option} {model} holds no config.json: give a Hugging Face folder")
+    return path
+
+
 def _as_text(sizes: dict[str, float]) -> dict[str, str]:
     return {name: str(value) for name, value in sizes.items()}
 
@@ -338,8 +373,12 @@ def _computes_bfloat16() -> bool:
     return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or any(Path("/dev").glob("davinci*"))
 
 
-def _save_tiny_model(folder: Path) -> None:
-    """Save a random Qwen2.5 of 0.8M parameters with one token a printable ASCII character; the same bytes every time."""
+def _save_tiny_model(folder: Path, seed: int = 7, spread: float = 0.05) -> None:
+    """Save a random Qwen2.5 of 0.8M parameters with one token per printable ASCII character; the same bytes every time.
+
+    Args:
+        spread: standard deviation of the weights; larger, some tokens are far more probable than others.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -362,11 +401,11 @@ def _save_tiny_model(folder: Path) -> None:
         num_key_value_heads=2,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        initializer_range=0.05,
+        initializer_range=spread,
         bos_token_id=None,
         eos_token_id=fast.eos_token_id,
         pad_token_id=fast.pad_token_id,
     )
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     fast.save_pretrained(folder)

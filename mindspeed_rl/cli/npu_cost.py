@@ -21,7 +21,7 @@ def main(argv: list[str]) -> int:
         description="Kernels, collectives, copies, waits and memory of one iteration of a rank and of plain Megatron; needs "
         "an NPU or the simulated one (tests/npu_sim/run.sh --run mindspeed-rl npu-cost ...).",
     )
-    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-name", "--config", required=True, help="run file, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model that is counted, in place of all")
     parser.add_argument("--rows", type=int, default=4, help="rows of an update on one rank")

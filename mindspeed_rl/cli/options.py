@@ -49,8 +49,11 @@ class RunParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.partition("unrecognized arguments: ")[2].split()
         for word in unknown if unknown and unknown[0].startswith("-") else ():
-            name, _, value = word.lstrip("-").replace("-", "_").partition("=")
-            key = next((path for path in collect_keys() if path == name or path.endswith(f".{name}")), None)
+            name, _, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            group, _, last = name.rpartition(".")
+            key = next((path for path in collect_keys() if path == name or path.endswith(f".{last}")), None)
+            key = name if key is not None and group else key  # as actor_config.lr, which is a key of megatron_training as well
             if name == "config_name":
                 message += "; the option is --config-name"
             elif key is not None:

@@ -91,7 +91,7 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-name", required=True, help="run file, with or without .yaml")
+    parser.add_argument("--config-name", "--config", required=True, help="run file, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
     parser.add_argument("--chip", choices=[*DEVICES], default=None, help="device kind; by the run file's platform and name")

@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", nargs="?", help="name of a YAML file in the config folder")
-    parser.add_argument("--config-name", help="the same, as a flag")
+    parser.add_argument("--config-name", "--config", dest="config_name", help="the same, as a flag")
     parser.add_argument("--config-dir", default=None, help=f"folder of the YAML files (default: {_CONFIG_DIR})")
     parser.add_argument("--show", type=int, metavar="N", help="print N samples with trained tokens marked, write nothing")
     for add_group in (_add_data, _add_text, _add_work, _add_ignored):

@@ -47,7 +47,7 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--model", type=Path, help="Hugging Face folder; default: the actor's of --config-name")
     add("--join", type=Path, metavar="RUN", help="folder of a run that goes: serve it, with its settings, until either ends")
-    add("--config-name", help="run file whose generate_config the engine has")
+    add("--config-name", "--config", help="run file whose generate_config the engine has")
     add("--config-dir", help="folder of the run file; default: the project's configs/")
     add("--host", default="127.0.0.1", help="address to listen on; 127.0.0.1 is reached from this machine only")
     add("--port", type=int, default=8000, help="port to listen on")

@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
         description="Ask a server with vLLM's completions for the log-probs of all tokens that a run of stage sft learns, and "
         "store its most probable tokens next to the data, for sft_loss_type forward_kl or reverse_kl.",
     )
-    parser.add_argument("--config-name", required=True, help="run file of stage sft, with or without .yaml")
+    parser.add_argument("--config-name", "--config", required=True, help="run file of stage sft, with or without .yaml")
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--server", required=True, help="address of the teacher: http://host:port/v1")
     parser.add_argument("--topk", type=int, default=64, help="tokens that are stored for each position; default 64")

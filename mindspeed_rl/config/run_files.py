@@ -154,6 +154,9 @@ def _force_override(item: str) -> str:
     key, equals, value = item.partition("=")
     if not key or not equals and not item.startswith("~"):
         raise ConfigError([f"override {item[:200]!r} is not of the form group.key=value"])
+    if key != key.strip() or value != value.lstrip():
+        near = f"{key.strip()}={value.strip()}"
+        raise ConfigError([f"override {item[:200]!r} has blanks around the equals sign; write {near[:200]}"])
     keeps = item[0] in "+~" or key.startswith("hydra.") or key == "model" or "@" in key
     forced = item if keeps else f"++{item}"
     name, is_path = forced.partition("=")[0], key.rpartition(".")[2].replace("-", "_") in PATH_KEYS and ".deadlines." not in key
@@ -233,6 +236,13 @@ def _read_defaults(path: Path, group: str) -> Iterator[str]:
                 yield os.path.join("/", group, choice, str(name).partition("@")[0]).lstrip("/")
 
 
+def _find_wide_colon(text: str) -> str:
+    """Return a phrase that names the first line whose key ends in a full-width colon; "" without one."""
+    lines = enumerate(text.splitlines(), start=1)
+    number = next((number for number, line in lines if re.match(r"\s*[\w.-]+\s*：", line)), None)
+    return "" if number is None else f"; line {number} has a full-width colon (：): write : and a blank"
+
+
 def _join_lines(error: Exception) -> str:
     return " ".join(line.strip() for line in str(error).splitlines() if line.strip())
 
@@ -297,6 +307,6 @@ def check_yaml(path: Path) -> None:
     except ConfigError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError([f"{path} cannot be read: {_join_lines(error)[:500]}"]) from None
+        raise ConfigError([f"{path} cannot be read: {_join_lines(error)[:500]}{_find_wide_colon(text)}"]) from None
     except RecursionError:
         raise ConfigError([f"{path} is nested too deeply"]) from None

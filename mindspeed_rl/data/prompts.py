@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 _SLICE = re.compile(r"(.+?)(?:\[(\d*):(\d*)\]|#(\d+))")
 #: column of the tokens of the prompt that teachers read in place of the student's
 TEACHER_PROMPT_IDS = "teacher_prompt_ids"
+#: names of an object that has all rows of a data set
+_NAMES_OF_DATA = ("train", "test", "validation", "data", "rows", "examples", "instances", "items")
 #: prefixes of names of data sets on a hub
 HUBS = (HF, MS)
 
@@ -396,16 +398,18 @@ def open_prompts(
     """
     settings = settings or PromptSettings()
     check_prompt_files(data_path)
-    data_path, start, stop = split_slice(str(data_path))
+    named, (data_path, start, stop) = str(data_path), split_slice(str(data_path))
     if list_packed_columns(data_path):
         indexed = _IndexedPrompts(data_path, tokenizer, dataset_additional_keys, settings.image_rules)
         lengths = indexed.rows.lengths("input_ids")[start:stop]
+        _check_slice(named, start, len(lengths))
         return PromptDataset(
             indexed, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped={}, first=start
         )
     opened = open_hub(data_path) if data_path.startswith(HUBS) else open_source(data_path)
     source = replace(opened, max_rows=stop, skip_rows=start)
     rows, dropped = _load_raw(source, tokenizer, dataset_additional_keys, settings)
+    _check_slice(named, start, len(rows.tokens) + sum(dropped.values()))
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
     return PromptDataset(
         rows, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped=dropped, note=source.note
@@ -490,6 +494,12 @@ class PromptChunk:
     left_out: list[LeftOutRow]
 
 
+def _check_slice(data_path: str, start: int, num_rows: int) -> None:
+    """Raise ValueError where the data ends before the first row of its slice."""
+    if start and not num_rows:
+        raise ValueError(f"data_path={data_path!r} selects no row: the data ends before row {start}, counted from 0")
+
+
 def _load_raw(
     source: Source,
     tokenizer: PreTrainedTokenizerBase,
@@ -558,6 +568,7 @@ def _build_handler(
     is_plain = isinstance(first.get("prompt"), str) and not has_messages(first["prompt"])
     if settings.map_keys is None and is_plain and "instruction" not in first:
         settings = replace(settings, map_keys=_PLAIN_COLUMNS)
+    _check_layout(first)
     _check_label_column(first, settings.map_keys)
     if keys is None:
         guess = handler_class(settings.handler_name or _choose_handler(first, (LABELS,), settings.map_keys))
@@ -582,6 +593,8 @@ def _build_handler(
         raise ValueError(
             f"handler_name={settings.handler_name!r} is not for prompts; use a PPO..., R1... or Math17k... handler"
         )
+    if settings.on_bad_row == "error":
+        _check_prompt_column(first, handler.map.get("prompt"))
     return handler
 
 
@@ -615,6 +628,27 @@ def _read_prompts(
     # rows that cannot be encoded come after all that cannot be rendered
     left_out.sort(key=lambda row: row.number)
     return PromptChunk(path, prompts, left_out)
+
+
+def _check_layout(row: Row) -> None:
+    """Raise ValueError where the first row is a whole data set, as in {"train": [{...}, {...}]}."""
+    for name, value in row.items():
+        rows = value if isinstance(value, list) else []
+        if name in _NAMES_OF_DATA and rows and all(isinstance(item, Mapping) for item in rows):
+            raise ValueError(
+                f"the data has one row, whose column {name!r} has {len(rows)} objects: are these the rows? Write them one per"
+                " line (.jsonl), or as one array without a name around it"
+            )
+
+
+def _check_prompt_column(row: Row, column: object) -> None:
+    """Raise ValueError where the rows have no column of prompts, but chat messages in another one."""
+    chat = next((name for name in ("messages", "conversations", "conversation") if has_messages(row.get(name))), None)
+    if chat is not None and isinstance(column, str) and column and column not in row:
+        raise ValueError(
+            f"map_keys: the prompt is read from the column {column!r}, which the rows do not have; their column {chat!r} has"
+            f" chat messages: write map_keys: {{prompt: {chat}}}, with messages up to the user's question"
+        )
 
 
 def _check_label_column(row: Row, map_keys: Mapping[str, object] | None) -> None:

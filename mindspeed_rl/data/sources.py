@@ -28,7 +28,7 @@ from mindspeed_rl.data.conversation import MalformedRowError, Row
 from mindspeed_rl.data.hub import HF, MS, fetch, parse_hub_name
 from mindspeed_rl.data.short_floats import shorten_floats
 from mindspeed_rl.data.strict_json import StrictDecoder
-from mindspeed_rl.files import open_regular
+from mindspeed_rl.files import describe_foreign, open_regular
 
 _FORMATS = {
     ".jsonl": "jsonl",
@@ -463,7 +463,9 @@ def _array_elements(file: io.TextIOWrapper, path: str) -> Iterator[object]:
                 if violation is not None:
                     byte = _find_invalid_byte(buffer[start:at])
                     yield MalformedRowError(
-                        f"is not valid JSON ({violation})" if byte is None else f"is not UTF-8 (byte {byte:#04x})"
+                        f"is not valid JSON ({violation})"
+                        if byte is None
+                        else f"is not UTF-8 (byte {byte:#04x}): save the file as UTF-8"
                     )
                 else:
                     yield value
@@ -489,6 +491,8 @@ def _csv_chunks(path: str, size: ChunkSize) -> Iterator[Chunk]:
         # newline "": the csv module handles line ends inside quotes
         text = io.TextIOWrapper(content, encoding="utf-8-sig", errors=_KEEP_BYTES, newline="")
         header = text.readline()
+        if (foreign := describe_foreign(header.encode(errors=_KEEP_BYTES))) is not None:
+            raise ValueError(f"'{path}' is {foreign}")
         reader = csv.DictReader(itertools.chain([header], text), delimiter=find_separator(header))
         _check_names(path, reader.fieldnames or ())
         for number, row in enumerate(reader, start=1):
@@ -530,7 +534,7 @@ def _csv_row(row: Row) -> Row | MalformedRowError:
     if None in row or None in row.values():
         return MalformedRowError("has more or fewer fields than the header")
     byte = next((byte for value in row.values() if (byte := _find_invalid_byte(value)) is not None), None)
-    return row if byte is None else MalformedRowError(f"is not UTF-8 (byte {byte:#04x})")
+    return row if byte is None else MalformedRowError(f"is not UTF-8 (byte {byte:#04x}): save the file as UTF-8")
 
 
 def _find_invalid_byte(text: str) -> int | None:
@@ -682,14 +686,17 @@ def _text_row(line: bytes) -> Row | MalformedRowError:
         # a file's first line may begin with a byte order mark
         return {"text": line.decode("utf-8-sig").rstrip("\r")}
     except UnicodeDecodeError as error:
-        return MalformedRowError(f"is not UTF-8 ({error})")
+        return MalformedRowError(f"is {describe_foreign(line) or f'not UTF-8 ({error}): save the file as UTF-8'}")
 
 
 def _json_row(line: bytes) -> Row | MalformedRowError:
     try:
         return strict_json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        return MalformedRowError(f"is {describe_foreign(line) or f'not UTF-8 (byte {byte:#04x}): save the file as UTF-8'}")
     except ValueError as error:
-        return MalformedRowError(f"is not valid JSON ({error})")
+        return MalformedRowError(f"is {describe_foreign(line) or f'not valid JSON ({error})'}")
 
 
 def _limit_rows(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:

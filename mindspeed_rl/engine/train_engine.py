@@ -56,6 +56,7 @@ from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
 from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
+from mindspeed_rl.observability import heartbeat
 
 _log = logging.getLogger(__name__)
 
@@ -507,7 +508,8 @@ class TrainEngine:
             return computed, partial(on_output, index, micro_batch)
 
         # every virtual stage reads all micro-batches
-        iterators = [enumerate(micro_batches) for _ in self.chunks]
+        items = list(enumerate(micro_batches))
+        iterators = [heartbeat.count_items(items, "micro-batches"), *(iter(items) for _ in self.chunks[1:])]
         return {
             "forward_step_func": forward_step,
             "data_iterator": iterators if len(iterators) > 1 else iterators[0],

@@ -6,7 +6,7 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +68,11 @@ def main(argv: list[str]) -> int:
         "command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is, or a script; "-" reads it from stdin'
     )
     arguments = parser.parse_args(argv)
+    if (count := _count_leading(parser, arguments.command)) > 0:  # options of import between the project and the command
+        front = argv[: len(argv) - len(arguments.command) - 1]
+        leading, command = arguments.command[:count], arguments.command[count:]
+        argv = [*front, *leading, arguments.project, *command]
+        arguments = parser.parse_args(argv)
     words = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     is_whole = bool(words) and (any(char.isspace() for char in words[0]) or Path(words[0]).is_file())
     if is_whole and words[1:] and words[1].startswith("-"):
@@ -98,6 +103,15 @@ def main(argv: list[str]) -> int:
         return report_failure(error)
     print(f"\nwritten: {path}\nshow its plan: {imported} {path}")
     return 0
+
+
+def _count_leading(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Return how many words in front of a command are options of this parser, with their values."""
+    arity = {flag: 1 if action.nargs == 0 else 2 for action in parser._actions for flag in action.option_strings}
+    count = 0
+    while count < len(words) and (name := words[count].partition("=")[0]) in arity and words[count] != "-":
+        count += 1 if "=" in words[count] else arity[name]
+    return min(count, len(words))
 
 
 def _read_command(words: list[str], project: SourceProject) -> str:

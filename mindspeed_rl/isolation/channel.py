@@ -40,6 +40,25 @@ def pack(message: Message) -> bytes:
     return _HEADER.pack(len(body)) + body
 
 
+def unpack(frame: bytes) -> Message:
+    """Return the message of a frame.
+
+    Raises:
+        ChannelError: it is none.
+    """
+    return _decode(frame[_HEADER.size :])
+
+
+def _decode(body: bytes) -> Message:
+    try:
+        message = msgpack.unpackb(body, strict_map_key=False, unicode_errors="surrogatepass")
+    except (ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise ChannelError(f"{len(body)} bytes that msgpack cannot read: {type(error).__name__}") from None
+    if not isinstance(message, dict):
+        raise ChannelError(f"a message that is {type(message).__name__}")
+    return message
+
+
 class Channel:
     """One end of a connection. Blocking by default; `receive_ready` is for callers that select on `fileno()`.
 
@@ -129,13 +148,6 @@ class Channel:
         end = _HEADER.size + length
         if len(self._buffer) < end:
             return None
-        try:
-            message = msgpack.unpackb(
-                bytes(self._buffer[_HEADER.size : end]), strict_map_key=False, unicode_errors="surrogatepass"
-            )
-        except (ValueError, RecursionError, msgpack.UnpackException) as error:
-            raise ChannelError(f"{length} bytes that msgpack cannot read: {type(error).__name__}") from None
+        message = _decode(bytes(self._buffer[_HEADER.size : end]))
         del self._buffer[:end]
-        if not isinstance(message, dict):
-            raise ChannelError(f"a message that is {type(message).__name__}")
         return message

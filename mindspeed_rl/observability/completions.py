@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TypedDict
@@ -78,6 +79,16 @@ class Completion:
         if tokens is not None:
             record["tokens"] = {name: value for name, value in tokens.items() if value is not None}
         return record
+
+
+def choose_group(completions: Sequence[Completion]) -> list[Completion]:
+    """Return the responses to the first prompt whose rewards differ, best first; those to the first prompt where none do."""
+    groups: dict[int | None, list[Completion]] = {}
+    for completion in completions:
+        groups.setdefault(completion.group, []).append(completion)
+    found = [group for group in groups.values() if len({completion.reward for completion in group}) > 1]
+    chosen = next(iter(found or groups.values()), [])
+    return sorted(chosen, key=lambda completion: -math.inf if completion.reward is None else completion.reward, reverse=True)
 
 
 class CompletionRecord(TypedDict):

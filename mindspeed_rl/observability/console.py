@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import statistics
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+from rich.text import Text
 
+from mindspeed_rl.observability.completions import Completion, choose_group
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_text
 
@@ -72,6 +78,14 @@ _PHASES: tuple[tuple[str, str], ...] = (
 )
 
 
+#: responses of a table of completions, and lines of each
+_MAX_RESPONSES, _MAX_LINES = 4, 2
+#: columns of a table where the output is no terminal
+_PIPE_WIDTH = 100
+#: seconds between two looks at how far an iteration is
+_ACTIVITY_S = 1.0
+
+
 def format_table(title: str, rows: Mapping[str, str]) -> str:
     """Return title and aligned rows; rows without a text are left out."""
     shown = {name: clean_text(text) for name, text in rows.items() if text}
@@ -128,19 +142,74 @@ def format_summary(
     return format_table(f"{outcome.partition(':')[0]}:", rows)
 
 
-def _format_metrics(iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None) -> str:
-    """Return an iteration as a line: "iteration 2/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left"."""
+def _format_metrics(
+    iteration: int, total: int, metrics: Mapping[str, float], eta_s: float | None = None, width: int | None = None
+) -> str:
+    """Return an iteration as a line: "iteration 2/250 | reward 0.71 | ... | 0.31 s (rollout 0.12, update 0.1) | 1:02 left".
+
+    Args:
+        width: columns of the terminal. A longer line becomes two, the seconds in the second one, each without what does
+            not fit. None for any length.
+    """
     columns = [f"iteration {iteration:>{len(str(total))}}/{total}"]
     shown: set[str] = set()
-    for name, label, spec in _COLUMNS:
-        if name not in metrics or label in shown:
-            continue
-        shown.add(label)
-        value = format(metrics[name], spec)
-        columns.append(f"{value} s" if label == "s" else f"{label} {value}")
-        phases = [f"{phase} {metrics[timer]:.2f}" for timer, phase in _PHASES if label == "s" and timer in metrics]
-        columns[-1] += f" ({', '.join(phases)})" if phases else ""
-    return " | ".join([*columns, *([] if eta_s is None else [f"{format_duration(eta_s)} left"])])
+    for name, label, spec in _COLUMNS[:-1]:
+        if name in metrics and label not in shown:
+            shown.add(label)
+            columns.append(f"{label} {metrics[name]:{spec}}")
+    phases = [(metrics[timer], f"{phase} {metrics[timer]:.2f}") for timer, phase in _PHASES if timer in metrics]
+    total_s = metrics.get("timing/all")
+    left = [] if eta_s is None else [f"{format_duration(eta_s)} left"]
+
+    def join_times() -> str:
+        names = f" ({', '.join(text for _, text in phases)})" if phases else ""
+        return " | ".join([*([] if total_s is None else [f"{total_s:.2f} s{names}"]), *left])
+
+    line = " | ".join(filter(None, [*columns, join_times()]))
+    if width is None or len(line) <= width:
+        return line
+    indent = " " * (columns[0].find("/") - len(str(total)))
+    while len(indent + join_times()) > width and phases:
+        phases.remove(min(phases))  # the shortest one
+    while len(" | ".join(columns)) > width and len(columns) > 1:
+        columns.pop()
+    return f"{' | '.join(columns)}\n{indent}{join_times()}"
+
+
+def format_completions(completions: Sequence[Completion], width: int) -> str:
+    """Return responses to one prompt as a table: the best and the worst of the first prompt whose rewards differ.
+
+    Args:
+        width: columns of the terminal.
+    """
+    group = choose_group(completions)
+    if not group:
+        return ""
+    half = _MAX_RESPONSES // 2
+    shown = group if len(group) <= _MAX_RESPONSES else [*group[:half], *group[-half:]]
+    names = list(dict.fromkeys(name for completion in shown for name in completion.parts))
+    names = names if len(names) > 1 else []  # one part is the reward
+    table = Table(box=SIMPLE, show_edge=False, pad_edge=False, width=width)
+    for name in ("reward", *names):
+        table.add_column(Text(name), justify="right", no_wrap=True)
+    table.add_column("response", ratio=1, overflow="fold")
+    for completion in shown:
+        numbers = [completion.reward, *(completion.parts.get(name) for name in names)]
+        cells = ["-" if number is None else f"{number:.3g}" for number in numbers]
+        table.add_row(*cells, Text(_cut(completion.response, _MAX_LINES * width)))
+    output = io.StringIO()
+    Console(file=output, width=width, color_system=None, legacy_windows=False).print(table)
+    more = f" ({len(shown)} of {len(group)} responses)" if len(shown) < len(group) else ""
+    lines = [f"prompt: {_cut(group[0].prompt, 2 * width - 40, keeps_end=True)}{more}", *output.getvalue().splitlines()]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _cut(text: str, length: int, *, keeps_end: bool = False) -> str:
+    """Return a text in one line, without what is longer than this: its end, or its start."""
+    text = clean_text(text).replace("\n", " ").strip()
+    if len(text) <= length:
+        return text
+    return f"...{text[-length:]}" if keeps_end else f"{text[:length]}..."
 
 
 class StartSteps:
@@ -165,7 +234,7 @@ class StartSteps:
 
 
 class IterationProgress:
-    """Show a run's iterations as a line each, with a bar on a terminal; a context manager.
+    """Show a run's iterations as a line each, or two on a narrow terminal, where a bar shows what happens; a context manager.
 
     Piped lines have no control characters.
 
@@ -176,6 +245,7 @@ class IterationProgress:
         stream: output; a bar is drawn only on a terminal.
         every: iterations between two lines; the last one always has a line.
         now_s: seconds from a monotonic clock.
+        activity: describes how far the iteration is, for the bar.
     """
 
     def __init__(
@@ -187,34 +257,57 @@ class IterationProgress:
         stream: TextIO | None = None,
         every: int = 1,
         now_s: Callable[[], float] = time.monotonic,
+        activity: Callable[[], str] = str,
     ) -> None:
+        self._activity, self._end = activity, threading.Event()
         self.total, self._first, self._every = total, start, every
         self._now_s, self._start_s = now_s, now_s()
         self._stream = stream if stream is not None else sys.stdout
         self._bar: Progress | None = None
         if self._stream.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, TimeRemainingColumn(), console=Console(file=self._stream), transient=True)
-            self._task = self._bar.add_task(title, total=total, completed=start)
+            last = TextColumn("{task.fields[activity]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+            columns = (TextColumn("{task.description}"), BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn())
+            times = TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True))
+            self._bar = Progress(*columns, times, last, console=Console(file=self._stream), transient=True)
+            self._task = self._bar.add_task(title, total=total, completed=start, left="", activity="")
 
     def __enter__(self) -> IterationProgress:
         if self._bar is not None:
             self._bar.start()
+            threading.Thread(target=self._follow, args=(self._bar,), name="activity", daemon=True).start()
         return self
 
+    def _follow(self, bar: Progress) -> None:
+        """Show how far the iteration is, until the end."""
+        while not self._end.wait(_ACTIVITY_S):
+            bar.update(self._task, activity=self._activity())
+
     def __exit__(self, *exception: object) -> None:
+        self._end.set()
         if self._bar is not None:
             self._bar.stop()
 
     def update(self, iteration: int, metrics: Mapping[str, float]) -> None:
         """Show the line of an iteration (the first is 1) and advance the bar."""
-        if iteration % self._every == 0 or iteration == self.total or any(name.startswith("eval/") for name in metrics):
-            # iterations before a resume took none of this time
-            done, left = iteration - self._first, self.total - iteration
-            eta_s = (self._now_s() - self._start_s) / done * left if done > 0 and left > 0 else None
+        is_shown = iteration % self._every == 0 or iteration == self.total or any(name.startswith("eval/") for name in metrics)
+        if not is_shown and self._bar is None:
+            return
+        # iterations before a resume took none of this time
+        done, left = iteration - self._first, self.total - iteration
+        eta_s = (self._now_s() - self._start_s) / done * left if done > 0 and left > 0 else None
+        if self._bar is None:
             self.note(_format_metrics(iteration, self.total, metrics, eta_s))
-        if self._bar is not None:
-            self._bar.update(self._task, completed=iteration)
+            return
+        if is_shown:  # the bar has the time that is left
+            self.note(_format_metrics(iteration, self.total, metrics, width=self._bar.console.width))
+        text = "" if eta_s is None else f"{format_duration(eta_s)} left"
+        self._bar.update(self._task, completed=iteration, left=text, activity="")
+
+    def show_completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        """Show responses of an iteration as a table."""
+        width = _PIPE_WIDTH if self._bar is None else self._bar.console.width
+        if table := format_completions(completions, width):
+            self.note(f"responses of iteration {iteration}\n{table}")
 
     def note(self, text: str) -> None:
         """Show a line of its own."""

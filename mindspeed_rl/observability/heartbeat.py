@@ -14,8 +14,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 #: folder of these files in the run folder
 FOLDER = "alive"
@@ -23,6 +24,13 @@ FOLDER = "alive"
 _CHECK_S = 0.5
 #: a record is written over the one before in one call, so that no reader gets half of one
 _RECORD_BYTES = 1024
+
+#: shortest time between two records of a count
+_COUNT_S = 0.5
+#: processes whose counts are added up for a line of the console
+_MAX_COUNTED = 64
+
+_Item = TypeVar("_Item")
 
 #: reads the record of the collectives; see `Platform.collective_record`
 _Recorder = Callable[[], Mapping[str, object]]
@@ -66,6 +74,8 @@ class _Heartbeat:
         self._beats, self._answered_ns = 0, self._read_request()
         self._fields = {"name": name, "pid": os.getpid(), "host": socket.gethostname(), "interval_s": interval_s}
         self.doing, self.since, self.warning = "no phase", time.time(), ""
+        self._counted: list[object] = []
+        self._counted_s = 0.0
         self.on_warning: Callable[[], None] = lambda: None
         with contextlib.suppress(ValueError):  # in another thread: only the main thread may handle signals
             # without chain: the signal's default action ends the process
@@ -76,8 +86,16 @@ class _Heartbeat:
 
     def set(self, doing: str) -> None:
         """Note that the process enters another phase."""
-        self.doing, self.since = doing, time.time()
+        self.doing, self.since, self._counted = doing, time.time(), []
         self._write()
+
+    def count(self, done: int, total: int, unit: str, num_tokens: int) -> None:
+        """Note how far the phase is; writes the last count, and others seldom."""
+        self._counted = [done, total, unit, num_tokens]
+        now_s = time.monotonic()
+        if done == total or now_s - self._counted_s >= _COUNT_S:
+            self._counted_s = now_s
+            self._write()
 
     def end(self) -> None:
         """Note that the process has ended regularly, so that its silence is not a fault."""
@@ -118,7 +136,8 @@ class _Heartbeat:
         with self._lock, contextlib.suppress(OSError):
             doing = self.doing[:500]
             while True:
-                text = json.dumps({**self._fields, "beats": self._beats, "doing": doing, "since": self.since}).encode()
+                fields = {**self._fields, "beats": self._beats, "doing": doing, "since": self.since, "counted": self._counted}
+                text = json.dumps(fields).encode()
                 if len(text) <= _RECORD_BYTES or not doing:
                     break
                 doing = doing[: len(doing) // 2]  # a letter that is not ASCII takes six bytes
@@ -149,3 +168,42 @@ def doing(phase: str) -> Iterator[None]:
         yield
     finally:
         beat.set(before)
+
+
+def count(done: int, total: int, unit: str, num_tokens: int = 0) -> None:
+    """Show how far the phase of this process is: items that are done, of how many; without a heartbeat do nothing."""
+    if current is not None:
+        current.count(done, total, unit, num_tokens)
+
+
+def count_items(items: Sequence[_Item], unit: str) -> Iterator[_Item]:
+    """Yield the items, and show how many are done."""
+    for index, item in enumerate(items):
+        yield item
+        count(index + 1, len(items), unit)
+
+
+def describe_counts(folder: Path) -> str:
+    """Describe how far the processes of a run are in their phase, such as "37 of 128 samples, 4,210 tokens"; "" without counts.
+
+    Args:
+        folder: run folder.
+    """
+    sums: dict[str, list[int]] = {}
+    newest, unit = 0.0, ""
+    with contextlib.suppress(OSError):
+        for path in sorted((folder / FOLDER).glob("*.json"))[:_MAX_COUNTED]:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                record = json.loads(path.read_bytes())
+                if not record["counted"]:
+                    continue
+                *numbers, name, tokens = record["counted"]
+                total = sums.setdefault(str(name), [0, 0, 0])
+                for index, number in enumerate((*numbers, tokens)):
+                    total[index] += int(number)
+                if record["since"] >= newest:
+                    newest, unit = record["since"], str(name)
+    if not unit:
+        return ""
+    done, of, tokens = sums[unit]
+    return f"{done:,} of {of:,} {unit}" + (f", {tokens:,} tokens" if tokens else "")

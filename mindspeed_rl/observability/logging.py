@@ -98,6 +98,14 @@ class _CleanFormatter(logging.Formatter):
         return clean_text(hide_in_text(super().format(record)))
 
 
+class _CurrentStderr(logging.Handler):
+    """Writes to what standard error is at the time of a record: under a progress bar a stream that keeps the bar below it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed, or its reader is gone
+            print(self.format(record), file=sys.stderr, flush=True)
+
+
 def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bool = True, level: int = logging.INFO) -> None:
     """Send all records of this process to the log file, and the important ones to stderr, without secrets.
 
@@ -122,7 +130,7 @@ def set_up_logging(log_file: Path | None, *, worker: str = "driver", console: bo
         to_file.setFormatter(_CleanFormatter(_FILE_FORMAT, defaults={"worker": worker}))
         root.addHandler(to_file)
     if console:
-        to_console = logging.StreamHandler(sys.stderr)
+        to_console = _CurrentStderr()
         to_console.setFormatter(_CleanFormatter("%(message)s"))
         to_console.addFilter(lambda record: _is_important(record, level))
         root.addHandler(to_console)

@@ -24,12 +24,16 @@ from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
+from mindspeed_rl.observability.picture import draw_result
+from mindspeed_rl.observability.result import build_result, find_exports, write_index, write_model_card
 from mindspeed_rl.observability.run_files import read_files
 
 _LOG = logging.getLogger(__name__)
 
 #: times of a live page: shortest time between two, pause for each second that one took, longest wait for it at the end of a run
 _INTERVAL_S, _PAUSE_S, _LAST_S = 30.0, 50.0, 30.0
+#: name of folders that have an index of the runs in them
+_INDEXED = "runs"
 #: packages with an influence on results
 _PACKAGES = (
     "torch",
@@ -70,7 +74,9 @@ def write_report(
     planned_iterations: int | None = None,
     plan: Callable[[History], Mapping[str, Any]] | None = None,
 ) -> Path:
-    """Write report.html, report.md and report.json into the run folder.
+    """Write report.html, report.md and report.json into the run folder; of a run that has ended also report.png.
+
+    A model card is put beside the exports of a run that has ended, and a folder `runs` has an index of its runs.
 
     Args:
         run_dir: the folder that holds metrics.jsonl (it may be missing: a run that failed early).
@@ -108,10 +114,18 @@ def write_report(
     text = json.dumps(report, indent=2, default=str)
     write_file(run_dir / "report.json", text + "\n")
     path = run_dir / "report.md"
-    page = _markdown(report, summaries, find_alerts(run.history, run.completions))
-    write_file(path, clean_text(page))
     # as a page made from the folder later reads it
-    write_page(run_dir / "report.html", [replace(run, report=json.loads(text))])
+    run = replace(run, report=json.loads(text))
+    result = build_result(run)
+    page = _markdown(report, summaries, find_alerts(run.history, run.completions), result.format_markdown())
+    write_file(path, clean_text(page))
+    write_page(run_dir / "report.html", [run])
+    if not outcome.startswith("running"):
+        write_file(run_dir / "report.png", draw_result(result))
+        for folder in find_exports(run.report):
+            write_model_card(folder, result)
+        if run_dir.absolute().parent.name == _INDEXED:
+            write_index(run_dir.absolute().parent)
     return path
 
 
@@ -193,8 +207,10 @@ def _format_timings(summaries: Mapping[str, _Summary]) -> list[str]:
     return [*lines, ""]
 
 
-def _markdown(report: Mapping[str, Any], summaries: Mapping[str, _Summary], alerts: Sequence[Alert]) -> str:
-    lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", ""]
+def _markdown(
+    report: Mapping[str, Any], summaries: Mapping[str, _Summary], alerts: Sequence[Alert], result: Sequence[str]
+) -> str:
+    lines = [f"# {report['title']}", "", f"Outcome: {report['outcome']}. Iterations: {report['iterations']}.", "", *result]
     lines += ["Curves, samples and all metrics: `report.html` next to this file; every figure and key: `report.json`.", ""]
     lines += [f"- **{'!' if alert.severity == 'bad' else '?'}** {alert.text} {alert.advice}" for alert in alerts]
     lines += [""] if alerts else []

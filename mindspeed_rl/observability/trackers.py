@@ -24,7 +24,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
-from mindspeed_rl.files import write_file
+from mindspeed_rl.files import read_json, write_file
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.run_files import CONSUMED, EXAMPLES, LineWriter
 
@@ -41,6 +41,8 @@ _WHEELS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab",
 
 #: heads of a table of completions
 _COLUMNS = ("iteration", "group", "sample", "prompt", "response", "reward", "parts", "advantage")
+#: file with the ids of the services' runs; trackers write it from threads of their own
+_RUN_IDS, _RUN_IDS_LOCK = "trackers.json", threading.Lock()
 #: time that all trackers together have to finish when a run ends
 _CLOSE_S = 60.0
 #: records that wait for a slow tracker before further ones are left out
@@ -260,7 +262,10 @@ class _WandbTracker(_RunTracker):
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
         self._wandb = import_module("wandb")
+        run_id = _read_run_ids(run_dir).get("wandb")
         self._run = self._wandb.init(
+            id=run_id,
+            resume=None if run_id is None else "allow",
             project=rl_config.wandb_project or None,
             name=rl_config.wandb_exp_name or None,
             dir=rl_config.wandb_save_dir or str(run_dir),
@@ -269,6 +274,7 @@ class _WandbTracker(_RunTracker):
             # by default it redirects the console, and prints a summary at the end
             settings={"console": "off", "silent": True},
         )
+        _keep_run_id(run_dir, "wandb", self._run.id)
         _logger.info("wandb: %s", self._run.url or f"offline in {self._run.dir}; wandb sync sends it")
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
@@ -281,13 +287,20 @@ class _SwanlabTracker(_RunTracker):
 
     def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
         self._swanlab = import_module("swanlab")
+        # a run on a disk has no id to go on with
+        is_online = rl_config.swanlab_mode in (None, "", "cloud", "online")
+        run_id = _read_run_ids(run_dir).get("swanlab") if is_online else None
         self._run = self._swanlab.init(
+            **({} if run_id is None else {"id": run_id, "resume": "allow"}),
             project=rl_config.swanlab_project or None,
             experiment_name=rl_config.swanlab_exp_name or None,
             mode=rl_config.swanlab_mode or None,
             logdir=rl_config.swanlab_save_dir or str(run_dir / "swanlab"),
             config=dict(config),
         )
+        made = getattr(self._run, "id", None)  # releases before 0.8 have none
+        if is_online and isinstance(made, str):
+            _keep_run_id(run_dir, "swanlab", made)
 
     def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
         texts = [
@@ -310,8 +323,13 @@ class _MlflowTracker:
         name = rl_config.mlflow_experiment or "mindspeed_rl"
         existing = self._client.get_experiment_by_name(name)
         experiment = self._client.create_experiment(name) if existing is None else existing.experiment_id
-        run = self._client.create_run(experiment, run_name=rl_config.mlflow_run_name or run_dir.name)
-        self._run_id = run.info.run_id
+        run_id = _read_run_ids(run_dir).get("mlflow")
+        if run_id is None:
+            run_id = self._client.create_run(experiment, run_name=rl_config.mlflow_run_name or run_dir.name).info.run_id
+            _keep_run_id(run_dir, "mlflow", run_id)
+        else:
+            self._client.update_run(run_id, status="RUNNING")
+        self._run_id = run_id
         self._client.log_text(self._run_id, json.dumps(config, indent=1, ensure_ascii=False), "config.json")
 
     def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -327,6 +345,23 @@ class _MlflowTracker:
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)
+
+
+def _read_run_ids(run_dir: Path) -> dict[str, str]:
+    """Return the ids of the services' runs that a run which resumes goes on with, by tracker."""
+    path = run_dir / _RUN_IDS
+    try:
+        ids = read_json(path) if path.is_file() else {}
+    except ValueError as error:
+        _logger.warning("services show a new run: %s", error)
+        ids = {}
+    return {str(name): str(value) for name, value in ids.items()}
+
+
+def _keep_run_id(run_dir: Path, tracker: str, run_id: object) -> None:
+    """Keep the id of a service's run, for a run that resumes."""
+    with _RUN_IDS_LOCK:
+        write_file(run_dir / _RUN_IDS, json.dumps(_read_run_ids(run_dir) | {tracker: str(run_id)}) + "\n")
 
 
 def _add_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -452,6 +487,9 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
     # before the tracker, which reads the last line that stays
     for name in ("metrics.jsonl", "completions.jsonl", EXAMPLES, CONSUMED):
         _cut_back(run_dir / name, last_iteration)
+
+    if not last_iteration:  # another run, which the services show as one of its own
+        (run_dir / _RUN_IDS).unlink(missing_ok=True)
 
     def convert(value: object) -> object:
         return sorted(map(str, value)) if isinstance(value, (set, frozenset)) else str(value)

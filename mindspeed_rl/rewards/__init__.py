@@ -7,6 +7,7 @@ are described in `scorer.py`. A new built-in scorer is one function and one line
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -86,7 +87,7 @@ def register(name: str, *, is_accuracy: bool = False) -> Callable[[RewardFunctio
 
     def add(scorer: RewardFunction) -> RewardFunction:
         known = REWARDS.get(name)
-        if known is not None and known is not scorer:
+        if known is not None and known is not scorer and not _is_same_source(known, scorer):
             raise ValueError(f"the reward name '{name}' is already taken by {known}; register the function under another name")
         REWARDS[name] = scorer
         if is_accuracy:
@@ -94,6 +95,14 @@ def register(name: str, *, is_accuracy: bool = False) -> Callable[[RewardFunctio
         return scorer
 
     return add
+
+
+def _is_same_source(known: str | RewardFunction, scorer: RewardFunction) -> bool:
+    """Return True for one function of one file, which is loaded as a plug-in and as a module."""
+    if isinstance(known, str) or known.__qualname__ != scorer.__qualname__:
+        return False
+    files = [sys.modules[each.__module__].__file__ for each in (known, scorer) if each.__module__ in sys.modules]
+    return len(files) == 2 and None not in files and files[0] == files[1]
 
 
 def find(name: str, others: Iterable[str] = ()) -> str | RewardFunction:

@@ -1,11 +1,13 @@
-"""Dry run: load a run's plug-ins and reward functions in a short-lived process before anything else is started.
+"""Dry run: load a run's plug-ins and reward functions in a short-lived process, before anything else is started.
 
 Side effects of importing a user's file (it ends the process, starts threads, sets environment variables) stay in that process.
-Started as `python -m mindspeed_rl.rewards.dry_run` with {"plugins", "functions"} on its input; it prints a list of violations.
+Started as `python -m mindspeed_rl.rewards.dry_run` with a frame of {"plugins", "functions", "trial"} on its input; it prints
+the fields of a `DryRun`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -17,8 +19,9 @@ from dataclasses import asdict, dataclass, field
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.isolation.channel import pack, unpack
 from mindspeed_rl.rewards import REWARDS
-from mindspeed_rl.rewards.samples import RewardSample
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rewards.scorer import list_parameters
 
 _TIMEOUT_S = 120.0
@@ -54,39 +57,56 @@ class DryRun:
         ]
 
 
-def dry_run_reward_functions(rl: RLConfig, env: Mapping[str, str], *, timeout_s: float = _TIMEOUT_S) -> DryRun:
+@dataclass(frozen=True)
+class Trial:
+    """A made-up response to a row of the data, which every function of a plug-in scores.
+
+    Attributes:
+        sample: the response.
+        settings: settings of the reward functions.
+    """
+
+    sample: RewardSample
+    settings: RewardSettings
+
+
+def dry_run_reward_functions(
+    rl: RLConfig, env: Mapping[str, str], *, trial: Trial | None = None, timeout_s: float = _TIMEOUT_S
+) -> DryRun:
     """Load plug-ins and reward functions in a process of their own, and read the parameters of the functions.
 
     Args:
         env: variables that reward processes have in addition to those of this process.
+        trial: what functions that are not built in also score; classes, which may load a model, are left out.
         timeout_s: limit for loading.
     """
     custom = [name for name in rl.verifier_function if name not in REWARDS] if rl.rule_reward else []
     if not (custom or rl.external_plugins):
         return DryRun()
-    request = json.dumps({"plugins": rl.external_plugins, "functions": custom})
+    scored = None if trial is None else asdict(trial)
+    request = pack({"plugins": rl.external_plugins, "functions": custom, "trial": scored})
     names = ", ".join([*rl.external_plugins, *custom])
     try:
         finished = subprocess.run(
             [sys.executable, "-m", "mindspeed_rl.rewards.dry_run"],
             input=request,
             capture_output=True,
-            text=True,
-            errors="replace",
             timeout=timeout_s,
             env={**os.environ, **env},
         )
     except subprocess.TimeoutExpired:
-        return DryRun([f"rl_config.external_plugins: {names} did not load within {timeout_s:g} s"])
+        done = "load" if trial is None else "score the first row"
+        return DryRun([f"rl_config.external_plugins: {names} did not {done} within {timeout_s:g} s"])
     try:
         return DryRun(**json.loads(finished.stdout))
     except json.JSONDecodeError:
-        message = (finished.stderr.strip().splitlines() or ["without a message"])[-1]
+        message = (finished.stderr.decode(errors="replace").strip().splitlines() or ["without a message"])[-1]
         ending = f"ends the process with code {finished.returncode}: {message[:500]}"
-        return DryRun([f"rl_config.external_plugins: loading {names} {ending}"])
+        done = "loading" if trial is None else "the score of the first row by"
+        return DryRun([f"rl_config.external_plugins: {done} {names} {ending}"])
 
 
-def _load_all(plugins: list[str], functions: list[str]) -> DryRun:
+def _load_all(plugins: list[str], functions: list[str], trial: Trial | None) -> DryRun:
     # only in the short-lived process: the driver does not need the scorers
     from mindspeed_rl.isolation.process import describe
     from mindspeed_rl.rewards.scorer import import_scorer, list_required
@@ -110,6 +130,8 @@ def _load_all(plugins: list[str], functions: list[str]) -> DryRun:
                 called = function.__call__ if inspect.isclass(function) else function
                 with contextlib.suppress(ValueError, TypeError):  # written in C
                     required[name] = list_required(called)[1 if inspect.isclass(function) else 0 :]
+                if trial is not None and not inspect.isclass(function) and (problem := _try_score(name, trial)):
+                    violations.append(problem)
         except ValueError as error:
             violations.append(f"rl_config.verifier_function: {error}")
         except Exception as error:  # noqa: BLE001 (the user's module may raise anything while it is imported)
@@ -117,11 +139,35 @@ def _load_all(plugins: list[str], functions: list[str]) -> DryRun:
     return DryRun(violations, required)
 
 
+def _try_score(name: str, trial: Trial) -> str | None:
+    """Score the row with a function; return a sentence where it cannot."""
+    # only in the short-lived process: the driver does not need the scorers
+    from mindspeed_rl.isolation.process import describe
+    from mindspeed_rl.rewards.scorer import Scorer, ScorerError, import_scorer
+
+    scorer = Scorer.build(name, import_scorer(name), trial.settings)
+    try:
+        returned = scorer.call([trial.sample], trial.settings)
+        if scorer.is_async:
+            returned = asyncio.run(returned)
+        scorer.to_values(returned, 1)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 (the user's function may raise anything)
+        what = str(error) if isinstance(error, ScorerError) else describe(error)
+        return (
+            f"rl_config.verifier_function: '{name}' cannot score the first row of the data, with the label as the response:"
+            f" {what}"
+        )
+    return None
+
+
 def _main() -> None:
     """Handle one request; redirect the output of the user's files to standard error."""
-    request, output = json.load(sys.stdin), os.dup(1)
+    request, output = unpack(sys.stdin.buffer.read()), os.dup(1)
     os.dup2(2, 1)
-    result = _load_all(request["plugins"], request["functions"])
+    trial = request["trial"]
+    if trial is not None:
+        trial = Trial(RewardSample(**trial["sample"]), RewardSettings.from_message(trial["settings"]))
+    result = _load_all(request["plugins"], request["functions"], trial)
     os.write(output, json.dumps(asdict(result)).encode())
     os._exit(0)  # does not wait for threads that a plug-in started
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
@@ -172,7 +173,7 @@ def _read_template(path: str | None) -> str:
         return _TEMPLATE
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"rl_config.judge_prompt: there is no file '{path}'")
+        raise ValueError(f"rl_config.judge_prompt: there is no file '{path}': {describe_missing(path)}")
     template = file.read_text(encoding="utf-8")
     if "{response}" not in template:
         raise ValueError(f"rl_config.judge_prompt: '{path}' does not mention {{response}}, so the judge would not see it")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,6 +130,12 @@ class RewardSettings:
         # by name, so that a new key needs only a field
         copied = {f.name: getattr(rl, f.name) for f in fields(cls) if f.name not in derived}
         return cls(**copied, **derived)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> RewardSettings:
+        """Return the settings that were sent to a process."""
+        values = {f.name: message[f.name] for f in fields(cls)}
+        return cls(**values | {"external_plugins": tuple(values["external_plugins"])})  # msgpack has no tuples
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "reward_timeout_s", "judge_timeout_s", "num_reward_workers", "repetition_n_grams"):

@@ -63,6 +63,8 @@ def _find_problem(name: str, plugins: _PluginNames) -> str | None:
         return None if _exists(package) else f"'{name}': there is no module '{package}' in sys.path or the working directory"
     if not plugins.complete:
         return None
+    if (file := plugins.functions.get(name)) is not None:
+        return f"'{name}' is a function of {file} that is not registered: write @register(\"{name}\") above it"
     try:
         find(name, plugins.names)
     except ValueError as error:
@@ -78,11 +80,13 @@ class _PluginNames:
         names: of reward functions.
         entries: registry of ms-swift -> names of its schedulers or environments.
         complete: False if they may register names that are not in their source.
+        functions: names of functions and classes in the files, each with its file.
     """
 
     names: list[str] = field(default_factory=list)
     entries: dict[str, list[str]] = field(default_factory=dict)
     complete: bool = True
+    functions: dict[str, Path] = field(default_factory=dict)
 
     def read(self, path: Path) -> None:
         """Add a plug-in's names.
@@ -104,6 +108,9 @@ class _PluginNames:
             is_known = package == _SWIFT or package in sys.stdlib_module_names
             if not (is_known or _contains(path.parent, package) or _exists(package)):
                 raise ValueError(f"'{path}', line {line}: there is no module '{package}'")
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                self.functions[node.name] = path
         for name in _find_registered_names(tree):
             if name is None:
                 self.complete = False

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.isolation.channel import Channel, Message
@@ -85,9 +85,7 @@ class _Worker:
     def __init__(self, channel: Channel, setup: Message) -> None:
         self._channel = channel
         self._pid = os.getpid()
-        settings: Message = {field.name: setup["settings"][field.name] for field in fields(RewardSettings)}
-        settings["external_plugins"] = tuple(settings["external_plugins"])  # msgpack has no tuples
-        self._settings = RewardSettings(**settings)
+        self._settings = RewardSettings.from_message(setup["settings"])
         for path in self._settings.external_plugins:
             load_plugin(path)
         for name, target in setup["targets"].items():  # registered in the pool's process by a module that is not loaded here

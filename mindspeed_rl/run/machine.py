@@ -93,8 +93,10 @@ def check_server(url: str, key: str) -> None:
     """
     address = urlsplit(url)
     is_local = address.hostname in ("127.0.0.1", "localhost", "::1")
-    if not address.hostname or not is_local and any(os.environ.get(name) for name in _PROXIES):
-        return  # the form is checked where it is read
+    if address.scheme not in ("http", "https") or not address.hostname:
+        raise ValueError(f"{key} is '{url}'; it must look like http://host:port/v1")
+    if not is_local and any(os.environ.get(name) for name in _PROXIES):
+        return
     try:
         port = address.port or (443 if address.scheme == "https" else 80)
         with socket.create_connection((address.hostname, port), timeout=_CONNECT_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -185,10 +186,21 @@ def check_outputs(missing: Sequence[str], folders: Mapping[str, Path | str | Non
         there = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
         if not there.is_dir():
             violations.append(f"{key}: {folder} cannot be written to: {there} is not a folder")
-        elif not os.access(there, os.W_OK | os.X_OK):
-            violations.append(f"{key}: {folder} cannot be written to: no permission for {there}")
+        elif (reason := _find_obstacle(there)) is not None:
+            violations.append(f"{key}: {folder} cannot be written to: {reason}")
     if violations:
         raise ConfigError(violations)
+
+
+def _find_obstacle(folder: Path) -> str | None:
+    """Return why no file can be made in a folder; None where one can be. Root has permission where nothing can be made."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"no permission for {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"no file can be made in {folder} ({error.strerror or error})"
 
 
 def fetch_models(cfg: RunConfig, *, downloads: bool = True) -> RunConfig:

@@ -162,10 +162,10 @@ class Wait:
 
     def _report(self, idle_s: float, left_s: float) -> None:
         late = next((item for item in self._read_statuses() if item.is_late), None)
-        awaited = str(late) if late is not None else _join_names(self._missing)
+        awaited = str(late) if late is not None else f"{_join_names(self._missing)} not done yet"
         text = (
-            f"no progress for {format_duration(idle_s)}: {self._phase} waits for {awaited}; it ends in "
-            f"{format_duration(left_s)} (rl_config.deadlines.{self._deadline})"
+            f"waiting in {self._phase} for {format_duration(idle_s)}: {awaited}; the run gives up in {format_duration(left_s)} "
+            f"(rl_config.deadlines.{self._deadline})"
         )
         if stopped := find_stopped_services():
             text += f"; stopped by a signal: {', '.join(stopped)}"

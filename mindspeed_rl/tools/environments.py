@@ -16,6 +16,7 @@ from typing import Any
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.run_files import check_yaml
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.tools import openenv
 from mindspeed_rl.tools.interface import Environment, JsonObject
 from mindspeed_rl.tools.option_reader import OptionReader
@@ -68,7 +69,7 @@ def read_environment(spec: str) -> EnvironmentSpec:
 
     path = Path(spec)
     if not path.is_file():
-        raise ValueError(f"{_SUBJECT}: there is no file '{path}'")
+        raise ValueError(f"{_SUBJECT}: there is no file '{path}': {describe_missing(path)}")
     check_yaml(path)
     options = OptionReader(yaml.safe_load(path.read_text(encoding="utf-8")), str(path))
     target, args, python = options.read_text("environment"), options.read("args", {}), options.read_text("python")

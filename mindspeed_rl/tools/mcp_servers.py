@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
-from mindspeed_rl.files import read_json
+from mindspeed_rl.files import describe_missing, read_json
 from mindspeed_rl.http_client import CONNECT_LIMIT_S
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.isolation.variables import expand_variables
@@ -343,7 +343,7 @@ def _check_library(where: str) -> None:
 def _read_servers_file(path: str, where: str) -> JsonObject:
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"{where}.mcp_servers_config_path: there is no file '{path}'")
+        raise ValueError(f"{where}.mcp_servers_config_path: there is no file '{path}': {describe_missing(path)}")
     try:
         servers = read_json(file)["mcpServers"]
     except (ValueError, KeyError, TypeError) as error:

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
 from mindspeed_rl.isolation.pool import WorkerPool
 from mindspeed_rl.tools.interface import JsonObject, ToolCall
@@ -57,7 +58,7 @@ class Search(Tool):
         self._files = [Path(str(file)) for file in files]
         for file in self._files:
             if not file.is_file():
-                raise ValueError(f"{where}.documents: there is no file '{file}'")
+                raise ValueError(f"{where}.documents: there is no file '{file}': {describe_missing(file)}")
         self._where = where
         super().__init__(settings, [validate_schema(_SCHEMA if schema is None else schema, where)])
         properties = self.schemas[0]["function"]["parameters"].get("properties", {})

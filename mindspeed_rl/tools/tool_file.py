@@ -22,6 +22,7 @@ from typing import Literal, TypeVar, get_args
 from mindspeed_rl import registry
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import check_yaml
+from mindspeed_rl.files import describe_missing
 from mindspeed_rl.tools import FOREIGN_CLASSES, TOOLS
 from mindspeed_rl.tools.class_tool import ClassTool
 from mindspeed_rl.tools.interface import JsonObject
@@ -75,7 +76,7 @@ def read_tools(spec: str, timeout_s: float = CallSettings.timeout_s) -> list[_To
     import yaml
 
     if not path.is_file():
-        raise ConfigError([f"tool_config_path: there is no file '{path}'"])
+        raise ConfigError([f"tool_config_path: there is no file '{path}': {describe_missing(path)}"])
     check_yaml(path)
     text = path.read_text(encoding="utf-8")
     values, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)

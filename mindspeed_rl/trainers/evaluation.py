@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -60,6 +61,8 @@ class Evaluator:
         totals = [result.total for result in results if result.total is not None]
         if totals:
             metrics.add_mean("eval/reward", math.fsum(totals), len(totals))
+            metrics.add_mean("eval/reward_std", statistics.pstdev(totals), 1)
+        metrics.add_sum("eval/prompts", len(results))
         metrics.add_sum("eval/unscored", len(results) - len(totals))
         # failed samples that count as zero are wrong
         judged = [r.parts.get(first, 0.0) for r in results if first in r.parts or r.failed and r.total is not None]

@@ -206,9 +206,9 @@ class StreamingSource:
                 raise TimeoutError(f"{purpose} waited {self._timeout_s:g} s ({_DEADLINE}){detail}: {self._describe_groups()}.")
             if waited_s >= report_s:
                 report_s = 2 * waited_s
-                left = f"it ends in {format_duration(self._timeout_s - waited_s)} ({_DEADLINE})"
+                left = f"the run gives up in {format_duration(self._timeout_s - waited_s)} ({_DEADLINE})"
                 took = format_duration(waited_s)
-                _LOG.warning("no progress for %s: %s waits%s; %s; %s", took, purpose, detail, left, self._describe_groups())
+                _LOG.warning("waiting for %s: %s%s; %s; %s", took, purpose, detail, left, self._describe_groups())
             self._keep_alive()
         self._longest_s = max(self._longest_s, waited_s)
         return result

@@ -9,6 +9,7 @@ import os
 import platform as machine
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,9 @@ def _start(
         def open_outputs(resumed: Mapping[str, Any], every: int) -> LogOutputs:
             assert run.plan.train_iters is not None  # resolve refuses a run without a length
             start, title = resumed.get("iteration", 0), Path(cfg.config_name).stem
-            progress = stack.enter_context(IterationProgress(run.plan.train_iters, title, start=start, every=every))
+            progress = stack.enter_context(IterationProgress(
+                run.plan.train_iters, title, start=start, every=every, activity=partial(heartbeat.describe_counts, run.folder)
+            ))
             alerts = LiveAlerts(History(read_lines(run.folder / "metrics.jsonl")), progress.note)
             return LogOutputs(run.folder, trackers, progress, steps, (alerts, report, *observers))
 

@@ -218,19 +218,25 @@ def _open_run_prompts(
     model = run.models.get("actor")
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
-    prompts = open_prompts(
-        path,
-        tokenizer,
-        max_prompt_length=run.rl.max_prompt_length,
-        long_prompts=run.rl.long_prompts,
-        dataset_additional_keys=actor.dataset_additional_keys or None,
-        settings=dataclasses.replace(
-            PromptSettings.from_config(actor),
-            tools=tuple(tools),
-            image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
-            vocab_size=None if model is None else model.plan.model_config.vocab_size,
-        ),
+    settings = dataclasses.replace(
+        PromptSettings.from_config(actor),
+        tools=tuple(tools),
+        image_rules=read_image_rules(run.models["actor"]) if run.config.reads_images else None,
+        vocab_size=None if model is None else model.plan.model_config.vocab_size,
     )
+    try:
+        prompts = open_prompts(
+            path,
+            tokenizer,
+            max_prompt_length=run.rl.max_prompt_length,
+            long_prompts=run.rl.long_prompts,
+            dataset_additional_keys=actor.dataset_additional_keys or None,
+            settings=settings,
+        )
+    except ValueError as error:
+        if key == "data_path":
+            raise
+        raise ValueError(f"megatron_training.{key}: {error}") from error
     if key == "data_path" and run.rl.distillation.enabled:
         _check_teachers(run.rl.distillation, prompts)
         if (column := run.rl.distillation.teacher_prompt) is not None:

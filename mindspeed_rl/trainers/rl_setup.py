@@ -35,7 +35,7 @@ from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.files import read_json
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
-from mindspeed_rl.rewards.dry_run import dry_run_reward_functions
+from mindspeed_rl.rewards.dry_run import Trial, dry_run_reward_functions
 from mindspeed_rl.rewards.labels import try_labels
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
@@ -73,7 +73,7 @@ from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.agents import check_agents, check_tool_columns
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.responses import read_image_rules
-from mindspeed_rl.workers.reward_group import RewardGroup
+from mindspeed_rl.workers.reward_group import RewardGroup, SampleReader
 from mindspeed_rl.workers.teacher_servers import TeacherServers
 
 if TYPE_CHECKING:
@@ -171,6 +171,12 @@ def check_rl(run: Run) -> RLInputs:
     columns = prompts[0]["columns"] | (make_trial_columns() if run.rl.multi_turn_enable else {})
     if errors := functions.find_missing(prompts[0]["label"], columns) or errors:
         raise ConfigError(errors)
+    if functions.required:
+        reader = SampleReader(tokenizer, run.rl.verifier_reads, run.config.response_limit)
+        sample = reader.read_trial(prompts[0], multi_turn=run.rl.multi_turn_enable)
+        trial = Trial(sample, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
+        if violations := dry_run_reward_functions(run.rl, env, trial=trial).violations:
+            raise ConfigError(violations)
     for warning in [*describe_machine(run), *describe_prompts(prompts, run.plan.num_prompts), *warnings]:
         print(f"warning: {warning}", flush=True)
     for dataset in filter(None, (prompts, held_out)):
@@ -324,9 +330,8 @@ def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSt
     actors.prepare_workers()
     rewards = RewardGroup(run, plane, inputs.tokenizer_path)
     stack.callback(rewards.close)
-    first = inputs.prompts[0]
     # before any model is built: a reward that cannot score is found in seconds
-    rewards.check(first["prompt_ids"], first["label"], first["columns"])
+    rewards.check(inputs.prompts[0])
     steps.done("the reward functions score a prompt")
     return _Services(plane, actors, rewards, actors.set_up(steps))
 

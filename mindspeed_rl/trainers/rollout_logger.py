@@ -148,6 +148,7 @@ class RolloutLogger(RunLogger):
             completions = self._add_ratios(batch, completions)
         self._writer.write(batch.iteration + 1, completions)
         self._outputs.trackers.completions(batch.iteration + 1, completions)
+        self._outputs.progress.show_completions(batch.iteration + 1, completions)
         self._pending = None
 
     def _add_ratios(self, batch: TrainBatch, completions: list[Completion]) -> list[Completion]:

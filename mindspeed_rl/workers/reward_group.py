@@ -90,6 +90,12 @@ class SampleReader:
             max_response_length=self.max_tokens,
         )
 
+    def read_trial(self, item: PromptItem, *, multi_turn: bool) -> RewardSample:
+        """Return a made-up response to a prompt: its label."""
+        columns = {**item["columns"], **(make_trial_columns() if multi_turn else {})}
+        answer = self.tokenizer.encode(item["label"] or "", add_special_tokens=False)
+        return self.read(list(item["prompt_ids"]), answer, item["label"], columns, False)
+
     def read_rows(self, batch: Batch) -> list[RewardSample]:
         """Return the samples of rows of the data plane, with the columns of `SAMPLE_COLUMNS`."""
         return [
@@ -115,16 +121,13 @@ class RewardWorker:
         self.pool = RewardPool.from_config(run.rl, max_tokens=run.config.response_limit)
         self.timers = Timers(worker=f"reward {index}")
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, object]) -> list[str]:
+    def check(self, item: PromptItem) -> list[str]:
         """Score one made-up response, so that a broken reward function stops the run before the first rollout.
 
         Returns:
             Names of the functions whose score is an accuracy.
         """
-        answer = self.samples.tokenizer.encode(label or "", add_special_tokens=False)
-        if self.run.rl.multi_turn_enable:
-            columns = {**columns, **make_trial_columns()}
-        self.pool.check(self.samples.read(list(prompt_ids), answer, label, columns, False))
+        self.pool.check(self.samples.read_trial(item, multi_turn=self.run.rl.multi_turn_enable))
         return self.pool.accuracies
 
     def score(self, rows: list[int], again: bool = False) -> WorkerReport:
@@ -197,9 +200,9 @@ class RewardGroup:
         remove_status_files(self._run.folder, [self._names[index]])
         return cast("ActorHandle[RewardWorker]", self._remote.remote(self._run, self._plane, self._tokenizer_path, index))
 
-    def check(self, prompt_ids: list[int], label: str | None, columns: dict[str, object]) -> None:
-        """Score a sample with every reward function."""
-        futures = [self._actors[0].check.remote(prompt_ids, label, columns)]
+    def check(self, item: PromptItem) -> None:
+        """Score a made-up response to a prompt with every reward function."""
+        futures = [self._actors[0].check.remote(item)]
         (accuracies,) = wait_all(futures, ["reward worker"], Phases.CHECK_REWARDS.name, None, self._monitor)
         self.accuracies |= frozenset(accuracies)
 

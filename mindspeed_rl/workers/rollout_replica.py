@@ -23,6 +23,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch
 from mindspeed_rl.models.costs import kv_bytes_per_token
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import (
     AdapterFolder,
@@ -35,6 +36,7 @@ from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.quantization import quantize_side
 from mindspeed_rl.resharding.transfer import WeightSource
+from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
@@ -137,6 +139,7 @@ class RolloutReplica:
         """Generate the samples of this run from now on."""
         self.run, self.plane, config = run, plane, run.generate
         self.swaps_memory = platform.current().engine_sleep or config.offload_train_param
+        self._num_started = self._num_done = self._num_tokens = 0
         self._expert_counts: ExpertCounts | None = None
         if config.eplb_token_collects and self.is_output:
             model_config = self._model_config
@@ -226,6 +229,7 @@ class RolloutReplica:
 
     async def _generate_all(self, rollout_index: int) -> Metrics:
         metrics = Metrics()
+        self._num_started = self._num_done = self._num_tokens = 0
         for batch in self._dispatches(rollout_index):
             metrics.merge(await batch)
         return metrics
@@ -258,7 +262,8 @@ class RolloutReplica:
     async def _generate_batch(self, rollout_index: int, indexes: Sequence[int], batch: Batch) -> Metrics:
         tasks = build_row_tasks(self.run, batch, indexes, rollout_index, self.engine.sampling)
         order = self.order.arrange(tasks)
-        started = {index: asyncio.ensure_future(self.agents.sample(self.in_process, tasks[index])) for index in order}
+        self._num_started += len(tasks)
+        started = {index: asyncio.ensure_future(self._sample(tasks[index])) for index in order}
         trajectories = await asyncio.gather(*(started[index] for index in range(len(tasks))))
         self.order.note(tasks, [len(trajectory.token_ids) for trajectory in trajectories])
         assert self.plane is not None
@@ -269,6 +274,14 @@ class RolloutReplica:
             self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
         return compute_response_metrics(trajectories)
+
+    async def _sample(self, task: Task) -> Trajectory:
+        """Generate a response, and show that it is done."""
+        trajectory = await self.agents.sample(self.in_process, task)
+        self._num_done += 1
+        self._num_tokens += len(trajectory.token_ids)
+        heartbeat.count(self._num_done, self._num_started, "samples", self._num_tokens)
+        return trajectory
 
     def continue_responses(self, responses: Sequence[PartialResponse], num_tokens: int) -> list[Generated] | None:
         """Continue every n-th response, from this replica's index on, by up to `num_tokens` tokens.

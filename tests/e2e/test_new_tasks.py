@@ -35,6 +35,8 @@ KINDS = {
     "maths": ("rewards/total_mean", 1, 20),
     "own": ("rewards/total_mean", 1, 20),
     "ppo": ("rewards/total_mean", 1, 20),
+    "judge": ("rewards/total_mean", 1, 20),
+    "distillation": ("distillation/divergence", -1, 20),
     "program": ("rewards/total_mean", 1, 20),
     "sft": ("train/loss", -1, 40),
     "dpo": ("train/loss", -1, 10),
@@ -43,9 +45,23 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_run_learns_and_its_chat_needs_no_option(kind: str, tmp_path: Path) -> None:
-    metric, direction, iterations = KINDS[kind]
     run(tmp_path, "new", "task", "--kind", kind)
     folder = tmp_path / "task"
+    judge = None
+    if kind == "judge":
+        judge = subprocess.Popen([sys.executable, "judge_server.py"], cwd=folder, stdout=subprocess.PIPE)
+        assert judge.stdout is not None and judge.stdout.readline()  # it listens
+    try:
+        check_first_run(folder, kind)
+    finally:
+        if judge is not None:
+            judge.kill()
+            judge.communicate()
+
+
+def check_first_run(folder: Path, kind: str) -> None:
+    """Train, and check that the metric of the kind moves as it should."""
+    metric, direction, iterations = KINDS[kind]
     output = run(folder, "train", "--config", "run.yaml", f"megatron_training.train_iters={iterations}")
     assert "example 1" in output  # the card of the data
     lines = [json.loads(line) for line in (folder / "runs/task/metrics.jsonl").read_text().splitlines()]

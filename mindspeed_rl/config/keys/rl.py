@@ -640,8 +640,9 @@ class _RewardKeys:
         "奖励没有差异、因而优势为 0 的组用新的组替换", elsewhere="dynamic_filtering", on_resume="exact")
     max_resample_times: int = key(3, "extra rollouts an iteration may take", "一次迭代最多追加的 rollout 数",
         range=Bounds(0, 10**6), needs=("dynamic_sample", (True,)), on_resume="exact")
-    log_completions: bool = key(False, "write prompts, responses, reward parts and advantages to completions.jsonl",
-        "把 prompt、回答、各项奖励与优势写入 completions.jsonl", on_resume="exact")
+    log_completions: bool = key(False,
+        "write prompts, responses, reward parts and advantages to completions.jsonl, and show some of them on the console",
+        "把 prompt、回答、各项奖励与优势写入 completions.jsonl，并在终端显示其中一部分", on_resume="exact")
     log_completions_interval: int = key(1, "iterations between two such writes", "两次写入之间的迭代数", range=Range.ITERATIONS,
         needs=("log_completions", (True,)), on_resume="exact")
     log_completions_keep: int = key(16, "completions of one such write", "一次写入的回答数", range=Bounds(0, 10**7),

@@ -27,6 +27,7 @@ from mindspeed_rl.engine.optimizer import build_scheduler
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
+from mindspeed_rl.observability import heartbeat
 
 _Batch = TypeVar("_Batch")
 
@@ -104,7 +105,7 @@ class FsdpEngine:
         device = platform.current()
         results = []
         with self._mode(training=False):
-            for micro_batch in self._micro_batches(rows, batching):
+            for micro_batch in heartbeat.count_items(self._micro_batches(rows, batching), "micro-batches"):
                 computed = self._run(micro_batch, outputs, temperature)
                 # results leave the device at once, so that they do not pile up there
                 results.append((micro_batch, [device.to_host(output) for output in computed]))
@@ -153,7 +154,7 @@ class FsdpEngine:
             try:
                 losses = [
                     self._backward(micro_batch, loss, batch, is_last=index == len(micro_batches) - 1)
-                    for index, micro_batch in enumerate(micro_batches)
+                    for index, micro_batch in enumerate(heartbeat.count_items(micro_batches, "micro-batches"))
                 ]
                 grad_norm, is_skipped = self._check_step(losses, micro_batches)
                 for call in self.on_gradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mindspeed_rl.catalogue import ADVANTAGES, POLICY_LOSSES, STAGES
 from mindspeed_rl.catalogue.objective import Objective
@@ -21,6 +22,8 @@ from mindspeed_rl.run.rules.violation import format_value
 
 #: rounds of generation above which a rollout is called slow
 _MANY_ROUNDS = 4
+#: learning rate of Adam above which a model is lost within a few steps
+_HUGE_LR = 0.1
 #: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/modes.md)
 _HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
@@ -325,6 +328,19 @@ def _warn_about_training(cfg: RunConfig) -> Iterator[str]:
         return
     if actor.save is None:
         yield f"{group}.save is not set: the trained weights are lost when the run ends"
+    if actor.lr == 0:
+        yield f"{group}.lr is 0: the weights stay as they are"
+    elif actor.lr is not None and actor.lr >= _HUGE_LR and actor.optimizer == "adam":
+        yield (
+            f"{group}.lr is {actor.lr:g}: Adam moves each weight by about as much in a step, which ruins a trained model;"
+            " usual are 1e-6 to 1e-4"
+        )
+    if actor.save is not None and actor.load is not None and (Path(actor.load).expanduser() / "config.json").is_file():
+        if Path(actor.save).expanduser().resolve() == Path(actor.load).expanduser().resolve():
+            yield (
+                f"{group}.save and load are the same folder, {actor.load}: checkpoints are written among the files of the"
+                " model, and the next run would start from the checkpoint; give save a folder of its own"
+            )
     set_keys = cfg.set_keys.get(group, frozenset()) | cfg.set_keys.get("megatron_training", frozenset())
     decays = actor.lr_decay_style == "linear" and actor.min_lr == 0.0
     if actor.lr is not None and decays and not set_keys & {"lr_decay_style", "min_lr"}:
@@ -357,6 +373,11 @@ def _warn_about_sizes(run: Run) -> Iterator[str]:
     cfg, sizes = run.config, run.sizes
     rl, generate = cfg.rl_config, cfg.generate_config
     assert rl is not None and generate is not None
+    if generate.sampling_config.temperature == 0 and rl.n_samples_per_prompt > 1:
+        yield (
+            f"generate_config.sampling_config.temperature is 0: the {rl.n_samples_per_prompt} responses to a prompt are the"
+            " same, so their rewards do not differ and nothing is learnt; usual is 1.0"
+        )
     if sizes is not None and sizes.counting == "prompts" and sizes.mini_batch_size > sizes.mini_batch_prompts:
         yield (
             f"rl_config.mini_batch_size ({sizes.mini_batch_size}) is more than the {sizes.mini_batch_prompts} prompts that an "

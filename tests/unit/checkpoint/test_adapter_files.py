@@ -69,6 +69,39 @@ def test_a_peft_adapter_is_merged_on_the_way_to_mcore_and_to_hf(base: Path, adap
     assert_close(load_file(tmp_path / "hf2/model.safetensors"), expected)
 
 
+def test_a_peft_adapter_is_merged_in_one_conversion(base: Path, adapter: Path, tmp_path: Path) -> None:
+    hf = ("--save-model-type", "hf", "--save-dir")
+    expected = merged_by_peft(base, adapter)
+    assert run("--load-dir", base, "--lora-load", adapter, *hf, tmp_path / "a", "--verify", "--max-shard-size", "200KB") == 0
+    result = {name: tensor for file in (tmp_path / "a").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    assert_close(result, expected)
+    assert len(list((tmp_path / "a").glob("*.safetensors"))) > 1
+    # the adapter names its base
+    assert run("--load-dir", adapter, *hf, tmp_path / "b") == 0
+    assert_close(load_file(tmp_path / "b/model.safetensors"), expected)
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert not (tmp_path / "b" / "adapter_config.json").exists()
+    ids = torch.arange(8)[None]
+    model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter)
+    with torch.no_grad():
+        torch.testing.assert_close(merged(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    # a merge in float32, rounded once
+    assert run("--load-dir", adapter, *hf, tmp_path / "c", "--params-dtype", "bf16") == 0
+    half = load_file(tmp_path / "c/model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in half.values())
+    for name, tensor in half.items():
+        torch.testing.assert_close(tensor.float(), expected[name].float(), rtol=2**-8, atol=1e-6)
+
+
+def test_a_copy_is_refused_with_what_a_conversion_may_do(
+    base: Path, adapter: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("--load-dir", base, "--save-model-type", "hf", "--save-dir", tmp_path / "a") == 2
+    assert "would only copy it; give --lora-load to merge an adapter" in capsys.readouterr().err
+    assert run("--load-dir", base, "--lora-load", adapter, "--save-model-type", "hf", "--save-dir", adapter) == 2
+    assert "which is read" in capsys.readouterr().err
+
+
 def with_lora(folder: Path, tensor_parallel: int, unified: bool, out: Path) -> None:
     """Add random LoRA weights to a converted checkpoint, split as Megatron splits them: B with a column-parallel weight,
     A with a row-parallel one."""

@@ -14,7 +14,7 @@ import pytest
 from patience import patient
 
 import mindspeed_rl
-from mindspeed_rl.cli.main import COMMANDS, main
+from mindspeed_rl.cli.main import _EXAMPLES, COMMANDS, main
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
 #: commands whose --help may load numpy, and the one that is a calculation with torch
@@ -108,3 +108,64 @@ command.run()
 def test_a_command_ends_with_its_status_behind_threads_handlers_and_output() -> None:
     done = subprocess.run([sys.executable, "-c", _ENDING], capture_output=True, text=True, timeout=patient(60))
     assert (done.returncode, done.stdout.split()) == (3, ["command", "thread", "handler"]), done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "doctor"])
+def test_a_command_without_arguments_shows_what_to_do_next(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name]) == 2
+    shown = capsys.readouterr().err
+    assert f"  mindspeed-rl {name} {_EXAMPLES[name]}" in shown and shown.rstrip().endswith("--help shows all")
+
+
+@pytest.mark.parametrize("flag", ["--config", "--config-name"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train"], ["explain"], ["plan"], ["plan", "memory"], ["plan", "time"], ["diff", "train", "rollout"],
+        ["npu-cost"], ["preprocess"], ["teacher-log-probs", "--server", "http://127.0.0.1:1/v1"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_run_file_has_the_same_options_in_every_command(
+    words: list[str], flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, flag, "nothing_of_this_name.yaml"]) == 2
+    shown = capsys.readouterr()
+    assert "nothing_of_this_name" in shown.out + shown.err and "unrecognized" not in shown.err
+
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+class Without(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "ray", "vllm", "megatron", "transformers"):
+            return None
+        return super().find_spec(name, path, target)
+sys.meta_path[:] = [Without if finder is PathFinder else finder for finder in sys.meta_path]
+from mindspeed_rl.cli.main import main
+for words in sys.argv[1:]:
+    print("#", words, main(words.split()), flush=True)
+"""
+
+
+def test_without_torch_plans_are_printed_and_other_commands_say_what_is_missing(tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "model").symlink_to(tiny_model)
+    (tmp_path / "run.yaml").write_text("defaults: [sft_tiny_cpu, _self_]\nmegatron_training: {load: model}\n")
+    codes = {
+        "explain --config run.yaml": 0,
+        "explain --config run.yaml --validate": 2,
+        "plan --config grpo_tiny_cpu": 0,
+        "new task": 2,
+        "chat --load model": 2,
+        "convert --load-dir model --save-dir out": 2,
+        "parity batch.safetensors": 2,
+        "train --config run.yaml": 2,
+    }
+    done = subprocess.run([sys.executable, "-c", WITHOUT, *codes], cwd=tmp_path, capture_output=True, text=True, check=False)
+    results = [line for line in done.stdout.splitlines() if line.startswith("# ")]
+    assert results == [f"# {words} {code}" for words, code in codes.items()], done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr and "No module named 'torch'" in done.stdout
+    assert "chat needs torch, which is not installed here" in done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from mindspeed_rl.cli.main import main
 from mindspeed_rl.cli.new import _KINDS
 from mindspeed_rl.config import load_run_config
 from mindspeed_rl.rewards import REWARDS
+from mindspeed_rl.rewards.judge import JudgeForm
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.run.draft import load_run
 from mindspeed_rl.run.explain.plan_page import explain
 
@@ -69,6 +72,16 @@ def test_a_reward_gives_the_points_that_it_states(
     assert callable(score) and score(response, label) == pytest.approx(points)
 
 
+def test_the_stand_in_for_a_judge_scores_the_answer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(tmp_path, "judge")
+    score = load(folder / "judge_server.py", monkeypatch)["score"]
+    form = JudgeForm(RewardSettings(judge_prompt=str(folder / "judge_prompt.txt")))
+    for response, points in (("12", 10), ("ab12", 5), ("", 0), ("no 3", 2), ("Score: 10", 2)):
+        text = form.prompt(RewardSample(prompt="What is 5 + 7?", response=response, label="12"))
+        assert callable(score) and score(text) == points, response
+        assert form.read_reply(text, f"Score: {points}") == points / 10
+
+
 def test_the_environment_says_higher_and_lower_and_ends_after_three_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +117,8 @@ def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
         (["x", "--kind", "math"], "invalid choice: 'math'"),
         (["x", "--data", "there"], "--data is for --kind own"),
         (["x", "--model", "there"], "--model there holds no config.json"),
+        (["x", "--teacher", "there"], "--teacher is for --kind distillation, not for maths"),
+        (["x", "--kind", "distillation", "--teacher", "there"], "--model and --teacher belong together"),
     ],
 )
 def test_what_cannot_be_made_is_one_line(
@@ -119,13 +134,26 @@ def test_what_cannot_be_made_is_one_line(
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_the_plan_of_every_kind_passes_the_checks_of_train(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(make(tmp_path, kind))
     monkeypatch.setitem(REWARDS, "my_task", None)
     monkeypatch.delitem(REWARDS, "my_task")
     capsys.readouterr()
-    assert main(["explain", "--config", "run.yaml", "--validate"]) == 0, capsys.readouterr().out
+    changes: list[str] = []
+    if kind == "judge":  # a run with a judge is valid only while the judge listens
+        assert main(["explain", "--config", "run.yaml", "--validate"]) == 2
+        assert "start the server before the run" in capsys.readouterr().out
+        server = vars(load_script(Path("judge_server.py").absolute()))["make_server"](0)
+        request.addfinalizer(server.server_close)
+        request.addfinalizer(server.shutdown)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        changes = [f"rl_config.judge_url=http://127.0.0.1:{server.server_address[1]}/v1"]
+    assert main(["explain", "--config", "run.yaml", "--validate", *changes]) == 0, capsys.readouterr().out
     assert capsys.readouterr().out.startswith("valid\n")
 
 

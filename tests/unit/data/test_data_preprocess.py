@@ -180,7 +180,7 @@ def test_a_text_file_has_one_document_a_line(tmp_path, tokenizer_folder):
         (
             "a.jsonl",
             '{"question": "Q", "answer": "A"}\n{"question": "caf\xe9"}\n',
-            "a.jsonl, row 2: is not valid JSON ('utf-8'",
+            "a.jsonl, row 2: is not UTF-8 (byte",
         ),
     ],
 )

@@ -130,6 +130,23 @@ def explained(path: Path, capsys) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda options, command: [*options, "swift", command],
+        lambda options, command: ["swift", *options, command],
+        lambda options, command: ["swift", command, *options],
+        lambda options, command: [*options[:2], "swift", *options[2:], command],
+        lambda options, command: ["swift", "--output=made.yaml", *options[2:], command],
+        lambda options, command: ["swift", *options, "--", command],
+    ],
+)
+def test_options_of_import_may_be_anywhere(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(place(["-o", "made.yaml", "--force", "--accept", "aggregation"], FULL)) == 0
+    assert "written: made.yaml" in capsys.readouterr().out and (tmp_path / "made.yaml").is_file()
+
+
 def test_every_option_of_the_guides_has_its_key_or_its_reason(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     # ms-swift averages bnpo inside each micro-batch

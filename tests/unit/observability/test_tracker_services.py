@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from mindspeed_rl.config import RLConfig
+from mindspeed_rl.observability import trackers
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.trackers import make_trackers
 
@@ -31,7 +32,12 @@ from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.trackers import make_trackers
 import json
 folder, keys = Path(sys.argv[1]), json.loads(sys.argv[2])
-trackers = make_trackers(RLConfig(**keys), folder, {"lr": 1.0})
+last = int(sys.argv[3])
+trackers = make_trackers(RLConfig(**keys), folder, {"lr": 1.0}, last_iteration=last)
+if last:
+    trackers.log(last + 1, {"actor/pg_loss": 0.0625})
+    trackers.close()
+    sys.exit()
 trackers.log(1, {"actor/pg_loss": 0.5, "eval/accuracy": 0.25})
 trackers.completions(1, [Completion("1+1=", " 2", 1.0, {"exact_match": 1.0}, 0.5, group=0, sample=0)])
 trackers.log(2, {"actor/pg_loss": 0.125})
@@ -45,11 +51,11 @@ def needs(package: str):
     )
 
 
-def run_tracker(folder: Path, **keys: object) -> str:
+def run_tracker(folder: Path, last_iteration: int = 0, **keys: object) -> str:
     """What a process of its own says that tracks two iterations; a library may patch its process, or keep threads."""
     environment = os.environ | {"HOME": str(folder / "home"), "WANDB_SILENT": "true"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(keys)],
+        [sys.executable, "-c", PROGRAM, str(folder), json.dumps(keys), str(last_iteration)],
         env=environment,
         capture_output=True,
         text=True,
@@ -61,10 +67,10 @@ def run_tracker(folder: Path, **keys: object) -> str:
 
 
 def test_tensorboard_shows_completions_as_a_table_of_texts(tmp_path):
-    trackers = make_trackers(RLConfig(use_tensorboard=True), tmp_path, {})
-    trackers.completions(7, ROWS)
-    trackers.log(7, {"loss": math.inf})
-    trackers.close()
+    made = make_trackers(RLConfig(use_tensorboard=True), tmp_path, {})
+    made.completions(7, ROWS)
+    made.log(7, {"loss": math.inf})
+    made.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["tensors"] == ["completions"]
@@ -111,3 +117,32 @@ def test_mlflow_writes_a_local_run_with_figures_and_a_table(tmp_path):
     assert rows["columns"][3:5] == ["prompt", "response"] and rows["data"][0][3:5] == ["1+1=", " 2"]
     (config,) = folder.rglob("config.json")
     assert json.loads(config.read_text()) == {"lr": 1.0}
+
+
+@needs("wandb")
+@pytest.mark.timeout(300)
+def test_wandb_goes_on_with_the_run_of_a_run_that_resumes_and_begins_another_for_a_new_one(tmp_path):
+    keys = {"use_wandb": True, "wandb_mode": "offline", "wandb_project": "mine"}
+    for last_iteration, count in ((0, 1), (2, 1), (0, 2)):
+        run_tracker(tmp_path, last_iteration, **keys)
+        ids = {path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*")}
+        assert len(ids) == count
+
+
+@needs("mlflow")
+@pytest.mark.timeout(300)
+def test_mlflow_goes_on_with_the_run_of_a_run_that_resumes(tmp_path):
+    keys = {"use_mlflow": True, "mlflow_experiment": "mine", "mlflow_run_name": "first"}
+    for last_iteration in (0, 2):
+        run_tracker(tmp_path, last_iteration, **keys)
+    (losses,) = (tmp_path / "mlflow").rglob("pg_loss")
+    assert [line.split()[1:] for line in losses.read_text().splitlines()] == [["0.5", "1"], ["0.125", "2"], ["0.0625", "3"]]
+
+
+def test_damaged_ids_begin_another_run_with_a_warning(tmp_path, caplog):
+    assert trackers._read_run_ids(tmp_path) == {}
+    trackers._keep_run_id(tmp_path, "wandb", "a")
+    trackers._keep_run_id(tmp_path, "mlflow", 5)
+    assert trackers._read_run_ids(tmp_path) == {"wandb": "a", "mlflow": "5"}
+    (tmp_path / "trackers.json").write_text("{")
+    assert trackers._read_run_ids(tmp_path) == {} and "services show a new run" in caplog.text

@@ -39,7 +39,9 @@ def test_a_long_wait_is_reported_after_a_minute_and_whenever_it_has_doubled() ->
         times += [now] if len(lines) > before else []
     # the answer of worker 0, seen at 1, was an event
     assert times == [61, 121, 241, 481]
-    assert lines[0] == "no progress for 1:00: update_actor waits for worker 1; it ends in 28:59 (rl_config.deadlines.update)"
+    assert lines[0] == (
+        "waiting in update_actor for 1:00: worker 1 not done yet; the run gives up in 28:59 (rl_config.deadlines.update)"
+    )
 
 
 def test_what_usually_takes_long_is_not_reported() -> None:

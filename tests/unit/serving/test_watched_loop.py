@@ -41,7 +41,7 @@ def test_a_wait_names_what_it_waits_for_after_a_minute_and_ends_at_its_deadline(
         loop.run(answer_never(), Phases.PAUSE_SERVERS)
     assert len(lines) == 5  # whenever the time has doubled: after 100, 200, 400, 800, 1600 s
     assert lines[0].startswith(
-        "no progress for 1:40: pause_servers waits for rollout server 0, rollout server 1; it ends in "
+        "waiting in pause_servers for 1:40: rollout server 0, rollout server 1 not done yet; the run gives up in "
     )
 
 

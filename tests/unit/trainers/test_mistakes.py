@@ -174,6 +174,71 @@ def keys(*changes: str) -> Callable[[], list[str]]:
     return lambda: list(changes)
 
 
+def written(path: str, content: str | bytes, *changes: str) -> Callable[[], list[str]]:
+    """Return a maker of a file; the data of the run where no change of the run file is given."""
+
+    def write() -> list[str]:
+        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return list(changes) or [f"megatron_training.data_path={path}"]
+
+    return write
+
+
+def model_file(name: str, content: str | bytes, *changes: str) -> Callable[[], list[str]]:
+    """Return a maker of a model with another content of a file, which the run starts from."""
+
+    def write() -> list[str]:
+        (copy_model() / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        return ["actor_config.load=other", *changes]
+
+    return write
+
+
+def cut_weights() -> list[str]:
+    path = copy_model() / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    return ["actor_config.load=other"]
+
+
+def pickled_weights() -> list[str]:
+    model = copy_model()
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    return ["actor_config.load=other"]
+
+
+def no_template() -> list[str]:
+    path = copy_model() / "tokenizer_config.json"
+    content = json.loads(path.read_text())
+    content.pop("chat_template", None)
+    path.write_text(json.dumps(content))
+    path.with_name("chat_template.jinja").unlink(missing_ok=True)
+    return ["megatron_training.tokenizer_name_or_path=other", "megatron_training.prompt_type=hf"]
+
+
+def scored_by(body: str, head: str = "") -> Callable[[], list[str]]:
+    """Return a maker of a plug-in whose function `digits` has this body."""
+    text = f"{head}\nfrom mindspeed_rl.rewards import register\n\n@register('digits')\n"
+    return written("my_reward.py", f"{text}def digits(response: str, label: str):\n    {body}\n", "rl_config.rule_reward=true")
+
+
+def held_out(rows: list[dict[str, Any]]) -> Callable[[], list[str]]:
+    return lambda: [write_rows("other.jsonl", rows).replace(".data_path", ".eval_data_path")]
+
+
+def edited(change: Callable[[str], str]) -> Callable[[], list[str]]:
+    """Return a change of the run file's text."""
+
+    def write() -> list[str]:
+        path = Path("own.yaml")
+        path.write_text(change(path.read_text()))
+        return []
+
+    return write
+
+
+TEXT_ROWS = "".join(json.dumps({"question": "\u4f60", "answer": "1"}, ensure_ascii=False) + "\n" for _ in range(8))
+LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 123\n"
+DATA = "megatron_training.data_path="
 #: mistake -> changes of the run file, and what the refusal must have
 REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "data of another name": (
@@ -246,6 +311,144 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         keys("actor_config.load=Nobody/nothing-1b", "megatron_training.tokenizer_name_or_path=Nobody/nothing-1b"),
         ["'Nobody/nothing-1b' does not exist", "cannot be reached", "mindspeed-rl download Nobody/nothing-1b"],
     ),
+    # files that are something else
+    "UTF-16": (written("rows.jsonl", TEXT_ROWS.encode("utf-16")), ["rows.jsonl, row 1: is UTF-16: save it as UTF-8"]),
+    "UTF-16 of Excel": (written("rows.csv", "question,answer\n1,1\n".encode("utf-16")), ["'rows.csv' is UTF-16"]),
+    "GBK": (written("rows.jsonl", TEXT_ROWS.encode("gbk")), ["row 1: is not UTF-8 (byte 0xc4): save the file as UTF-8"]),
+    "Latin-1": (
+        written("rows.csv", "question;answer\nGr\xfc\xdfe;1\n".encode("latin-1")), ["is not UTF-8 (byte 0xfc): save the file"]
+    ),
+    "a web page as data": (written("rows.jsonl", "<!DOCTYPE html><html>\n"), ["row 1: is a web page", "resolve"]),
+    "a pointer as data": (written("rows.jsonl", LFS), ["row 1: is a pointer of Git LFS", "git lfs pull"]),
+    "a pointer as weights": (model_file("model.safetensors", LFS), ["{here}/other/model.safetensors is a pointer of Git LFS"]),
+    "a pointer as a tokenizer": (
+        model_file("tokenizer.json", LFS, "megatron_training.tokenizer_name_or_path=other"), ["tokenizer.json is a pointer"]
+    ),
+    "an archive as data": (written("rows.xlsx", b"PK"), ["unknown format '.xlsx'", ".csv"]),
+    "half an archive": (written("rows.jsonl.gz", b"\x1f\x8b\x08\x00abc"), ["'rows.jsonl.gz' is damaged"]),
+    "text as parquet": (written("rows.parquet", "hello"), ["'rows.parquet' is damaged"]),
+    "texts in an array": (written("rows.json", '["a", "b"]'), ["row 1: must be an object with named columns, not str"]),
+    "all rows in an object": (
+        written("rows.json", '{"train": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "1"}]}'),
+        ["column 'train' has 2 objects: are these the rows?", "one per line"],
+    ),
+    "a row that is no JSON": (
+        written("rows.jsonl", '{"question": "1", "answer": "1"}\n{question: 1}\n'), ["rows.jsonl, row 2: is not valid JSON"]
+    ),
+    "the folder of a model as data": (keys(f"{DATA}start/model"), ["row 1", "config.json"]),
+    # rows
+    "a column of another name": (
+        keys("megatron_training.map_keys={prompt: questoin, query: '', response: answer}"), ["'questoin'", "question, answer"]
+    ),
+    "messages that map_keys does not name": (
+        lambda: [
+            write_rows("rows.jsonl", [{"messages": [{"role": "user", "content": "1"}]}] * 8), "megatron_training.map_keys=null",
+        ],
+        ["column 'messages' has chat messages", "map_keys: {{prompt: messages}}"],
+    ),
+    "only empty prompts": (rows(lambda index, row: {**row, "question": ""}), ["all 40 rows are left out (40 empty prompt)"]),
+    "a slice after the end": (keys(f"{DATA}'train.jsonl[100:200]'"), ["selects no row: the data ends before row 100"]),
+    "a column that is to be kept": (
+        keys("megatron_training.dataset_additional_keys=[difficulty]"),
+        ["row 1: has no column 'difficulty'", "question, answer"]
+    ),
+    "held-out data without the columns": (held_out([{"q": "1"}] * 4), ["error: megatron_training.eval_data_path: ", "have q;"]),
+    "held-out data without rows": (held_out([]), ["error: megatron_training.eval_data_path: ", "has no row at all"]),
+    "long held-out data": (
+        held_out([{"question": "1" * 90, "answer": "1"}] * 4), ["error: megatron_training.eval_data_path: ", "4 of 4 rows"]
+    ),
+    # models
+    "the folder above the model": (keys("actor_config.load=start"), ["{here}/start; did you mean 'start/model'?"]),
+    "pickled weights": (pickled_weights, ["the weights pytorch_model.bin, which are pickled", "save_pretrained"]),
+    "cut weights": (cut_weights, ["{here}/other/model.safetensors is truncated", "ends at byte"]),
+    "empty weights": (model_file("model.safetensors", b""), ["is truncated: 0 bytes"]),
+    "config.json that is no JSON": (model_file("config.json", "{"), ["other/config.json is not valid JSON"]),
+    "config.json that is a list": (model_file("config.json", "[]"), ["holds list where a JSON object is expected"]),
+    "an unknown architecture": (
+        lambda: [f"actor_config.load={copy_model(architectures=['FooForCausalLM'])}"], ["'FooForCausalLM'", "not supported"]
+    ),
+    "more layers than weights": (
+        lambda: [f"actor_config.load={copy_model(num_hidden_layers=40)}"],
+        ["has no tensor of 'model.layers.", "num_hidden_layers 40"]
+    ),
+    "a size that is text": (
+        lambda: [f"actor_config.load={copy_model(hidden_size='big')}"], ['hidden_size "big"', "a whole number"]
+    ),
+    "no chat template": (no_template, ["needs a tokenizer with a chat template", "chatml", "chat_template.jinja"]),
+    "a path in quotes": (keys("actor_config.load=\"'start/model'\""), ["does not exist", "relative to {here}"]),
+    # rewards: what train would meet when it scores the first row
+    "a reward that is text": (scored_by("return 'good'"), ["'digits' cannot score the first row", "it returned 'good'"]),
+    "a reward that raises": (scored_by("return 1 / 0"), ["ZeroDivisionError: division by zero (my_reward.py:6)"]),
+    "a reward that is no number": (scored_by("return float('nan')"), ["it returned nan, which is not a finite number"]),
+    "a reward that ends the process": (scored_by("import os; os._exit(3)"), ["ends the process with code 3"]),
+    "a reward that exits": (scored_by("raise SystemExit(3)"), ["'digits' cannot score the first row", "SystemExit: 3"]),
+    "rewards of another number": (
+        written(
+            "my_reward.py",
+            "from mindspeed_rl.rewards import register\n@register('digits')\n"
+            "def f(completions, **kwargs):\n    return [1.0] * 9\n",
+            "rl_config.rule_reward=true",
+        ),
+        ["a list of 1 scores, one for each sample, not 9"],
+    ),
+    "a reward that is not registered": (
+        written("my_reward.py", "def digits(response, label):\n    return 1.0\n", "rl_config.rule_reward=true"),
+        ["'digits' is a function of my_reward.py that is not registered", '@register("digits")'],
+    ),
+    "a plug-in with a mistake": (written("my_reward.py", "def f(:\n", "rl_config.rule_reward=true"), ["line 1: SyntaxError"]),
+    "a plug-in without its package": (
+        scored_by("return 1.0", "import nothing_here"), ["line 1: there is no module 'nothing_here'"]
+    ),
+    "a function that the plug-in has not": (
+        keys("rl_config.verifier_function=['my_reward:nothing']"), ["the module 'my_reward' has no 'nothing'"]
+    ),
+    "a reward of another name": (keys("rl_config.verifier_function=[digit]"), ["did you mean 'digits'?"]),
+    "a judge without http": (
+        keys("rl_config.judge_url=127.0.0.1:9", "rl_config.judge_model=x"), ["it must look like http://host:port/v1"]
+    ),
+    "tools of another name": (
+        keys("rl_config.multi_turn_enable=true", "rl_config.tool_config_path=onw.yaml"),
+        ["{here}/onw.yaml", "did you mean 'own.yaml'"]
+    ),
+    # keys and values
+    "a key and a group of another name": (
+        keys("rl_config.n_sampels_per_prompt=4", "actor_confg.lr=1"), ["is actor_config", "is rl_config.n_samples_per_prompt"]
+    ),
+    "a key of another project": (keys("actor_config.learning_rate=1e-4"), ["the nearest known key is actor_config.lr"]),
+    "a key in another group": (keys("rl_config.lr=1e-4"), ["the nearest known key is megatron_training.lr"]),
+    "a stage of another name": (keys("megatron_training.stage=grpo"), ["did you mean 'ray_grpo'?"]),
+    "a platform of another name": (keys("platform=gpu"), ["did you mean 'cuda'?"]),
+    "a number in words": (keys("actor_config.lr=fast"), ["actor_config.lr is 'fast', but must be a number"]),
+    "a number with a comma": (keys("actor_config.lr='1,0e-5'"), ["'1,0e-5', but must be a number"]),
+    "a negative rate": (keys("actor_config.lr=-1e-5"), ["actor_config.lr (-1e-05) must be at least 0"]),
+    "a size with a k": (keys("megatron_training.global_batch_size=8k"), ["'8k', but must be a whole number"]),
+    "a truth in another language": (keys("megatron_training.bf16=ja"), ["'ja', but must be true or false"]),
+    "a list of one function without brackets": (keys("rl_config.verifier_function=digits"), ["'digits', but must be a list"]),
+    "two weights for one reward": (keys("rl_config.verifier_weight=[0.5, 0.5]"), ["must have the same length"]),
+    "adapters by the names of another library": (
+        keys("actor_config.lora_r=8", "actor_config.lora_target_modules=[q_proj]"), ["did you mean 'linear_qkv'?"]
+    ),
+    "three engines for four heads": (
+        keys("generate_config.infer_tensor_parallel_size=3"), ["num_attention_heads (4) must be divisible", "nearest values"]
+    ),
+    "room for no response": (keys("generate_config.max_model_len=10"), ["a longer prompt leaves no room for a response"]),
+    "PPO without a critic": (keys("megatron_training.stage=ray_ppo"), ["needs the group critic_config"]),
+    "no length": (keys("megatron_training.train_iters=null"), ["train_iters: not set", "train_epochs"]),
+    "a length that is said twice": (keys("megatron_training.train_epochs=1"), ["say the length of the run twice"]),
+    "results where a file is": (keys("actor_config.save=train.jsonl"), ["{here}/train.jsonl is not a folder"]),
+    "results where nothing can be written": (keys("run_dir=/proc/x"), ["run_dir: /proc/x cannot be written to", "in /proc"]),
+    # the text of the run file, and overrides
+    "blanks in an override": (
+        keys("actor_config.lr = 1e-4"), ["has blanks around the equals sign; write actor_config.lr=1e-4"]
+    ),
+    "an override without an equals sign": (keys("actor_config.lr 1e-4"), ["is not of the form group.key=value"]),
+    "a full-width colon": (edited(lambda text: text + "\nrun_dir\uff1ax\n"), ["has a full-width colon"]),
+    "a tab": (edited(lambda text: text + "\n\trun_dir: x\n"), ["'\\t' that cannot start any token"]),
+    "a key that is there twice": (edited(lambda text: text + "\nplatform: cpu\n"), ["duplicate key platform"]),
+    "a model block of another name": (
+        edited(lambda text: "defaults:\n  - model: [qwen3_8B]\n" + text), ["model/qwen3_8B.yaml does not exist", "qwen3_8b"]
+    ),
+    "an empty run file": (edited(lambda text: ""), ["the group megatron_training is missing"]),
 }  # fmt: skip
 #: mistake -> changes, and what the warnings of a valid run must have; none for what is right
 ACCEPTED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
@@ -270,6 +473,14 @@ ACCEPTED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         ),
         ["128 devices are processes that share", "1 to 4 times"],
     ),
+    "the same answer every time": (
+        keys("generate_config.sampling_config.temperature=0"), ["the 4 responses to a prompt are the same"]
+    ),
+    "no learning rate": (keys("actor_config.lr=0"), ["actor_config.lr is 0: the weights stay as they are"]),
+    "a huge learning rate": (keys("actor_config.lr=1"), ["actor_config.lr is 1: Adam moves each weight"]),
+    "results in the folder of the model": (keys("actor_config.save=start/model"), ["save and load are the same folder"]),
+    "responses without room": (keys("generate_config.sampling_config.max_tokens=99"), ["99 = 115", "counts as truncated"]),
+    "a plug-in that is named as a module too": (keys("rl_config.verifier_function=['my_reward:digits']"), []),
 }  # fmt: skip
 
 
