@@ -165,7 +165,7 @@ def _format_metrics(
         names = f" ({', '.join(text for _, text in phases)})" if phases else ""
         return " | ".join([*([] if total_s is None else [f"{total_s:.2f} s{names}"]), *left])
 
-    line = " | ".join(filter(None, [*columns, join_times()]))
+    line = " | ".join(part for part in (*columns, join_times()) if part)
     if width is None or len(line) <= width:
         return line
     indent = " " * (columns[0].find("/") - len(str(total)))

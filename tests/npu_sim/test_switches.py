@@ -46,6 +46,9 @@ class Case:
     bf16: bool = True
 
 
+#: relative difference of norms where gradients are added in another order: by buckets, by an exchange of other shape
+_ROUNDED = 1e-4
+
 #: compared with the same layout without the switches
 UNCHANGED: dict[str, Case] = {
     "memory and checkpoints": Case(
@@ -79,6 +82,7 @@ UNCHANGED: dict[str, Case] = {
         },
         4,
         {"pipeline_model_parallel_size": 2},
+        rel=_ROUNDED,
     ),
     "latent attention and experts on two ranks": Case(
         "deepseek3",
@@ -92,6 +96,7 @@ UNCHANGED: dict[str, Case] = {
         },
         2,
         {"expert_model_parallel_size": 2},
+        rel=_ROUNDED,
     ),
     "grouped experts": Case(
         "qwen3_moe",
@@ -210,7 +215,8 @@ def test_a_checkpoint_without_an_optimizer_starts_one_as_on_the_cpu(tmp_path: Pa
 
 @pytest.mark.slow
 def test_dropout_goes_on_after_a_checkpoint_where_it_was(tmp_path: Path) -> None:
-    case = Case("qwen2", _ADAPTERS | {"attention_dropout": 0.1, "hidden_dropout": 0.1, "lora_dropout": 0.1})
+    # not of attention weights: the simulated kernel has none
+    case = Case("qwen2", _ADAPTERS | {"hidden_dropout": 0.1, "lora_dropout": 0.1})
     whole, plain = train(case, case.switches), train(case, _ADAPTERS)
     assert losses(whole) != losses(plain)
     check(train(case, case.switches, tmp_path), part(whole, 0, SAVED), 0.0)
