@@ -117,6 +117,8 @@ class RandomRun:
         """Write the run file, with the models of the roles; checks it against all rules."""
         keys = {name: dict(group) if isinstance(group, dict) else group for name, group in self.keys.items()}
         keys["actor_config"]["load"] = folders["actor"]
+        if keys["megatron_training"].get("optimizer_offload_path"):
+            keys["megatron_training"]["optimizer_offload_path"] = str(folder)
         keys["megatron_training"]["tokenizer_name_or_path"] = folders["actor"]
         if self.rl.get("use_integrated_worker", True):  # the reference has the actor's settings
             del keys["ref_config"]
@@ -218,6 +220,7 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     is_free = rl["rollout_importance_sampling_mode"] is None and rl["top_entropy_quantile"] == 1.0
     if is_free and rl.get("router_replay") != {"mode": "R2"} and random.Random(seed).random() < 0.5:
         rl |= {"old_log_probs": "rollout", "old_log_probs_check_fraction": 0.0}
+    training |= _choose_memory(random.Random(f"memory of {seed}"))
     bound, rl_mode = _choose_mode(r)
     rl |= rl_mode
     if "off_policy_token_limit" in rl and not bound:
@@ -243,6 +246,14 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     rows = _generate_rows(r, num_prompts, group_size, bound, routed)
     greedy = [None if r.random() < 0.1 else r.randrange(-4, 5) / 4 for _ in range(num_prompts)]
     return RandomRun(seed, size, model, {"platform": "cpu"} | keys, rows, greedy, group_size)
+
+
+def _choose_memory(r: random.Random) -> Keys:
+    """Keys that save memory and change no number."""
+    keys: Keys = {"loss_vocab_chunk_size": r.choice([None, None, 8, 24])}
+    if fraction := r.choice([0.0, 0.0, 0.4, 1.0]):
+        keys |= {"optimizer_offload_fraction": fraction, "optimizer_offload_path": r.choice([None, "."])}
+    return keys
 
 
 def _choose_mode(r: random.Random) -> tuple[int, Keys]:
