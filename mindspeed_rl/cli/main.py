@@ -31,6 +31,7 @@ _EXAMPLES: dict[str, str] = {
     "explain": "--config-name grpo_qwen3_8b_A3",
     "import": "verl run_grpo.sh -o my_run.yaml",
     "plan": "--config-name grpo_qwen3_8b_A3",
+    "audit": "reward --config-name grpo_tiny_cpu",
     "download": "Qwen/Qwen2.5-0.5B-Instruct",
     "convert": "--load-dir MODEL --save-dir OUT --target-tensor-parallel-size 2",
     "preprocess": "--input rows.jsonl --tokenizer-name-or-path MODEL --output-prefix data/rows",

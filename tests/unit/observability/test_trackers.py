@@ -60,6 +60,7 @@ def fake_wandb(tmp_path, monkeypatch):
         "asked = {}\n"
         "class Run:\n"
         "    url = None\n"
+        "    id = 'abc'\n"
         "    dir = 'here'\n"
         "    def log(self, figures, step): asked.update(step=step)\n"
         "    def finish(self): asked.update(finished=True)\n"

@@ -115,7 +115,7 @@ ELSEWHERE: dict[str, str] = {
     "run/record.py": "fault_tolerance",
     "run/length.py": "train_epochs",
     "run/ref_model.py": "ref_model integrated_mode_config",
-    "data/prompts.py": "prompt_type_path chat_template_kwargs",
+    "data/prompts.py": "prompt_type_path chat_template_kwargs image_folder",
     "engine/build.py": "fp32_lm_head recompute_method recompute_num_layers recompute_modules sequence_parallel bf16",
     "engine/checkpoint.py": "async_save keep_last finetune no_load_optim no_load_rng no_save_optim no_save_rng",
     "engine/lora_layers.py": "lora_target_modules lora_r lora_alpha lora_dropout",
@@ -152,7 +152,7 @@ ELSEWHERE: dict[str, str] = {
     "run/resume.py": "load_iteration load_previous",
     "trainers/evaluation.py": "eval_num_prompts eval_greedy",
     "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
-    "long_prompts image_folder limit_mm_image_per_prompt",
+    "long_prompts limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",

@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "an archive as data": (written("rows.xlsx", b"PK"), ["unknown format '.xlsx'", ".csv"]),
     "half an archive": (written("rows.jsonl.gz", b"\x1f\x8b\x08\x00abc"), ["'rows.jsonl.gz' is damaged"]),
     "text as parquet": (written("rows.parquet", "hello"), ["'rows.parquet' is damaged"]),
-    "texts in an array": (written("rows.json", '["a", "b"]'), ["row 1: must be an object with named columns, not str"]),
+    "texts in an array": (written("rows.json", '["a", "b"]'), ["row 1: is a str, not an object with columns"]),
     "all rows in an object": (
         written("rows.json", '{"train": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "1"}]}'),
         ["column 'train' has 2 objects: are these the rows?", "one per line"],
