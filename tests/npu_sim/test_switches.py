@@ -46,9 +46,6 @@ class Case:
     bf16: bool = True
 
 
-#: relative difference of norms where gradients are added in another order: by buckets, by an exchange of other shape
-_ROUNDED = 1e-4
-
 #: compared with the same layout without the switches
 UNCHANGED: dict[str, Case] = {
     "memory and checkpoints": Case(
@@ -82,7 +79,7 @@ UNCHANGED: dict[str, Case] = {
         },
         4,
         {"pipeline_model_parallel_size": 2},
-        rel=_ROUNDED,
+        rel=BF16,  # gradients are added in another order, and bf16 weights differ in their last bit
     ),
     "latent attention and experts on two ranks": Case(
         "deepseek3",
@@ -96,7 +93,7 @@ UNCHANGED: dict[str, Case] = {
         },
         2,
         {"expert_model_parallel_size": 2},
-        rel=_ROUNDED,
+        rel=BF16,  # gradients are added in another order, and bf16 weights differ in their last bit
     ),
     "grouped experts": Case(
         "qwen3_moe",
