@@ -91,8 +91,9 @@ def check(command: Command) -> None:
     assert len(proven) == 1 and 0 not in proven
     versions = [record["rollout/weight_version"] for record in records]
     assert versions == sorted(set(versions))
-    assert all(record["rollout/log_probs_diff_max"] < BF16 for record in records)
-    assert any(record["actor/grad_norm"] > 0 for record in records)
+    updated = [record for record in records if "actor/grad_norm" in record]  # not while a critic warms up
+    assert updated and all(record["rollout/log_probs_diff_max"] < BF16 for record in updated)
+    assert any(record["actor/grad_norm"] > 0 for record in updated)
 
 
 @pytest.mark.parametrize("changes", RUNS.values(), ids=list(RUNS))
@@ -112,8 +113,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "rl_config.actor_forward_micro_batch_size=8",
         "rl_config.ref_forward_micro_batch_size=8",
         "rl_config.use_dynamic_bsz=false",
+        "rl_config.critic_warmup=1",
     ),
-    "dapo_tiny_cpu": layout(1),
+    # nothing has been learnt: many groups are of one reward
+    "dapo_tiny_cpu": (*layout(1), "rl_config.filter_groups_max_batches=20"),
 }
 
 
