@@ -17,7 +17,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engines import list_engine
+from mindspeed_rl.importers.training_engine import list_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     join_words,

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engines import list_engine
+from mindspeed_rl.importers.training_engine import list_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,

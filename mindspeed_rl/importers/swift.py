@@ -52,7 +52,7 @@ from mindspeed_rl.importers.swift_templates import (
     note_template,
     write_template,
 )
-from mindspeed_rl.importers.training_engines import list_engine
+from mindspeed_rl.importers.training_engine import list_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     describe_preprocessing,

@@ -1,8 +1,14 @@
-"""The training engine of a run whose source trains with FSDP: `engine: fsdp` where it supports the run, else Megatron's."""
+"""The training engine of an imported run: a source that divides all weights keeps doing so where our engine can.
+
+FSDP and DeepSpeed's ZeRO-3 divide every weight over all devices, as `engine: fsdp` does (docs/engines.md). What that engine
+does not compute, or has not run yet, becomes a layout of Megatron, whose numbers are the same. Whether it does is asked of the
+engine's own rules where the run file is complete (`keep_fsdp`), and of the command's options before (`list_engine`).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from mindspeed_rl.config.keys import MegatronConfig
@@ -15,10 +21,13 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.training_engine_rules import check_model_form
 from mindspeed_rl.run.rules.validation import validate
 
+#: stages that have run on the engine
+_STAGES = ("ray_grpo", "sft", "dpo", "simpo", "orpo", "orm")
+_REASON = "{} divides every weight over all devices, as this engine does; megatron is the other one"
 _FSDP = {f"{ACTOR}.engine": "fsdp"}
 #: form of a model that the engine does not compute -> names of published models that have it
 _FORMS = {
-    "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|gemma-?[34]-|qwen3\.[5-9]",
+    "images": r"(?:^|[^a-z])vl\d*(?:[^a-z]|$)|vision|omni|llava|internvl|minicpm|gemma-?[34]-|qwen3\.[5-9]",
     "experts": r"-a\d+(?:\.\d+)?b|moe|mixtral|deepseek-?(?:v[2-9]|r1(?!-distill))|moonlight|kimi|gpt-?oss|glm-?(?:4\.[5-9]|5)|"
     r"minimax|qwen3-(?:next|coder)|llama-?4|olmoe|hunyuan|longcat|mimo-v",
 }
@@ -36,8 +45,7 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     """
     resolved = draft(build_run_config(apply_values(run.tree, _FSDP)))
     reasons = [*obstacles, *(item.message for item in validate(resolved) if item.rule == "training_engine")]
-    role = resolved.config.actor_config
-    if form := _find_form(str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load")), role):
+    if form := _find_form(str(run.get(f"{ACTOR}.base_model") or run.get(f"{ACTOR}.load"))):
         reasons.append(form)
     if reasons:
         return "; ".join(reasons)
@@ -46,14 +54,35 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     return ""
 
 
-def _find_form(model: str, role: MegatronConfig) -> str:
+def list_engine(
+    divides: str, *, stage: str, model: str, obstacles: Mapping[str, bool]
+) -> tuple[tuple[tuple[str, object, str], ...], str]:
+    """Return the defaults that choose the engine, and why it is Megatron's although the source divides weights.
+
+    Args:
+        divides: what divides all weights there, such as "ZeRO-3"; empty where nothing does.
+        obstacles: what stands against the engine -> True where the command has it.
+    """
+    if not divides:
+        return (), ""
+    found = [text for text, holds in obstacles.items() if holds]
+    if stage not in _STAGES:
+        found.insert(0, f"stage {stage}, which has not run on engine fsdp")
+    elif not found and (form := _find_form(model)):
+        found.append(form)
+    if found:
+        return (), f"a layout of Megatron, because of {found[0]}"
+    return ((f"{ACTOR}.engine", "fsdp", _REASON.format(divides)),), ""
+
+
+def _find_form(model: str) -> str:
     """Return why the engine does not compute a model, by its config.json where it is here, else by its name."""
     if not Path(model, "config.json").expanduser().is_file():
         name = model.lower()
         return next((f"by its name {model} has {form}" for form, names in _FORMS.items() if re.search(names, name)), "")
     try:
         architecture, shape, _ = read_model(Path(model).expanduser())
-        check_model_form(role, shape, architecture.name)
+        check_model_form(MegatronConfig(engine="fsdp"), shape, architecture.name)
     except ValueError as error:
         return str(error)
     return ""

@@ -8,8 +8,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 #: an iteration's record: metric -> value, None where it was not finite
 Record = Mapping[str, float | None]
 
@@ -41,6 +39,8 @@ class Series:
 
     def finite(self, since: int = 0) -> Series:
         """Return the finite values of the iterations from `since` on."""
+        import numpy as np  # plans read no history, and start without it
+
         start = bisect_left(self.x, since)
         x, y = np.array(self.x[start:]), np.array(self.y[start:])
         finite = np.isfinite(y)

@@ -51,8 +51,8 @@ def test_all_weights_stay_divided(command: str) -> None:
     [
         (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --tuner_type lora", "adapters"),
         (f"{SFT} Qwen/Qwen2.5-7B --deepspeed zero3 --sequence_parallel_size 2", "sequences that several devices share"),
-        (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3", "a model that engine fsdp does not compute"),
-        (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "a model that engine fsdp does not compute"),
+        (f"{SFT} Qwen/Qwen3-30B-A3B --deepspeed zero3", "by its name Qwen/Qwen3-30B-A3B has experts"),
+        (f"{SFT} Qwen/Qwen3.5-4B --deepspeed zero3", "by its name Qwen/Qwen3.5-4B has images"),
         (f"{SFT} Qwen/Qwen2.5-VL-7B-Instruct --deepspeed zero3", "images"),
         (f"{GRPO} --deepspeed zero3 --sync_ref_model true", "a reference that moves"),
         (f"{PPO} --deepspeed zero3", "stage ray_ppo, which has not run on engine fsdp"),
@@ -78,7 +78,17 @@ def test_a_file_of_deepspeed_says_its_stage(tmp_path: Path) -> None:
 
 
 def test_config_json_decides_where_it_is_here(tmp_path: Path) -> None:
-    for content, expected in (({"hidden_size": 8}, "fsdp"), ({"num_experts": 4}, None), ({"kv_lora_rank": 4}, None)):
+    dense = {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }  # fmt: skip
+    experts = dense | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    for content, expected in ((dense, "fsdp"), (experts, None), ({"hidden_size": 8}, None)):
         (tmp_path / "config.json").write_text(json.dumps(content))
         assert engine(take(f"{SFT} {tmp_path} --deepspeed zero3")) == expected
 
