@@ -53,7 +53,7 @@ class Unigram:
 
 
 def settings(folder: Path | None = None, length: int = 200) -> _HarnessSettings:
-    return _HarnessSettings(folder, None, None, False, length, (1,), 0)
+    return _HarnessSettings(folder, None, None, False, {}, length, (1,), 0)
 
 
 @pytest.fixture
