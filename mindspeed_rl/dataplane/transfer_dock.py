@@ -82,7 +82,8 @@ class Request:
                 group = []
             group.append(row)
             if len(group) == unit:
-                served, group = served + group, []
+                served += group
+                group = []
             if len(served) == self.count:
                 return served
         return None
@@ -261,7 +262,9 @@ class TransferDock:
                 if name in columns:
                     stock.note_ready(rows)
         awaited = self._awaited[name]
-        for row in rows.tolist() if awaited else ():
+        if not awaited:
+            return
+        for row in rows.tolist():
             for missing in awaited.pop(row, ()):
                 missing.num_cells -= 1
                 if not missing.num_cells:
