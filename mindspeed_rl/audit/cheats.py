@@ -41,7 +41,7 @@ class Case:
 
     @property
     def answer(self) -> str | None:
-        """The answer that a model would write: what follows ####, else the label; None where the label is no answer."""
+        """The answer that a model would write: what follows ####, else the label; None where the label is not an answer."""
         if self.label is None or not self.label.strip() or self.label.lstrip()[0] in "{[":
             return None
         return self.label.rpartition("####")[2].strip() or None

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -22,17 +21,24 @@ from mindspeed_rl.audit.near_duplicates import NearDuplicates
 from mindspeed_rl.audit.overlap import OverlapIndex
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.audit.rows import AuditRow, RowPart, fits
-from mindspeed_rl.audit.texts import find_frame, find_language, hash_text, hash_words, normalise, strip_frame
+from mindspeed_rl.audit.texts import (
+    FRAME_TEXTS,
+    find_frame,
+    find_language,
+    hash_text,
+    hash_words,
+    normalise,
+    strip_frame,
+)
 from mindspeed_rl.data.card import describe_lengths
 from mindspeed_rl.data.prompts import fits_limit
+from mindspeed_rl.files import replace_file
 from mindspeed_rl.rewards.labels import find_trials, is_matchable
 from mindspeed_rl.run import Run
 from mindspeed_rl.scratch import scratch_folder
 
 #: examples of a finding, and characters of one
 _EXAMPLES, _SHOWN = 3, 160
-#: rows of which the common frame of prompts is read
-_FRAME_ROWS = 256
 #: different labels whose verdicts are remembered, and that are counted
 _REMEMBERED_LABELS, _COUNTED_LABELS = 1 << 14, 1 << 16
 #: share of the rows with a label from which its constant answer is a finding, and margin over the chance of one of few labels
@@ -113,7 +119,7 @@ class Finding:
 
 @dataclass
 class DataAudit:
-    """What an audit has found.
+    """Findings of an audit.
 
     Attributes:
         name: data_path.
@@ -311,7 +317,7 @@ def audit_data(
 
 
 def _first_prompts(part: RowPart) -> Iterator[AuditRow]:
-    return islice((row for _, row in part if not row.left_out), _FRAME_ROWS)
+    return islice((row for _, row in part if not row.left_out), FRAME_TEXTS)
 
 
 class _HeldOutIndex(OverlapIndex):
@@ -465,6 +471,12 @@ def _shorten(text: str, limit: int = _SHOWN) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def check_cleanable(train: RowPart) -> None:
+    """Raise ValueError for preprocessed data, whose rows cannot be written as they were."""
+    if not train.stream.is_raw:
+        raise ValueError(f"--clean: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
+
+
 def write_clean(
     audit: DataAudit, train: RowPart, path: Path, added: Mapping[int, Mapping[str, object]] | None = None
 ) -> tuple[int, int]:
@@ -480,11 +492,13 @@ def write_clean(
         ValueError: the data are preprocessed, a part of a data set, or have a value that JSON has not.
         OSError: a file cannot be written.
     """
-    if not train.stream.is_raw:
-        raise ValueError(f"--clean: {audit.name} is preprocessed; audit the raw data that it was made of")
+    check_cleanable(train)
     dropped_path = path.with_name(f"{path.stem}.dropped.jsonl")
     kept = dropped = 0
-    with _written(path) as clean, _written(dropped_path) as reasons:
+    with contextlib.ExitStack() as files:
+        clean, reasons = (
+            files.enter_context(files.enter_context(replace_file(file)).open("wb")) for file in (path, dropped_path)
+        )
         for index, (file, number, row) in enumerate(train.stream.read_source_rows()):  # as the stream counts
             if index in audit.reasons:
                 kind, detail = audit.reasons[index]
@@ -496,18 +510,6 @@ def write_clean(
                 clean.write(_to_line({**row, **more}, f"{file}, row {number}"))
                 kept += 1
     return kept, dropped
-
-
-@contextlib.contextmanager
-def _written(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that gets its name when it is complete."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _to_line(row: Mapping[str, object], where: str) -> bytes:

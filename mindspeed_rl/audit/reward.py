@@ -60,7 +60,7 @@ class Response:
 
 @dataclass
 class Outcome:
-    """What responses of one name have earned, over the rows.
+    """Rewards of the responses of one name, over the rows.
 
     Attributes:
         rows: rows that were attacked, and that one of the responses has cheated.
@@ -90,7 +90,7 @@ class Outcome:
 
 @dataclass
 class RewardAudit:
-    """What an audit has found.
+    """Findings of an audit.
 
     Attributes:
         functions: names of the reward functions that were audited.
@@ -125,6 +125,10 @@ class RewardAudit:
         """Share of the responses that have no reward."""
         return sum(count for count, _ in self.failures.values()) / max(1, self.num_responses)
 
+    def passes(self, bound: float) -> bool:
+        """Return True where no cheat and no failure is more frequent than the bound, and rewards tell responses apart."""
+        return self.worst <= bound and self.failed_share <= bound and not self.is_flat
+
     def describe(self, bound: float) -> AuditReport:
         """Return the audit as a report.
 
@@ -150,7 +154,6 @@ class RewardAudit:
             advice.append(
                 "reward: is a label the answer that the functions read? mindspeed-rl audit data tries each with every label."
             )
-        passes = self.worst <= bound and self.failed_share <= bound and not self.is_flat
         verdict = f"the best cheat gets through on {self.worst:.0%} of {self.num_rows} rows (bound {bound:.0%})"
         if self.is_flat:
             verdict = "no response to a row earns more than another, not even its label"
@@ -159,7 +162,7 @@ class RewardAudit:
         return AuditReport(
             f"audit of the reward: {', '.join(self.functions)}",
             verdict,
-            passes,
+            self.passes(bound),
             [
                 Section("Reward", ("", ""), [(name, text) for name, text in facts.items() if text]),
                 Section(
@@ -207,7 +210,7 @@ class RewardAudit:
             "failures": {state: count for state, (count, _) in self.failures.items()},
             "worst": self.worst,
             "bound": bound,
-            "passes": self.describe(bound).passes,
+            "passes": self.passes(bound),
         }
 
 
@@ -370,7 +373,9 @@ def _choose_form(scorer: _Scorer, cases: Sequence[Case], audit: RewardAudit) -> 
     answered = [(case, case.answer) for case in cases if case.answer is not None]
     best: tuple[float, float, str] | None = None
     names = [*FORMS, *([WHOLE] if any(case.label != answer for case, answer in answered) else [])]
-    for name in names if answered else ():
+    if not answered:
+        return next(iter(FORMS))
+    for name in names:
         forms = [(case, answer, bind_form(name, case)) for case, answer in answered]
         honest = _mean(scorer.score([(case, form(answer)) for case, answer, form in forms]))
         wrong = _mean(scorer.score([(case, form(make_wrong(answer))) for case, answer, form in forms]))

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mindspeed_rl.audit.cheats import Case
-from mindspeed_rl.audit.texts import find_frame, strip_frame
+from mindspeed_rl.audit.texts import FRAME_TEXTS, find_frame, strip_frame
 from mindspeed_rl.config.keys.megatron import MegatronConfig, read_split
 from mindspeed_rl.data.conversation import Row
 from mindspeed_rl.data.handlers.prompt import LABELS, as_text
 from mindspeed_rl.data.indexed import list_packed_columns
 from mindspeed_rl.data.prompts import (
-    HUBS,
     PromptSettings,
     check_prompt_files,
     fits_limit,
     open_prompts,
+    open_rows,
     read_prompt_chunks,
     split_slice,
 )
-from mindspeed_rl.data.sources import Source, open_hub, open_source, read_chunk
+from mindspeed_rl.data.sources import read_chunk
 from mindspeed_rl.run import Run
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 #: rows of preprocessed data that are read at a time
 _CHUNK_ROWS = 512
-#: rows that the template of all prompts is read from
-_FRAME_ROWS = 256
 #: longest prompt in tokens that is read: none is left out for its length here
 _NO_LIMIT = 1 << 30
 
@@ -51,7 +49,7 @@ class AuditRow:
         tokens: its token ids.
         label: the reference answer; None where the data has none.
         columns: additional columns.
-        left_out: why the row is no prompt; empty for a prompt.
+        left_out: reason why the row is not a prompt; empty for a prompt.
         detail: what is wrong with it.
     """
 
@@ -111,13 +109,8 @@ class RowStream:
     def __iter__(self) -> Iterator[AuditRow]:
         return self._read_raw() if self.is_raw else self._read_indexed()
 
-    def _open_source(self) -> Source:
-        path, start, stop = split_slice(self.data_path)
-        source = open_hub(path) if path.startswith(HUBS) else open_source(path)
-        return dataclasses.replace(source, max_rows=stop, skip_rows=start)
-
     def _read_raw(self) -> Iterator[AuditRow]:
-        for chunk in read_prompt_chunks(self._open_source(), self.tokenizer, self.additional_keys, self.settings):
+        for chunk in read_prompt_chunks(open_rows(self.data_path), self.tokenizer, self.additional_keys, self.settings):
             rows = [
                 AuditRow(chunk.path, row.number, left_out=row.reason, detail="" if row.error is None else str(row.error))
                 for row in chunk.left_out
@@ -145,7 +138,7 @@ class RowStream:
 
     def read_source_rows(self) -> Iterator[tuple[str, int, Row | Exception]]:
         """Yield (file, row number, row) of raw data, in the order of the stream."""
-        for chunk in self._open_source().chunks():
+        for chunk in open_rows(self.data_path).chunks():
             for number, row in read_chunk(chunk):
                 yield chunk.path, number, row
 
@@ -229,7 +222,7 @@ def fits(row: AuditRow, run: Run) -> bool:
 def read_cases(part: RowPart) -> Iterator[Case]:
     """Yield the prompts of a part as rows to attack; the first ones tell what the template adds to all."""
     rows = (row for _, row in part if is_prompt(row, part.run))
-    first = list(islice(rows, _FRAME_ROWS))
+    first = list(islice(rows, FRAME_TEXTS))
     frame = find_frame([row.text for row in first])
     for row in chain(first, rows):
         question = strip_frame(row.text, frame)

@@ -38,7 +38,7 @@ _SCRIPTS: dict[str, re.Pattern[str]] = {
 #: characters of a text that its language is read from
 _READ = 2000
 #: texts below which a common beginning may be chance, and that are compared at most
-_FEWEST, _COMPARED = 8, 256
+_FEWEST, FRAME_TEXTS = 8, 256
 
 
 def normalise(text: str) -> str:
@@ -94,7 +94,7 @@ def find_frame(texts: Sequence[str]) -> tuple[int, int]:
 
     It ends between words, and leaves some of every text. Few texts may be alike by chance, and have none.
     """
-    some = list(dict.fromkeys(texts))[:_COMPARED]
+    some = list(dict.fromkeys(texts))[:FRAME_TEXTS]
     if len(some) < _FEWEST:
         return 0, 0
     first = os.path.commonprefix(some)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
-from mindspeed_rl.audit.data import audit_data, write_clean
+from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean
 from mindspeed_rl.audit.report import AuditReport
 from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
@@ -118,8 +118,8 @@ def _audit_data(argv: list[str]) -> int:
         parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is no folder")
     run = _read_run(arguments)
     _, (train, held_out) = _open_data(run)
-    if arguments.clean is not None and not train.stream.is_raw:
-        raise ValueError(f"--clean: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
+    if arguments.clean is not None:
+        check_cleanable(train)
     audit = audit_data(train, held_out, run, report=print_status)
     if arguments.clean is not None:
         kept, dropped = write_clean(audit, train, arguments.clean)

@@ -33,7 +33,7 @@ from mindspeed_rl.data.images import (
 )
 from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_SIZES, TEXT_BYTES, IndexedColumns, list_packed_columns
 from mindspeed_rl.data.json_columns import OBJECT_COLUMNS, has_messages, read_object
-from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source, read_chunk
+from mindspeed_rl.data.sources import Source, has_files, open_data, read_chunk
 from mindspeed_rl.data.templates import (
     PLAIN_TEMPLATE,
     HfTemplate,
@@ -406,8 +406,7 @@ def open_prompts(
         return PromptDataset(
             indexed, lengths, max_prompt_length=max_prompt_length, long_prompts=long_prompts, dropped={}, first=start
         )
-    opened = open_hub(data_path) if data_path.startswith(HUBS) else open_source(data_path)
-    source = replace(opened, max_rows=stop, skip_rows=start)
+    source = open_rows(named)
     rows, dropped = _load_raw(source, tokenizer, dataset_additional_keys, settings)
     _check_slice(named, start, len(rows.tokens) + sum(dropped.values()))
     lengths = np.array([len(tokens) for tokens in rows.tokens], dtype=np.int32)
@@ -432,6 +431,12 @@ def check_prompt_files(data_path: str | Path, key: str = "data_path") -> None:
             f" {path}_packed_input_ids_document.bin: {describe_missing(path)}; give the --output-prefix of preprocessing, raw"
             " data (also data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
         )
+
+
+def open_rows(data_path: str) -> Source:
+    """Open raw data, perhaps of a hub or a slice (`split_slice`)."""
+    path, start, stop = split_slice(data_path)
+    return replace(open_data(path), max_rows=stop, skip_rows=start)
 
 
 def split_slice(data_path: str) -> tuple[str, int, int | None]:

@@ -365,6 +365,11 @@ def _open_saved_dataset(path: Path) -> Source:
     return Source("dataset", (str(path),), note=note, dataset=loaded.with_format("arrow"))
 
 
+def open_data(path: str) -> Source:
+    """Open raw data by `open_hub` where it is written as of a hub, else by `open_source`."""
+    return open_hub(path) if path.startswith((HF, MS)) else open_source(path)
+
+
 def open_hub(
     name: str, cache_dir: str | None = None, streaming: bool = False, options: Mapping[str, object] | None = None
 ) -> Source:

@@ -17,7 +17,7 @@ from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engine import list_engine
+from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     join_words,
@@ -410,10 +410,8 @@ def _choose_engine(
     """Return the key of the training engine where ZeRO-3 divides all weights, and ours that does so can train the run."""
     divides = "ZeRO-3" if _read_deepspeed(run, command) == 3 else ""
     obstacles = {"adapters": has_adapters, "images": command.has("image_max_pixels", "freeze_vision_tower")}
-    defaults, reason = list_engine(divides, stage=_STAGES[stage], model=model, obstacles=obstacles)
-    kept = "see engine" if defaults else "optimizer state is spread by use_distributed_optimizer"
-    run.note_given("deepspeed", reason or kept, changes_nothing=not defaults)
-    return defaults
+    stage, kept = _STAGES[stage], "optimizer state is spread by use_distributed_optimizer"
+    return choose_engine(run, "deepspeed", divides, stage=stage, model=model, obstacles=obstacles, otherwise=kept)[0]
 
 
 def _read_deepspeed(run: Import, command: _Command) -> int:

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
-from mindspeed_rl.importers.training_engine import list_engine
+from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import (
     choose_training,
     describe_preprocessing,
@@ -404,10 +404,8 @@ def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple
         "sequences that several devices share": recipe.cp > 1,
     }
     divides = "ZeRO-3" if command.number("ds.zero_stage", 2) == 3 else ""
-    defaults, reason = list_engine(divides, stage=recipe.stage, model=recipe.model or "", obstacles=obstacles)
-    kept = "see engine" if defaults else "optimizer state is spread by use_distributed_optimizer"
-    run.note_given("ds.zero_stage", reason or kept, changes_nothing=not defaults)
-    return defaults
+    stage, model, kept = recipe.stage, recipe.model or "", "optimizer state is spread by use_distributed_optimizer"
+    return choose_engine(run, "ds.zero_stage", divides, stage=stage, model=model, obstacles=obstacles, otherwise=kept)[0]
 
 
 def _data(command: SourceCommand) -> str:

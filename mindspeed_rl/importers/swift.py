@@ -52,7 +52,7 @@ from mindspeed_rl.importers.swift_templates import (
     note_template,
     write_template,
 )
-from mindspeed_rl.importers.training_engine import list_engine
+from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import (
     count_accelerated,
     describe_preprocessing,
@@ -671,8 +671,10 @@ def _choose_engine(run: Import, command: SourceCommand, kind: str, sizes: _Sizes
         "a reference that moves": command.flag("sync_ref_model"),
         "prediction layers": bool(command.get("mtp_num_layers")),
     }
-    defaults, reason = list_engine(divides, stage=_STAGES[kind], model=command.text("model"), obstacles=obstacles)
-    run.note_given(names, reason or ("see engine" if defaults else "off"), changes_nothing=not defaults)
+    stage, model = _STAGES[kind], command.text("model")
+    defaults, reason = choose_engine(
+        run, names, divides, stage=stage, model=model, obstacles=obstacles, otherwise="off"
+    )
     if reason and "--deepspeed" in run.translated:
         run.translated["--deepspeed"] += f"; {reason}"
     return defaults

@@ -2,7 +2,7 @@
 
 FSDP and DeepSpeed's ZeRO-3 divide every weight over all devices, as `engine: fsdp` does (docs/engines.md). What that engine
 does not compute, or has not run yet, becomes a layout of Megatron, whose numbers are the same. Whether it does is asked of the
-engine's own rules where the run file is complete (`keep_fsdp`), and of the command's options before (`list_engine`).
+engine's own rules where the run file is complete (`keep_fsdp`), and of the command's options before (`choose_engine`).
 """
 
 from __future__ import annotations
@@ -54,15 +54,25 @@ def keep_fsdp(run: Import, obstacles: list[str]) -> str:
     return ""
 
 
-def list_engine(
-    divides: str, *, stage: str, model: str, obstacles: Mapping[str, bool]
+def choose_engine(
+    run: Import, options: str, divides: str, *, stage: str, model: str, obstacles: Mapping[str, bool], otherwise: str
 ) -> tuple[tuple[tuple[str, object, str], ...], str]:
     """Return the defaults that choose the engine, and why it is Megatron's although the source divides weights.
 
     Args:
+        options: names of the options that divide weights, for which the choice is noted.
         divides: what divides all weights there, such as "ZeRO-3"; empty where nothing does.
         obstacles: what stands against the engine -> True where the command has it.
+        otherwise: note where nothing divides all weights.
     """
+    defaults, reason = _list_engine(divides, stage, model, obstacles)
+    run.note_given(options, reason or ("see engine" if defaults else otherwise), changes_nothing=not defaults)
+    return defaults, reason
+
+
+def _list_engine(
+    divides: str, stage: str, model: str, obstacles: Mapping[str, bool]
+) -> tuple[tuple[tuple[str, object, str], ...], str]:
     if not divides:
         return (), ""
     found = [text for text, holds in obstacles.items() if holds]

@@ -212,7 +212,7 @@ class EngineSettings:
         tensor_parallel_size: devices of one engine.
         pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
-        enable_prefix_caching: share the cache of equal beginnings of prompts.
+        enable_prefix_caching: share the KV cache of equal prompt prefixes.
         max_log_probs: upper limit of `count` in `next_tokens`.
         max_images: limit of the images in a prompt.
     """

@@ -252,19 +252,32 @@ def _find_export(save: str) -> str:
     return str(export) if export.exists() else save
 
 
+def pair_evaluations(examples: Sequence[JsonObject]) -> list[tuple[JsonObject, JsonObject]]:
+    """Return held-out prompts in the first and the last evaluation, those whose reward has risen most before others.
+
+    Args:
+        examples: rows of examples.jsonl, in order.
+    """
+    if not examples:
+        return []
+    first, last = examples[0]["iteration"], examples[-1]["iteration"]
+    before, after = ({row["index"]: row for row in examples if row["iteration"] == iteration} for iteration in (first, last))
+    pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
+
+    def gain(pair: tuple[JsonObject, JsonObject]) -> float:
+        return float(pair[1].get("reward") or 0.0) - float(pair[0].get("reward") or 0.0)
+
+    return sorted(pairs, key=gain, reverse=True)
+
+
 def _compare_examples(examples: Sequence[JsonObject]) -> tuple[list[Example], list[Example]]:
     """Return the held-out prompts that the last evaluation answers better than the first, and worse, largest change first."""
     scored = [row for row in examples if isinstance(row.get("reward"), (int, float))]
-    if not scored:
-        return [], []
-    first, last = (choose(row["iteration"] for row in scored) for choose in (min, max))
-    before, after = ({row["index"]: row for row in scored if row["iteration"] == iteration} for iteration in (first, last))
     pairs = [
         Example(str(old["prompt"]), str(old["response"]), str(new["response"]), float(old["reward"]), float(new["reward"]))
-        for index, old in before.items()
-        if (new := after.get(index)) is not None and new is not old
+        for old, new in pair_evaluations(scored)
+        if new is not old
     ]
-    pairs.sort(key=lambda item: item.reward_after - item.reward_before, reverse=True)
     better = [item for item in pairs if item.reward_after > item.reward_before]
     worse = [item for item in reversed(pairs) if item.reward_after < item.reward_before]
     return better[:_MAX_BETTER], worse[:_MAX_WORSE]

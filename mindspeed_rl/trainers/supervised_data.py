@@ -31,7 +31,7 @@ from mindspeed_rl.data.indexed import (
 from mindspeed_rl.data.prepared import Prepared, prepare
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import HUBS, split_slice
-from mindspeed_rl.data.sources import Source, has_files, open_hub, open_source
+from mindspeed_rl.data.sources import Source, has_files, open_data
 from mindspeed_rl.data.templates import choose_thinking
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.run import Run
@@ -165,7 +165,7 @@ def _open_raw(config: MegatronConfig, key: str, location: str) -> _RawData:
     assert config.stage is not None
     path, start, stop = split_slice(location)
     try:
-        opened = open_hub(path) if path.startswith(HUBS) else open_source(path)
+        opened = open_data(path)
     except ValueError as error:
         raise ValueError(f"megatron_training.{key}: {error}") from error
     source = dataclasses.replace(opened, skip_rows=start, max_rows=stop)

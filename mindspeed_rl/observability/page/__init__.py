@@ -25,6 +25,7 @@ from mindspeed_rl.observability.agent_turns import describe_turns
 from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
+from mindspeed_rl.observability.result import pair_evaluations
 from mindspeed_rl.observability.run_files import JsonObject, RunFiles
 
 #: iterations whose phases the timeline shows
@@ -263,17 +264,7 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, object]:
 
 def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[str, object]]:
     """Return held-out prompts with their responses in the first and the last evaluation: those that improved before others."""
-    if not examples:
-        return []
-    first, last = examples[0]["iteration"], examples[-1]["iteration"]
-    before = {row["index"]: row for row in examples if row["iteration"] == first}
-    after = {row["index"]: row for row in examples if row["iteration"] == last}
-    pairs = [(before[index], after[index]) for index in sorted(before.keys() & after.keys())]
-
-    def gain(pair: tuple[JsonObject, JsonObject]) -> float:
-        return float(pair[1].get("reward") or 0.0) - float(pair[0].get("reward") or 0.0)
-
-    pairs.sort(key=gain, reverse=True)
+    pairs = pair_evaluations(examples)
     # also one that has not improved: it shows what is left to learn
     chosen = pairs if len(pairs) <= count else [*pairs[: count - 1], pairs[-1]]
     return [{"prompt": a["prompt"], "label": a.get("label"), "before": a, "after": b} for a, b in chosen]
