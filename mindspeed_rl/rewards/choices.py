@@ -134,7 +134,9 @@ _POSSIBLE_RIGHT = re.compile(
 _SUPPOSED_LEFT = re.compile(r"\b(?:if|suppose|supposing|assume|assuming|whether|were)\b[^,;.!?\n。]{0,60}$", re.IGNORECASE)
 _QUESTION = re.compile(r"[^.!\n。;]{0,60}?[?？]")
 _CLAUSE = re.compile(
-    r"[;!?\n。；！？]|[.](?=\s|$)|,|，|:(?=\s)|(?<!\ball )(?<!any )(?<!thing )(?<!one )(?<!choice )(?<!option )(?<!answer )\bbut\b|\bso\b|\bbecause\b|\bsince\b|\bhowever\b|\bthus\b|\btherefore\b|\bhence\b|而是|但|所以|因此",
+    r"[;!?\n。；！？]|[.](?=\s|$)|,|，|:(?=\s)"
+    r"|(?<!\ball )(?<!any )(?<!thing )(?<!one )(?<!choice )(?<!option )(?<!answer )\bbut\b"  # all but B
+    r"|\bso\b|\bbecause\b|\bsince\b|\bhowever\b|\bthus\b|\btherefore\b|\bhence\b|而是|但|所以|因此",
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"[!?\n。！？]|[.](?=\s|$)")

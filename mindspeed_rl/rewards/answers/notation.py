@@ -93,7 +93,8 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lg(?![a-zA-Z])|(?<![A-Za-z\\])lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])|\\choose(?=\{)", r"\\binom"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
-        (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?|(?:\{\s*\}|^|(?<=[=\s(+*/-]))_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1\3}{\2\4}"),
+        (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"(?:\{\s*\}|^|(?<=[=\s(+*/-]))_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         # before the rule for a single star, which would see two products
         (r"\*\*", "^"),
         (r"\^\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"^{\1}"),

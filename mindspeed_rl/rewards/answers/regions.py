@@ -41,7 +41,8 @@ _EITHER, _BOTH = (" or ", ",", "或", r"\lor ", r"\vee "), (" and ", "且", r"\l
 #: \{x \in \mathbb{R} : x > 3\}
 _BUILDER = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.*?)\\?\}")
 _REMOVED = re.compile(
-    r"(?:(?:\\mathbb\{R\}|all real numbers)\s*(?:\\setminus|\\backslash|-|except|without)|[A-Za-z]\s*(?:\\notin|\\not\s*\\in|∉))"
+    r"(?:(?:\\mathbb\{R\}|all real numbers)\s*(?:\\setminus|\\backslash|-|except|without)"
+    r"|[A-Za-z]\s*(?:\\notin|\\not\s*\\in|∉))"
     r"\s*(?:\\?\{(.*?)\\?\}|([^{}]+))"
 )
 #: a comma before a word that joins relations
