@@ -70,7 +70,6 @@ _FSDP = _EngineLimits(
         **_same("recompute_modules", (None,), "it recomputes whole layers"),
         **_same("recompute_activation_function swap_attention", (False,), "it has the layers of transformers as they are"),
         **_same("reuse_fp32_param", (False,), "its weights are the fp32 ones, and no bf16 copy of them is kept"),
-        **_same("grad_reduce_in_fp32", (True,), "it reduces gradients in fp32"),
         **_same("optimizer_offload_fraction", (0.0,), "its optimizer is on the device or, with swap_optimizer, in host memory"),
         **_same("grad_reduce_in_fp32", (True,), "its gradients are those of fp32 weights"),
         **_same("async_save", (False,), "it writes checkpoints before training continues"),
