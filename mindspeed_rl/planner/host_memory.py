@@ -65,7 +65,7 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
 def _count_copies(run: RunShape, model: Model) -> dict[str, int]:
     """Return the bytes of a model's weights and optimizer that are copied to the host, on its fullest stage."""
     generate, copies = run.generate, {"weights": 0, "optimizer": 0}
-    if generate is not None and generate.offload_train_param:
+    if model.is_streamed or (generate is not None and generate.offload_train_param):
         copies["weights"] = max(model.weights(elements) for elements in model.elements)
     is_copied = model.config.swap_optimizer or (generate is not None and generate.offload_train_optimizer)
     is_filed = model.config.optimizer_offload_path is not None

@@ -22,6 +22,7 @@ from mindspeed_rl.models.costs import kv_bytes_per_token, read_draft_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
+from mindspeed_rl.planner import advice
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
@@ -441,6 +442,57 @@ def test_states_that_the_host_updates_are_counted_there(fraction: float, folder:
     assert plan.host.owners.get("optimizer", 0) == pytest.approx(fraction * states if folder is None else 0, rel=0.01)
     assert plan.host.disk == pytest.approx(states if folder else 0, rel=0.01)
     assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in plan.host.format()) == (folder is not None)
+
+
+#: of Qwen3-8B: embedding, head and last norm; a layer's projections of attention and MLP, and its four norms
+ENDS_8B = 2 * 151936 * 4096 + 4096
+LAYER_8B = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288) + 2 * 4096 + 2 * 128
+
+
+def test_a_streamed_reference_is_on_the_device_by_two_layers_and_in_its_pass_only() -> None:
+    one = {"actor_config__tensor_model_parallel_size": 1, "actor_config__pipeline_model_parallel_size": 1}
+    keys = one | {"rl_config__actor_resource": {"num_npus": 1}, "generate_config__offload_train_param": False}
+    keys |= {"rl_config__init_kl_coef": 0.01}
+    resident, streamed = (planned("grpo_qwen3_8b_A3", **keys, actor_config__stream_ref_weights=on) for on in (False, True))
+    before, after = ({phase.name: phase.owners for phase in plan.groups[0].phases} for plan in (resident, streamed))
+    assert {name for name, owners in before.items() if "reference" in owners} == {*before} - {"start"}
+    assert {name for name, owners in after.items() if "reference" in owners} == {"reference pass"}
+    assert before["update"]["reference"] == 2 * (ENDS_8B + 36 * LAYER_8B)
+    assert after["reference pass"]["reference"] == 2 * (ENDS_8B + 2 * LAYER_8B)
+    assert resident.host is not None and streamed.host is not None
+    assert "reference" not in resident.host.owners
+    assert streamed.host.owners["reference"] == 2 * (ENDS_8B + 36 * LAYER_8B)
+
+
+def test_a_streamed_reference_of_a_preference_stage_is_a_moment_of_its_step(tmp_path: Path) -> None:
+    saved_config(tmp_path, num_hidden_layers=6, hidden_size=64, intermediate_size=96, vocab_size=512)
+    tree: dict[str, Any] = {
+        "platform": "npu",
+        "megatron_training": {
+            "stage": "dpo", "load": str(tmp_path), "num_npus": 1, "global_batch_size": 8, "seq_length": 128, "train_iters": 2,
+        },
+    }  # fmt: skip
+    owners = []
+    for streams in (False, True):
+        tree["megatron_training"]["stream_ref_weights"] = streams
+        plan = plan_memory(draft(build_run_config(tree)), DEVICES["A2"])
+        owners.append(next(phase for phase in plan.groups[0].phases if phase.name == "update").owners)
+        assert plan.host is not None and ("reference" in plan.host.owners) == streams
+    # the update itself is fuller than the reference's pass over two of six layers
+    assert owners[0].pop("reference") and owners[0] == owners[1]
+
+
+def test_advice_takes_a_reference_off_the_device_or_out_of_the_run() -> None:
+    tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
+    for coefficient, named in ((0.001, True), (0.05, False)):
+        values = {"rl_config.init_kl_coef": coefficient, "generate_config.offload_train_param": False}
+        run = draft(build_run_config(apply_values(tree, values)))
+        candidates = dict((*values, costs) for values, costs in advice._candidates_of_the_reference(run) if len(values) == 1)
+        assert "actor_config.stream_ref_weights" in candidates
+        assert ("rl_config.init_kl_coef" in candidates) == named
+    # without a KL there is no reference
+    values = {"rl_config.init_kl_coef": 0.0}
+    assert not list(advice._candidates_of_the_reference(draft(build_run_config(apply_values(tree, values)))))
 
 
 def test_the_engines_share_is_of_what_a_process_sees() -> None:
