@@ -203,6 +203,12 @@ def count_streamed_elements(plan: ModelPlan, config: MegatronConfig) -> list[Ele
     return stages
 
 
+def count_all_elements(plan: ModelPlan, config: MegatronConfig) -> Elements:
+    """Count the elements of a model, not sharded; parts of a vision tower count as if they trained."""
+    sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, config.adapted_parts)
+    return sum((elements for name, elements in sections.items() if name != "tied"), Elements())
+
+
 def find_largest_parameters(plan: ModelPlan, config: MegatronConfig, stage: int) -> tuple[int, int]:
     """Return the elements of the largest dense parameter of a rank of a pipeline stage, and of its largest expert parameter.
 
@@ -234,6 +240,5 @@ def _find_largest(
 
 def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Count the elements of all adapters that train, not sharded."""
-    targets = config.adapted_parts
-    sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
-    return sum(elements.dense_adapters + elements.expert_adapters for elements in sections.values())
+    elements = count_all_elements(plan, config)
+    return elements.dense_adapters + elements.expert_adapters

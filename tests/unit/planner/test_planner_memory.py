@@ -441,7 +441,64 @@ def test_states_that_the_host_updates_are_counted_there(fraction: float, folder:
     assert plan.host is not None
     assert plan.host.owners.get("optimizer", 0) == pytest.approx(fraction * states if folder is None else 0, rel=0.01)
     assert plan.host.disk == pytest.approx(states if folder else 0, rel=0.01)
-    assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in plan.host.format()) == (folder is not None)
+    assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in [*plan.host.list_lines()]) == (folder is not None)
+
+
+#: keys of a run of Qwen3-8B on one device whose optimizer is in host memory, and which saves
+SAVES = {
+    "actor_config__tensor_model_parallel_size": 1,
+    "actor_config__pipeline_model_parallel_size": 1,
+    "actor_config__swap_optimizer": True,
+    "rl_config__actor_resource": {"num_npus": 1},
+    "rl_config__init_kl_coef": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "bytes_each"),
+    [
+        ({}, 2),  # bf16 weights; the states are written from where they are
+        ({"no_save_optim": True}, 2),
+        ({"async_save": True}, 2 + 12),  # the next step changes states that are being written
+        ({"swap_optimizer": False}, 2 + 12),
+        ({"swap_optimizer": False, "no_save_optim": True}, 2),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False}, 2 + 12),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False, "optimizer_offload_fraction": 0.5}, 2 + 6),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False, "optimizer_offload_fraction": 1.0}, 2),
+    ],
+    ids=str,
+)
+def test_a_save_copies_to_the_host_what_is_on_the_device(keys: dict[str, Any], bytes_each: int) -> None:
+    values = SAVES | {f"actor_config__{name}": value for name, value in keys.items()}
+    host = planned("grpo_qwen3_8b_A3", **values).host
+    assert host is not None
+    phases = {phase.name: phase for phase in host.phases}
+    staged = phases["save"].total - phases["iteration"].total
+    assert staged == pytest.approx(8.190735360e9 * bytes_each, rel=1e-6)
+    assert phases["save"].owners.get("tensors of the save") == staged
+    states = 0 if keys.get("no_save_optim") else 12
+    assert host.checkpoint == pytest.approx(8.190735360e9 * (2 + states), rel=1e-6)
+    assert host.total == phases["save"].total and "in save" in next(host.list_lines())
+
+
+def test_an_export_gathers_a_file_of_weights_and_is_part_of_the_checkpoint() -> None:
+    plain, exported = (planned("grpo_qwen3_8b_A3", **SAVES, actor_config__save_hf=on).host for on in (False, True))
+    assert plain is not None and exported is not None
+    assert exported.peak.total - plain.peak.total == 5 * 10**9
+    assert exported.checkpoint - plain.checkpoint == pytest.approx(2 * 8.190735360e9, rel=1e-6)
+    unsaved = planned("grpo_qwen3_8b_A3", **SAVES, actor_config__save=None).host
+    assert unsaved is not None and unsaved.phases[-1].name == "iteration" and unsaved.checkpoint == 0
+
+
+def test_a_save_of_experts_copies_those_of_each_rank_and_a_part_of_what_all_ranks_have() -> None:
+    plan = planned("grpo_qwen3_30b_a3b_A2_4dies")
+    assert plan.host is not None
+    # of each of 128 experts in 48 layers three matrices of 2048 x 768, a quarter on each die; all others are on every die
+    expert = 48 * 128 * 3 * 2048 * 768
+    dense = 30_532_122_624 - expert
+    # the distributed optimizer of the experts is on one rank, whose states are in place; the others' are gathered
+    expected = 2 * expert // 4 + (2 + 12) * dense // 4
+    assert plan.host.phases[-1].owners["tensors of the save"] == pytest.approx(expected, rel=1e-4)
 
 
 #: of Qwen3-8B: embedding, head and last norm; a layer's projections of attention and MLP, and its four norms
