@@ -481,6 +481,27 @@ def test_a_save_copies_to_the_host_what_is_on_the_device(keys: dict[str, Any], b
     assert host.total == phases["save"].total and "in save" in next(host.list_lines())
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo_qwen3_8b_A2_1die",
+        "grpo_lora_qwen3_8b_A2_1die",
+        "grpo_qwen3_30b_a3b_A2_4dies",
+        "grpo_qwen3_30b_a3b_A3_8dies",
+    ],
+)
+def test_run_files_of_small_machines_leave_a_tenth_and_say_what_they_take(name: str) -> None:
+    plan, text = planned(name), (find_project_configs() / f"{name}.yaml").read_text()
+    assert plan.verdict == "fits" and plan.fullest.peak.total <= 0.9 * plan.capacity
+    assert plan.host is not None
+    peak = plan.fullest.peak
+    assert f"{peak.total / GIB:.0f} of 64 GiB in {peak.name}, {plan.host.total / GIB:.0f} GiB of host memory, " in text
+    for language, cell in (("", f"{peak.total / GIB:.0f}, in {peak.name}"), ("zh/", f"{peak.total / GIB:.0f}，{peak.name}")):
+        guide = (find_project_configs().parent / "docs" / language / "ascend.md").read_text()
+        row = next(line for line in guide.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {cell} | {plan.host.total / GIB:.0f} GiB |" in row
+
+
 def test_an_export_gathers_a_file_of_weights_and_is_part_of_the_checkpoint() -> None:
     plain, exported = (planned("grpo_qwen3_8b_A3", **SAVES, actor_config__save_hf=on).host for on in (False, True))
     assert plain is not None and exported is not None
