@@ -1,6 +1,6 @@
 """The largest model that trains on a small machine: SFT and GRPO of a model with random weights, its optimizer in a file.
 
-    .venv/bin/python benchmarks/largest_model.py [--size 1.5B] [--stages sft grpo] [--steps 2] [--folder FOLDER] [--limit-gib 20]
+    .venv/bin/python benchmarks/largest_model.py [--size 1.5B] [--stages sft grpo] [--steps 2] [--folder FOLDER]
 
 Weights and gradients are in bfloat16, all layers are recomputed, and AdamW's states (12 bytes a parameter) are in a file in
 the folder, which a local disk should have. One worker trains and, in GRPO, generates too; there is no reference. Seconds of a
