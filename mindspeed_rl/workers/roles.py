@@ -342,11 +342,11 @@ def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSet
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int), pad_id
     return PassSettings(
-        packed=run.rl.use_remove_padding,
+        packed=bool(run.rl.use_remove_padding),
         pad_id=pad_id,
         # greedy sampling has 0, by which no logits can be divided
         temperature=run.generate.sampling_config.temperature or 1.0,
-        shares_prefixes=run.rl.use_prefix_grouper,
+        shares_prefixes=bool(run.rl.use_prefix_grouper),
     )
 
 

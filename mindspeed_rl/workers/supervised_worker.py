@@ -86,7 +86,7 @@ class SupervisedWorker(DeviceWorker):
     def _build(self, pad_id: int) -> None:
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
         rl = cfg.rl_config
-        packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
+        packed = self.stage.packed or (rl is not None and bool(rl.use_remove_padding))
         self.batching = MicroBatching(size) if rl is None else build_micro_batching(rl, "update", size)
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)

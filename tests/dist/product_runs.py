@@ -442,6 +442,7 @@ def _base(seed: int, group_size: int) -> dict[str, Any]:
             "max_prompt_length": 16,
             "rule_reward": True,
             "use_remove_padding": True,
+            "use_prefix_grouper": False,
             "guarantee_order": True,
             "verifier_function": ["product_rewards:even", "product_rewards:low"],
             "verifier_weight": [1.0, 0.5],

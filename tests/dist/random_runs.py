@@ -221,6 +221,8 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     if is_free and rl.get("router_replay") != {"mode": "R2"} and random.Random(seed).random() < 0.5:
         rl |= {"old_log_probs": "rollout", "old_log_probs_check_fraction": 0.0}
     training |= _choose_memory(random.Random(f"memory of {seed}"))
+    if random.Random(f"passes of {seed}").random() < 0.3:  # what a run without them has
+        del rl["use_remove_padding"], rl["use_prefix_grouper"]
     bound, rl_mode = _choose_mode(r)
     rl |= rl_mode
     if "off_policy_token_limit" in rl and not bound:

@@ -82,7 +82,7 @@ _FSDP = _EngineLimits(
         **_same("freeze_vit freeze_aligner", (True,), "it trains no vision tower"),
     },
     run_keys={
-        **_same("rl_config.use_prefix_grouper", (False,), "the attention of transformers computes a shared prefix in each row"),
+        **_same("rl_config.use_prefix_grouper", (False, None), "the attention of transformers computes a prefix in each row"),
         **_same("rl_config.dropout_in_update", (False,), "it has no dropout"),
         **_same("rl_config.sync_ref_model", (False,), "it averages no weights"),
         **_same("rl_config.router_replay.mode", ("disabled",), "it computes no experts"),

@@ -49,11 +49,13 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
 
 
 def test_an_update_is_its_operations_over_the_chips_share() -> None:
-    plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
+    plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0, rl_config__use_prefix_grouper=False)
     # 32.8e9 parameters less the embedding, 6 operations a parameter and token, 256 responses of 1200 tokens, 16 devices
     weights = 32_762_123_264 - 151936 * 5120
     least = 6 * weights * 256 * 1200 / (16 * 354e12 * NPU.train)
     assert least < plan.parts["update"]["computing"] < 1.1 * least  # attention is on top
+    shared = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
+    assert 0.8 * least < shared.parts["update"]["computing"] < plan.parts["update"]["computing"]  # prompts of 200 tokens once
 
 
 def test_recomputation_adds_a_third_of_the_update() -> None:
