@@ -260,7 +260,7 @@ def _choose_memory(r: random.Random) -> Keys:
     keys: Keys = {"loss_vocab_chunk_size": r.choice([None, None, 8, 24])}
     if fraction := r.choice([0.0, 0.0, 0.4, 1.0]):
         keys |= {"optimizer_offload_fraction": fraction, "optimizer_offload_path": r.choice([None, "."])}
-    return keys
+    return keys | {"stream_ref_weights": r.choice([False, True])}
 
 
 def _choose_engines(r: random.Random, layout: Keys, *, has_experts: bool) -> dict[str, str]:
