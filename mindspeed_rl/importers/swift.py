@@ -24,6 +24,7 @@ from mindspeed_rl.importers.swift_commands import (
     choose_command,
 )
 from mindspeed_rl.importers.swift_data import IMAGES, VISION, read_data
+from mindspeed_rl.importers.swift_plugins import ROWS, list_absent, list_additions, list_made_rows
 from mindspeed_rl.importers.swift_rollouts import describe_gkd, describe_grpo, describe_ppo
 from mindspeed_rl.importers.swift_sizes import (
     MEGATRON_NAMES,
@@ -37,6 +38,7 @@ from mindspeed_rl.importers.swift_sizes import (
 )
 from mindspeed_rl.importers.swift_supervised import describe_dataset
 from mindspeed_rl.importers.swift_templates import find_unknown_weights, is_of_hermes
+from mindspeed_rl.importers.swift_weights import name_adapter_start, name_formats, name_positions, note_chat_template
 from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import read_option_file
 from mindspeed_rl.importers.writer import (
@@ -64,6 +66,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
     if kind in SERVING:
         _write_serving(run, command, kind)
         return None
+    _read_plugins(run, command, kind)
     for name in command.environment.get(OTHERS, "").split():
         run.note(f"swift {name}", OTHER_PROGRAMS[name])
     shared = _describe_shared(run, command, kind, Sizes(command))
@@ -76,7 +79,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
 
 def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Sizes) -> Recipe:
     """Return what all kinds of training have."""
-    rows, knows_rows = read_rows(command, run.settings.rows)
+    rows, knows_rows = read_rows(command, run.settings)
     total = sizes.count_steps(command, rows)
     schedule = read_schedule(command, total)
     engine = MEGATRON_NAMES if sizes.is_megatron else TRANSFORMERS_NAMES
@@ -86,9 +89,6 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
     note += "" if sizes.rollout is None else f", {sizes.steps} steps of a rollout of {sizes.rollout} completions"
     has_limit = command.number(engine.limit, -1) > 0 and (not sizes.is_megatron or not command.has("num_train_epochs"))
     counts_rows = not has_limit and (knows_rows or kind == "pt")
-    if counts_rows and not knows_rows:
-        form = "a length in epochs of documents that are cut into samples; write --max_steps or --train_iters"
-        run.refuse("--num_train_epochs", form)
     if has_limit:
         run.note_given("num_train_epochs", f"--{engine.limit} is read instead")
     else:
@@ -111,6 +111,7 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
     defaults += _choose_engine(run, command, kind, sizes)
     _read_agent_template(run, command)
+    note_chat_template(run, command)
     if command.has("virtual_pipeline_model_parallel_size"):
         form = "chunks by their number; write num_layers_per_virtual_pipeline_stage"
         run.refuse("--virtual_pipeline_model_parallel_size", form)
@@ -127,6 +128,10 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
         ep=sizes.ep,
         dp=sizes.dp,
         packed_rows=f"as many as fit into packs, {sizes.packed} on average" if sizes.packed is not None else None,
+        layers=name_positions(run, command),
+        weights=name_formats(run, command, adapts=tuner != "full"),
+        adapter_start=name_adapter_start(run, command, adapts=tuner != "full" and not adapters),
+        early_stop=_name_early_stop(run, command),
         row_order=_read_order(run, command),
         expert_capacity=_read_capacity(run, command),
         lora_rank=0 if tuner == "full" else UNSET_RANK if adapters else command.count("lora_rank", 8),
@@ -165,6 +170,30 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
         unread=engine.unread,
         defaults=tuple(defaults),
     ).follow(schedule)
+
+
+def _read_plugins(run: Import, command: SourceCommand, kind: str) -> None:
+    """Refuse what Python files of the command add to a run besides functions that its options name."""
+    option, files = "--external_plugins", Command((), {}, 0, folder=run.settings.folder)
+    if rows := list_made_rows(files, command.options):
+        form = f"rows of {', '.join(rows)} that its code makes (register_dataset): write them to a file, --set {ROWS}=FILE"
+        run.refuse(option, form)
+    elif additions := list_additions(files, command.options):
+        run.refuse(option, f"{' and '.join(additions)} that its code registers; prompt_type_path names a template of yours")
+    absent = list_absent(files, command.options)
+    if absent and kind not in WITH_ROLLOUTS:
+        run.refuse(option, f"{', '.join(absent)} is not here, and may make the rows of the data; run the import where it is")
+    if kind not in WITH_ROLLOUTS:
+        run.take(f"{RL}.external_plugins", "its code makes no rows, models or templates of this run")
+
+
+def _name_early_stop(run: Import, command: SourceCommand) -> str | None:
+    """Return the saves without a better result after which a run ends; None where nothing ends it."""
+    interval = int(command.number("early_stop_interval", 0))
+    if not interval:
+        return None
+    run.note_given("early_stop_interval", "see early_stop of the plan", changes_nothing=False)
+    return f"{interval} saves without a better {command.text('metric_for_best_model', 'loss')}"
 
 
 def _read_order(run: Import, command: SourceCommand) -> str | None:

@@ -14,6 +14,7 @@ from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.swift_options import OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
+from mindspeed_rl.importers.swift_plugins import give_rows
 from mindspeed_rl.importers.translators import count_accelerated, join_words, read_option_file
 
 #: program -> stage here; others only generate
@@ -65,9 +66,9 @@ TABLES = {
 
 def choose_command(commands: list[Command], devices: int | None) -> SourceCommand:
     """Return the training command among those of a script, else the one that serves or generates."""
-    parsed = [(command, item) for command in commands if (item := _read_command(command)) is not None]
-    others = [item for _, item in parsed if item.program in OTHER_PROGRAMS]
-    found = [item for item in parsed if item[1].program not in OTHER_PROGRAMS]
+    pairs = [(command, item) for command in commands if (item := _read_command(command)) is not None]
+    others = [item for _, item in pairs if item.program in OTHER_PROGRAMS]
+    found = [pair for pair in pairs if pair[1].program not in OTHER_PROGRAMS]
     training = [item for item in found if item[1].program not in SERVING]
     if others and not training:
         raise ConfigError([f"{' '.join(others[0].trailing)}: {OTHER_PROGRAMS[others[0].program]}"])
@@ -144,6 +145,8 @@ def _read_command(command: Command) -> SourceCommand | None:
     if program in SERVING:
         # earlier releases had the engine's options without vllm_ in front
         options = {f"vllm_{name}" if name not in table and f"vllm_{name}" in table else name: options[name] for name in options}
+    else:
+        options = give_rows(command, options)
     launcher = command.words[: len(command.words) - len(words) - 1]
     world = _count_devices(command, environment, launcher, program)
     return SourceCommand(program, options, environment, world, table, tuple(trailing), command.loop)

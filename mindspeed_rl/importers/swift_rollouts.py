@@ -10,11 +10,17 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Objective, Placement, Recipe, Rewards
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import read_variable
+from mindspeed_rl.importers.shell_text import Command, read_variable
 from mindspeed_rl.importers.swift_commands import MEGATRON, RAY_GROUPS
 from mindspeed_rl.importers.swift_data import IMAGES
-from mindspeed_rl.importers.swift_distillation import name_divergence_of, read_distillation, read_policy_teacher
+from mindspeed_rl.importers.swift_distillation import (
+    name_divergence_of,
+    name_sampled_steps,
+    read_distillation,
+    read_policy_teacher,
+)
 from mindspeed_rl.importers.swift_options import CORRECTIONS
+from mindspeed_rl.importers.swift_plugins import is_default_plugin
 from mindspeed_rl.importers.swift_sizes import PROMPT_LENGTH, Sizes
 from mindspeed_rl.importers.swift_templates import list_prompt_defaults
 
@@ -145,24 +151,13 @@ def describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
     low = command.number("epsilon", 0.2)
     high, clips = command.number("epsilon_high", low), form not in ("sapo", "real")
     estimator, scale = _read_estimator(command)
-    beta, in_reward = command.number("beta", 0.04), _has_kl_in_reward(command)
+    # ms-swift turns it off next to gdpo
+    beta, in_reward = command.number("beta", 0.04), _has_kl_in_reward(command) and scale != "gdpo"
     mode = CORRECTIONS.get(command.get("rollout_importance_sampling_mode"))
     refusals = {
         "--scale_rewards": (
             estimator == "rloo" and scale != "none",
             f"RLOO advantages that are divided by the spread of the {scale}",
-        ),
-        "--advantage_estimator": (
-            estimator == "reinforce_plus_plus" and scale == "batch",
-            "REINFORCE++ whose centred rewards are divided by their own spread over the batch",
-        ),
-        "--loss_type": (
-            form == "real" and beta and not in_reward,
-            "the loss real next to a KL that is averaged over tokens; it is available with --beta 0",
-        ),
-        "--kl_in_reward": (
-            beta and in_reward and estimator != "rloo",
-            "a KL that enters a reward which is then divided by a spread",
         ),
         "--rollout_importance_sampling_mode": (
             beta and not in_reward and mode is not None,
@@ -186,14 +181,19 @@ def describe_grpo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         kl_estimator="k1" if in_reward else "k3",
         kl_place="reward" if in_reward else "loss",
         advantage="gdpo" if scale == "gdpo" else "rloo" if estimator == "rloo" else "group_norm",
-        advantage_scale=scale if has_scale else None,
+        advantage_scale=_name_scale(estimator, scale) if has_scale else None,
+        kl_average="mean of the tokens of a pass" if form == "real" and beta and not in_reward else None,
         importance_sampling=f"{mode} {command.number('rollout_importance_sampling_threshold', 2.0):g}" if mode else None,
         objective=Objective(
             loss_type=loss_type,
             clip=(low, high) if clips else None,
             epsilon=1e-4 if has_scale else 1e-8 if scale == "gdpo" else None,
         ),
-        keys={**recipe.keys, f"{RL}.integrated_mode_config.ref_model_load_path": command.text("ref_model") or None},
+        keys={
+            **recipe.keys,
+            f"{RL}.scale_rewards": scale if has_scale else None,
+            f"{RL}.integrated_mode_config.ref_model_load_path": command.text("ref_model") or None,
+        },
         notes={
             **recipe.notes,
             "loss_type": "averaged over an optimizer step",
@@ -212,6 +212,7 @@ def describe_gkd(run: Import, command: SourceCommand, shared: Recipe) -> Recipe:
         aggregation="token of a micro-batch",
         advantage_scale="none",
         divergence=name_divergence_of(command),
+        sampled_steps=name_sampled_steps(command),
         objective=Objective(loss_type="bnpo"),
         notes={
             **recipe.notes,
@@ -237,6 +238,11 @@ def _read_estimator(command: SourceCommand) -> tuple[str, str]:
         scale = "none"  # rewards of 0, which no spread changes, and a group of one has none
     # it was true or false before, and none is no value elsewhere
     return estimator, {True: "group", False: "none", None: "none"}.get(cast("bool | None", scale), str(scale))
+
+
+def _name_scale(estimator: str, scale: str) -> str:
+    """Return what rewards are divided by: REINFORCE++ takes the spread after the groups are centred."""
+    return "batch, of centred rewards" if estimator == "reinforce_plus_plus" and scale == "batch" else scale
 
 
 def _has_environment(command: SourceCommand) -> bool:
@@ -272,9 +278,9 @@ def _read_rewards(run: Import, command: SourceCommand) -> tuple[Rewards, dict[st
         if name not in _FUNCTIONS and not command.has("external_plugins"):
             form = "ms-swift's reward function of this name, and no file in --external_plugins has it"
             run.refuse(f"--reward_funcs {name}", form)
-    plugins = command.list_texts("reward_model_plugin")
+    plugins, files = command.list_texts("reward_model_plugin"), Command((), {}, 0, folder=run.settings.folder)
     for plugin in plugins:
-        if plugin not in ("genrm", "default"):
+        if plugin not in ("genrm", "default") and not is_default_plugin(files, command.options, plugin):
             form = "code of a plug-in around a reward model; a reward function can call it"
             run.refuse(f"--reward_model_plugin {plugin}", form)
     judges = [place for place, plugin in enumerate(plugins) if plugin == "genrm"]

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, read_count, read_scalar
 from mindspeed_rl.importers.recipe import Rate
+from mindspeed_rl.importers.result import ImportSettings
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.swift_commands import MEGATRON, PAIRS, WITH_ROLLOUTS
 from mindspeed_rl.importers.writer import read_shape
 
 #: variable that the user sets: rows of a preference stage that fit into one pack
 _ROWS_PER_PACK = "ROWS_PER_PACK"
+#: variable that the user sets: documents of pretraining, or packs of them
+_SAMPLES = "NUM_SAMPLES"
 #: longest prompt where the command has no limit
 PROMPT_LENGTH = 2048
 
@@ -178,13 +181,27 @@ def read_tuner(command: SourceCommand) -> str:
     return command.text("tuner_type", "full" if command.program.startswith(MEGATRON) else "lora")
 
 
-def read_rows(command: SourceCommand, rows: int) -> tuple[int, bool]:
-    """Return the rows of the data, and True where the command says them: name#count."""
+def read_rows(command: SourceCommand, settings: ImportSettings) -> tuple[int, bool]:
+    """Return the rows of the data, and True where the command or the user says them: name#count, and samples of documents.
+
+    Raises:
+        ConfigError: a length in epochs is one of samples that documents are cut into, whose number is not known.
+    """
+    kind, packs = command.program.removeprefix(MEGATRON), command.flag("packing")
     counts = [name.rpartition("#")[2] for name in command.list_texts("dataset")]
-    if counts and all(count.isdigit() for count in counts):
+    # rows of the data are no rows of a step where they are joined
+    if counts and all(count.isdigit() for count in counts) and not (packs and kind in ("sft", "pt")):
         known = sum(int(count) for count in counts)
         return max(1, round(known * (1 - command.number("split_dataset_ratio", 0.0)))), True
-    return rows, False
+    is_megatron = command.program.startswith(MEGATRON)
+    has_limit = command.number("train_iters" if is_megatron else "max_steps", -1) > 0
+    if kind != "pt" or has_limit:
+        return settings.rows, False
+    if (samples := command.environment.get(_SAMPLES)) is not None:
+        return read_count(_SAMPLES, read_scalar(samples)), True
+    units = f"packs of {read_length(command)} tokens" if packs else "documents"
+    text = f"--num_train_epochs: a length in epochs of {units}, whose number only the data knows"
+    raise ConfigError([f"{text}; --set {_SAMPLES}=NUMBER says it"])
 
 
 @dataclass(frozen=True)
