@@ -63,6 +63,8 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
                 run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
             elif name != "model" and kind in (*PAIRS, "kto") and IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "images in preference data")
+    if "diffusion" in (model := command.text("model")).lower():
+        run.refuse(f"--model {model}", "a model that denoises; those that predict the next token are trained")
     if kind in SERVING:
         _write_serving(run, command, kind)
         return None
