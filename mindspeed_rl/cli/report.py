@@ -11,7 +11,6 @@ from typing import Any
 
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.keys import PATH_KEYS
-from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import write_page
 from mindspeed_rl.observability.run_files import RunFiles, read_run
@@ -48,7 +47,7 @@ def main(argv: list[str]) -> int:
         print_status(f"error: {error}")
         return 2
     for run in runs:
-        for alert in find_alerts(run.history, run.completions):
+        for alert in run.find_alerts():
             print(clean_text(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}"))
     print(f"report: {output}")
     return 0
