@@ -45,8 +45,14 @@ DEFAULT_TAGS = {
 }
 
 
-#: columns of conversations in published data; a row's value is written, or the row is refused
-_CONVERSATION_COLUMNS = ("system", "tools", "history")
+#: columns of conversations in published data, and their keys of map_keys; a row's value is written, or the row is refused
+_CONVERSATION_COLUMNS = {
+    "system": "system",
+    "tools": "tools",
+    "history": "history",
+    "system_prompt": "system",
+    "functions": "tools",
+}
 #: columns of weights of a row, of which every stage has the weight 1
 _WEIGHT_COLUMNS = ("loss_weight", "loss_scale", "sample_weight")
 
@@ -247,12 +253,14 @@ class Handler(ABC):
         if not isinstance(row, Mapping):
             raise MalformedRowError(f"is a {type(row).__name__}, not an object with columns: {str(row)[:80]}")
         read = {name for name in self.map.values() if isinstance(name, str)}
-        for name in _CONVERSATION_COLUMNS:
-            if name not in read and name not in self._explicit and row.get(name):
-                raise MalformedRowError(
-                    f"has a column {name!r}, which {type(self).__name__} does not read"
-                    f"{': map_keys may name it, or switch it off with an empty text' if name in self.map else ''}"
-                )
+        for name, key in _CONVERSATION_COLUMNS.items():
+            is_kept = name != key and name in self.settings.dataset_additional_keys
+            if name in read or key in self._explicit or is_kept or not row.get(name):
+                continue
+            hint = f': map_keys may name it, {{"{key}": "{name}"}}, or switch it off with an empty text'
+            raise MalformedRowError(
+                f"has a column {name!r}, which {type(self).__name__} does not read{hint if key in self.map else ''}"
+            )
         for name in _WEIGHT_COLUMNS:
             if row.get(name) not in (None, 1) and name not in self.settings.dataset_additional_keys:
                 raise MalformedRowError(

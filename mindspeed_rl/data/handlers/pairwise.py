@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from mindspeed_rl.data import json_columns
 from mindspeed_rl.data.conversation import (
     SOURCE_ROLES,
     Conversation,
@@ -75,6 +76,7 @@ class _AnswerHandler(Handler):
             value = self.value(row, _TRL_PROMPT) if _TRL_PROMPT in row else None
         else:
             value = self.column(row, self.prompt_key, required=True)
+        value = json_columns.read_messages(value, name if name in row else _TRL_PROMPT)
         is_text = not isinstance(value, (list, tuple)) and (value is not None or name in row)
         if not is_text and "history" in self.map and self.column(row, "history"):
             raise MalformedRowError(
@@ -102,7 +104,8 @@ class _AnswerHandler(Handler):
         Raises:
             MalformedRowError: none of these, or the last message is not from the assistant.
         """
-        value, name = self.column(row, key, required=True), self.map[key]
+        name = self.map[key]
+        value = json_columns.read_messages(self.column(row, key, required=True), name)
         if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(value[0], Mapping):
             (value,) = value
         if isinstance(value, str):
