@@ -32,13 +32,18 @@ from mindspeed_rl.importers.shell_text import read_script
 from mindspeed_rl.importers.source_plan import SourcePlan
 
 #: files of a checkout that may hold a command; a file of options is named, not read
-PATTERNS: dict[str, tuple[str, ...]] = {"llama-factory": ("examples/**/*.yaml",), "trl": ("**/*.sh", "**/*.yaml")}
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "llama-factory": ("examples/**/*.yaml",),
+    "roll": ("examples/**/*.yaml",),
+    "trl": ("**/*.sh", "**/*.yaml"),
+}
 _SCRIPTS = ("**/*.sh",)
 #: part of a variable's name -> value that it has here, the first that fits
 _GUESSES = (
     (r"^DEVICE(_NAME|_TYPE)?$", "npu"),
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
+    (r"^REWARD$", "accuracy"),
     (r"UTIL|FRACTION|RATIO", "0.8"),
     (r"^(LOCAL_)?(NODE_)?RANK$|INDEX", "0"),
     (r"PORT", "29500"),

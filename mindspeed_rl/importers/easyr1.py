@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import (
@@ -97,7 +99,7 @@ _LOSSES = {
 #: average of the losses there -> the plan's; the means of micro-batches are weighted by their tokens
 _AVERAGES = {"token": "token", "seq": "sequence means of a micro-batch, by its tokens"}
 _IS_BF16: dict[object, object] = {"bf16": True, "bfloat16": True, "fp32": False, "float32": False}
-_FORMATS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_FORMATS: dict[str | None, str | None] = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 # ----------------------------------------------------------------------------------------------------------------- options
 
@@ -312,8 +314,6 @@ def _read_value(text: str) -> object:
 
 
 def _read_mapping(text: str) -> object:
-    import yaml
-
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -623,7 +623,7 @@ def _read_rate(command: SourceCommand, prefix: str, clip: str, rollouts: int, gr
 
 def _read_format(run: Import, command: SourceCommand) -> str | None:
     """Return the format of weights and optimizer state, where it is another one than float32."""
-    name = command.get(f"{_A}fsdp.torch_dtype")
+    name = command.text(f"{_A}fsdp.torch_dtype") or None
     if name not in _FORMATS:
         raise ConfigError([f"{_A}fsdp.torch_dtype={name}: not available here; fp32 and bf16 are"])
     strategy = command.text(f"{_A}optim.strategy", "adamw")
@@ -631,7 +631,7 @@ def _read_format(run: Import, command: SourceCommand) -> str | None:
         raise ConfigError([f"{_A}optim.strategy={strategy}: not available here; adamw is"])
     for option in run.list_given(f"{_A}fsdp.torch_dtype {_A}optim.strategy"):
         run.note(option, "see weights of the plan", changes_nothing=False)
-    return "bfloat16" if strategy == "adamw_bf16" else _FORMATS[name]  # type: ignore[index]
+    return "bfloat16" if strategy == "adamw_bf16" else _FORMATS[name]
 
 
 def _read_model(run: Import, command: SourceCommand) -> tuple[dict[str, object], Adapters | None, int]:
