@@ -243,19 +243,19 @@ _TABLE: dict[str, Option] = {
     **_under(f"{_C}model.", {**{name: no_effect(_ROLE) for name in _MODEL}, "model_path": part("load")}),
     **_under(f"{_C}optim.", _OPTIM),
     **_under(f"{_C}fsdp.", _ROLE_FSDP),
-    **_under(_C, {name: no_effect(_ROLE) for name in (*_UPDATES, "strategy", "ulysses_size")}),
+    **_under(_C, {name: no_effect(_ROLE) for name in (*_UPDATES, "strategy", "ulysses_size") if name != "use_torch_compile"}),
     **_list("offload.offload_params offload.offload_optimizer", no_effect(_ROLE), _C),
     **_list("global_batch_size ppo_epochs loss_avg_mode cliprange_value max_grad_norm", with_others("the critic's"), _C),
     "worker.reward.reward_function": part("verifier_function verifier_weight"),
     "worker.reward.reward_function_kwargs": refused("arguments of the reward function"),
     "worker.reward.skip_special_tokens": same("reward functions read texts without special tokens", True),
     "worker.reward.num_cpus": no_effect("rl_config.num_reward_workers"),
+    f"{_R}val_override_config": no_effect("held-out prompts are sampled greedily or as in training, which changes no update"),
 }
 #: groups whose names are any -> their record
-_OPEN: tuple[tuple[str, Option], ...] = (
-    (f"{_R}val_override_config", no_effect("held-out prompts are sampled greedily or as in training, which changes no update")),
-    ("worker.reward.reward_function_kwargs", _TABLE["worker.reward.reward_function_kwargs"]),
-    (f"{_A}model.override_config", _TABLE[f"{_A}model.override_config"]),
+_OPEN: tuple[tuple[str, Option], ...] = tuple(
+    (name, _TABLE[name])
+    for name in (f"{_R}val_override_config", "worker.reward.reward_function_kwargs", f"{_A}model.override_config")
 )
 
 # -------------------------------------------------------------------------------------------------------------------- read

@@ -135,8 +135,38 @@ _TABLE: dict[str, Option] = {
     "tag_to_template": refused("a chat template for each domain"),
     "pg_variant": same("the clipped loss, or a name in the experiment's", None, "ppo"),
     "pretrain": part("load"),
+    **_list("checkpoint_config tracker_kwargs system_envs rollout_mock save_logging_board_dir", _LOGS),
+    **_list("router_args is_offload_optimizer_states_in_train_step", _MEMORY),
+    "dataset_filter": refused("rows that are left out by their difficulty"),
+    **_list("is_pure_opd use_opd", refused("teachers next to or in place of rewards; see docs/distillation.md")),
+    "pure_opd_pipeline_type": no_effect("read with is_pure_opd, which is refused"),
+    "train_infer_correction": refused("a correction of the engine's log-probs in ROLL's form"),
+    "user_defined_rollout_loop_cls": refused("a rollout loop of your own"),
     # the actor's training
     f"{_T}name": _LOGS,
+    **_list("backend_timeout system_envs num_gpus_per_worker", _MEMORY, _T),
+    f"{_T}model_update_frequency": refused("a rollout that gets the weights seldom", unless=(1,)),
+    **_list("topr_positive_weight topr_negative_weight opd_kl_coef tag_included",
+            no_effect("read by losses that are refused"), _T),
+    f"{_T}apply_loss_scale": no_effect("losses are divided once here, over all micro-batches and replicas"),
+    f"{_T}mtp_training_mode": refused("prediction layers that train", unless=("disabled",)),
+    f"{_T}router_replay.mode": refused("replayed routing", unless=("disable",)),
+    **_list("do_sample include_stop_str_in_output length_penalty logprobs max_length max_new_tokens num_beams "
+            "num_return_sequences repetition_penalty stop_strings temperature top_k top_p",
+            no_effect("that of actor_infer is read"), f"{_T}generating_args."),
+    **_list("algorithm max_packed_sequence_length_forward max_packed_sequence_length_train min_num_micro_batches_forward "
+            "min_num_micro_batches_train", _MEMORY, f"{_T}sequence_packing_args."),
+    **_list("max_steps output_dir save_hf_model seed data_seed dataloader_num_workers tf32 bf16 fp16",
+            no_effect("that of the pipeline is read"), f"{_T}training_args."),
+    **_list("adapter_name_or_path", refused("adapters of ROLL"), f"{_T}model_args."),
+    f"{_T}model_args.model_config_kwargs": refused("other numbers of the model than those of config.json"),
+    **_list("autocast_adapter_dtype num_labels", no_effect("read with adapters, or by a critic"), f"{_T}model_args."),
+    f"{_T}data_args.eval_file_name": no_effect("held-out prompts change no update: write their file in eval_data_path"),
+    **_list("image_folder image_max_pixels image_min_pixels video_folder audio_folder",
+            refused("rows with images, video or sound"), f"{_T}data_args."),
+    **_list("video_fps video_max_frames video_max_pixels video_min_pixels video_resize_chunk_frames video_total_pixels",
+            no_effect("read with videos, which are refused"), f"{_T}data_args."),
+    f"{_T}strategy_args.strategy_config": with_others("the layout"),
     f"{_T}worker_cls": same("the clipped loss", None, "roll.pipeline.rlvr.actor_worker.ActorWorker"),
     f"{_T}pg_variant": same("the clipped loss", None, "ppo"),
     f"{_T}device_mapping": part("actor_resource.num_npus rollout_resource.num_npus"),
@@ -203,8 +233,8 @@ _OPEN: tuple[tuple[str, Option], ...] = (
     (r"(tracker_kwargs|checkpoint_config|system_envs|hydra|rollout_mock)(\..+)?", _LOGS),
     (rf"{re.escape(_STRATEGY)}wrap_policy\..+", _MEMORY),
     (r"actor_train\.data_args\.domain_interleave_probs\..+", with_others("data_path")),
-    (r"actor_train\.sequence_packing_args\..+", _MEMORY),
-    (r"actor_train\.data_args\.(image|video|audio).*", refused("rows with images, video or sound")),
+    (r"actor_train\.model_args\.model_config_kwargs\..+", refused("other numbers of the model than those of config.json")),
+    (r"(train_infer_correction|dataset_filter|teacher|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
     (r"actor_infer\..+", _MEMORY),
 )
 
@@ -653,4 +683,4 @@ def _finish(run: Import, command: SourceCommand) -> None:
         run.added[f"{ACTOR}.engine"] = "fsdp, the strategy of actor_train"
 
 
-PROJECT = SourceProject("roll", "ROLL", "0.2", {"rlvr": _TABLE}, _read, _describe, _finish, prefix="")
+PROJECT = SourceProject("roll", "ROLL", "0.3.0", {"rlvr": _TABLE}, _read, _describe, _finish, prefix="")
