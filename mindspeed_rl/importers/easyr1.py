@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
+from mindspeed_rl.catalogue.records import Level
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import (
     Option,
@@ -83,7 +84,7 @@ class _LossType:
 
     loss: Mapping[str, str]
     name: str
-    level: str = "token"
+    level: Level = "token"
     clips: bool = True
     has_dual: bool = True
 

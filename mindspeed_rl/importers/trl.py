@@ -550,7 +550,7 @@ _REWARD: dict[str, Option] = {
     **_SUPERVISED,
     **_CHATS,
     "disable_dropout": _NO_DROPOUT,
-    "center_rewards_coefficient": refused("a penalty that centres the scores"),
+    "center_rewards_coefficient": to(f"{ACTOR}.center_rewards_coefficient"),
 }
 
 _TABLES: dict[str, dict[str, Option]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from typing import Any
 
 import sympy
 
@@ -99,22 +100,23 @@ _MATRICES = frozenset("pmatrix bmatrix matrix vmatrix array".split())
 _LATEX = re.compile(r"\\([a-zA-Z]+)[ \t\n]*|\\(.)|([{}])|([^\\{}]+)", re.DOTALL)
 
 
+#: macro, escape, brace or other text, of which one is there
+_Token = tuple[str | None, str | None, str | None, str | None]
+
+
 def _read_latex(text: str) -> str:
     """Return the plain text of LaTeX: a fraction a/b, a root sqrt(a), signs, and the content of other commands.
 
     Raises:
         ValueError: a brace is open, or a command has no argument.
     """
-    tokens = [match.groups() for match in _LATEX.finditer(text)]
+    tokens: list[_Token] = [(match[1], match[2], match[3], match[4]) for match in _LATEX.finditer(text)]
     parts: list[str] = []
     position = 0
     while position < len(tokens):
         part, position = _read_token(tokens, position)
         parts.append(part)
     return "".join(parts)
-
-
-_Token = tuple[str | None, str | None, str | None, str | None]
 
 
 def _read_token(tokens: list[_Token], position: int) -> tuple[str, int]:
@@ -219,7 +221,7 @@ def _spell_plain(answer: str) -> str:
     if match := re.match(r"^\\text\{(.+?)\}$", answer):
         answer = match[1]
     for part in ("\\%", "\\$", "$", "%"):
-        answer = answer.replace(part, "" if len(part) == 1 else part[1])
+        answer = answer.replace(part, part[1:])
     answer = answer.replace(" or ", " , ").replace(" and ", " , ")
     for word, power in _POWERS:
         answer = answer.replace(word, power)
@@ -318,6 +320,10 @@ _WORD = re.compile(
 _NAMES = {"pi": sympy.pi, "sqrt": sympy.sqrt, "ln": sympy.ln, "re": sympy.re, "im": sympy.im}
 
 
+#: a value of sympy, whose operators have no types
+_Value = Any
+
+
 class _Parser:
     """Arithmetic as sympy's parser reads it with implicit multiplication: `2x`, `3sqrt(2)`, `xy`, `x^2/2`."""
 
@@ -337,7 +343,7 @@ class _Parser:
                 self.words.append((kind, word))
         self.place = 0
 
-    def read(self) -> sympy.Expr:
+    def read(self) -> _Value:
         value = self._sum()
         if self.place != len(self.words):
             raise ValueError("more follows")
@@ -349,14 +355,14 @@ class _Parser:
             return self.words[self.place - 1][1]
         return None
 
-    def _sum(self) -> sympy.Expr:
+    def _sum(self) -> _Value:
         value = self._product()
         while sign := self._take("+", "-"):
             other = self._product()
             value = value + other if sign == "+" else value - other
         return value
 
-    def _product(self) -> sympy.Expr:
+    def _product(self) -> _Value:
         value = self._signed()
         while True:
             if sign := self._take("*", "/"):
@@ -367,17 +373,17 @@ class _Parser:
             else:
                 return value
 
-    def _signed(self) -> sympy.Expr:
+    def _signed(self) -> _Value:
         if sign := self._take("+", "-"):
             value = self._signed()
             return -value if sign == "-" else value
         return self._power()
 
-    def _power(self) -> sympy.Expr:
+    def _power(self) -> _Value:
         value = self._atom()
         return value ** self._signed() if self._take("^", "**") else value
 
-    def _atom(self) -> sympy.Expr:
+    def _atom(self) -> _Value:
         if self.place == len(self.words):
             raise ValueError("nothing follows")
         kind, word = self.words[self.place]
@@ -396,7 +402,7 @@ class _Parser:
             value = sympy.factorial(value)
         return value
 
-    def _name(self, word: str) -> sympy.Expr:
+    def _name(self, word: str) -> _Value:
         """Return a constant, a symbol, or a function with its arguments."""
         known = _NAMES.get(word)
         if not self._take("("):
