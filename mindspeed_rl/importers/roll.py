@@ -535,6 +535,9 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, gro
     if average not in _AVERAGES:
         raise ConfigError([f"loss_agg_mode={average}: not available here; {', '.join(_AVERAGES)} are"])
     aggregation, loss = _AVERAGES[average]
+    if command.flag("max_len_mask") and aggregation != "token":
+        # here a response that is left out still counts in the number of responses
+        aggregation = f"{aggregation}, over the responses that train"
     advantage, scale = _read_estimator(run, command, group)
     coefficient, estimator, place = _read_kl(command)
     ranged, clip = command.flag("use_pg_clip_range"), command.number("pg_clip", 0.2)
@@ -584,6 +587,8 @@ def _read_estimator(run: Import, command: SourceCommand, group: int) -> tuple[st
         largest, result = 1.0, ("reinforce_plus_plus", None)
         if command.get("advantage_clip") is not None:
             run.refuse("advantage_clip", "whitened advantages that are clipped")
+        if command.flag("max_len_mask"):
+            run.refuse("max_len_mask", "advantages that are whitened over the responses that train")
     else:
         text = f"adv_estimator={name} with norm_mean_type={norms[0]}, norm_std_type={norms[1]} and whiten_advantages={whitens}"
         listed = "grpo (or reinforce with group norms) without whitening, and reinforce without norms but whitened"

@@ -29,7 +29,7 @@ advantage_clip: 10.0
 dual_clip_loss: true
 use_kl_loss: true
 kl_loss_coef: 0.01
-max_len_mask: true
+max_len_mask: false
 difficulty_mask: false
 pretrain: Qwen/Qwen3-8B
 actor_train:
@@ -88,7 +88,7 @@ def test_a_file_has_the_numbers_of_the_pipeline(folder: Path) -> None:
     # linear: 1e-6 (200 - 40) / (200 - 20) at step 40, the first of rollout 10
     assert there.lr_10 == pytest.approx(1e-6 * 160 / 180)
     keys = {
-        "rl_config.overlong_filter": True,
+        "rl_config.overlong_filter": False,
         "megatron_training.map_keys.prompt": "messages",
         "megatron_training.map_keys.response": "ground_truth",
         "megatron_training.seed": 7,
@@ -131,6 +131,12 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
         ("difficulty_mask: false", "difficulty_mask: true", "by the mean score of their group"),
         ("advantage_clip: 10.0", "advantage_clip: 2.0", "values that are clipped at 2"),
         ("adv_estimator: grpo", "adv_estimator: gae", "adv_estimator=gae.*not available here"),
+        (
+            "adv_estimator: grpo\nwhiten_advantages: false\nreward_clip: 10\nadvantage_clip: 10.0\ndual_clip_loss: true\n"
+            "use_kl_loss: true\nkl_loss_coef: 0.01\nmax_len_mask: false",
+            "adv_estimator: reinforce\nwhiten_advantages: true\nmax_len_mask: true",
+            "whitened over the responses that train",
+        ),
         ("max_steps: 50", "max_steps: 50\nasync_generation_ratio: 1", "rollouts that run ahead"),
         ("max_steps: 50", "max_steps: 50\nuse_topr_loss: true", "terms of TOPR"),
         ("max_steps: 50", "max_steps: 50\nno_such_key: 1", "no option of ROLL"),
@@ -147,6 +153,16 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
 def test_what_is_not_available_is_named(folder: Path, before: str, after: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run_import({before: after})
+
+
+def test_the_mean_over_responses_that_train_is_accepted_by_name(folder: Path) -> None:
+    changes = {"max_len_mask: false": "max_len_mask: true"}
+    with pytest.raises(ConfigError, match="sequence, over the responses that train in ROLL; --accept aggregation"):
+        run_import(changes)
+    assert run_import(changes, frozenset(("aggregation",))).get("rl_config.overlong_filter") is True
+    # a mean over tokens counts those that train here too
+    run = run_import({**changes, "adv_estimator: grpo": "adv_estimator: grpo\nloss_agg_mode: token-mean"})
+    assert run.plans is not None and run.plans[0].aggregation == "token"
 
 
 def test_what_scores_is_said_by_the_user(folder: Path) -> None:
