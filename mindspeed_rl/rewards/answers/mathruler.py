@@ -84,22 +84,21 @@ def _spell_stripped(answer: str) -> str:
 
 # Plain text of LaTeX
 
+#: macro=sign
+_PLAIN_SIGNS = (
+    "circ=∘ le=≤ leq=≤ ge=≥ geq=≥ neq=≠ in=∈ emptyset=∅ pm=± div=÷ angle=∠ to=→ rightarrow=→ mid=| lvert=| rvert=| vert=| "
+    "dots=… ldots=… cdots=⋯ cap=∩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ langle=⟨ rangle=⟩ sum=∑ int=∫ prod=∏ oint=∮ cong=≅ "
+    "equiv=≡ approx=≈ sim=∼ simeq=≃ perp=⊥ parallel=∥ forall=∀ exists=∃ subset=⊂ subseteq=⊆ supset=⊃ setminus=∖ nabla=∇ "
+    "partial=∂ ell=ℓ square=□ Rightarrow=⇒ Leftrightarrow=⇔ leftarrow=← lnot=¬ wedge=∧ vee=∨ oplus=⊕ otimes=⊗ star=⋆ ast=∗ "
+    "bullet=∙ notin=∉ ni=∋ propto=∝ mp=∓ aleph=ℵ hbar=ħ varnothing=∅ sqsubset=⊏ mapsto=↦ uparrow=↑ downarrow=↓ top=⊤ "
+    "measuredangle=∡ vdots=⋮ ddots=⋱ therefore=∴ because=∵ dagger=† epsilon=ϵ varepsilon=ε vartheta=ϑ phi=ϕ varphi=φ "
+    "varrho=ϱ varsigma=ς Lambda=Λ lambda=λ Vert=‖ lVert=‖ rVert=‖ ll=≪ gg=≫"
+)
 #: macros with a sign of their own
 _SIGNS = {
     "pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "ne": "", "prime": "'", "quad": "  ", "qquad": "    ",
     "lbrace": "{", "rbrace": "}", "backslash": "\\", "inf": "inf", "sup": "sup",
-} | dict(
-    pair.split("=")
-    for pair in (
-        "circ=∘ le=≤ leq=≤ ge=≥ geq=≥ neq=≠ in=∈ emptyset=∅ pm=± div=÷ angle=∠ to=→ rightarrow=→ mid=| lvert=| rvert=| vert=| "
-        "dots=… ldots=… cdots=⋯ cap=∩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ langle=⟨ rangle=⟩ sum=∑ int=∫ prod=∏ oint=∮ cong=≅ "
-        "equiv=≡ approx=≈ sim=∼ simeq=≃ perp=⊥ parallel=∥ forall=∀ exists=∃ subset=⊂ subseteq=⊆ supset=⊃ setminus=∖ nabla=∇ "
-        "partial=∂ ell=ℓ square=□ Rightarrow=⇒ Leftrightarrow=⇔ leftarrow=← lnot=¬ wedge=∧ vee=∨ oplus=⊕ otimes=⊗ star=⋆ ast=∗ "
-        "bullet=∙ notin=∉ ni=∋ propto=∝ mp=∓ aleph=ℵ hbar=ħ varnothing=∅ sqsubset=⊏ mapsto=↦ uparrow=↑ downarrow=↓ top=⊤ "
-        "measuredangle=∡ vdots=⋮ ddots=⋱ therefore=∴ because=∵ dagger=† epsilon=ϵ varepsilon=ε vartheta=ϑ phi=ϕ varphi=φ "
-        "varrho=ϱ varsigma=ς Lambda=Λ lambda=λ Vert=‖ lVert=‖ rVert=‖ ll=≪ gg=≫"
-    ).split()
-)  # fmt: skip
+} | {name: sign for name, _, sign in (pair.partition("=") for pair in _PLAIN_SIGNS.split())}  # fmt: skip
 #: macros that write letters in another alphabet of Unicode -> its name
 _ALPHABETS = {
     "mathbb": "DOUBLE-STRUCK", "mathcal": "SCRIPT", "mathbf": "BOLD", "mathfrak": "FRAKTUR", "mathsf": "SANS-SERIF",
