@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -580,7 +581,10 @@ class _Interpreter:
             path = self.folder / expanded[1]
             # a file that is not here, such as a virtual environment of that machine, sets what the script may request
             if not list_unknown(expanded[1]) and path.is_file():
-                return self._include(path.read_text(encoding="utf-8"))
+                text = path.read_text(encoding="utf-8")
+                # with words behind it they are its arguments, without any it has the script's
+                follow = partial(self._include, text)
+                return self._with_arguments(expanded[2:], follow) if len(expanded) > 2 else follow()
         if (status := self._run_builtin(name, expanded[1:], stdin, output)) is not None:
             return status
         if self.depth < _MAX_DEPTH and (inner := self._find_inner(expanded, stdin)) is not None:
@@ -757,11 +761,19 @@ class _Interpreter:
         return status
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
-        outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
-        self._set_arguments(arguments)
+        return self._with_arguments(arguments, partial(self._run_function, name))
+
+    def _run_function(self, name: str) -> bool | None:
         self.depth += 1
         status = self.run(self.functions[name])
         self.depth -= 1
+        return status
+
+    def _with_arguments(self, arguments: list[str], follow: Callable[[], bool | None]) -> bool | None:
+        """Follow what has arguments of its own; those of the script are as before afterwards."""
+        outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
+        self._set_arguments(arguments)
+        status = follow()
         for key, value in outer.items():
             self.variables.pop(key, None)
             if value is not None:

@@ -16,7 +16,6 @@ from mindspeed_rl.importers.swift_commands import (
     MEGATRON,
     OTHER_PROGRAMS,
     OTHERS,
-    PAIRS,
     SERVING,
     STAGES,
     TABLES,
@@ -61,8 +60,6 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
         for text in command.list_texts(name):
             if VISION.search(text) and not IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
-            elif name != "model" and kind in (*PAIRS, "kto") and IMAGES.search(text):
-                run.refuse(f"--{name} {text}", "images in preference data")
     if "diffusion" in (model := command.text("model")).lower():
         run.refuse(f"--model {model}", "a model that denoises; those that predict the next token are trained")
     if kind in SERVING:
