@@ -66,6 +66,7 @@ class SourcePlan:
         row_order: order of the rows where it is none of chance.
         expert_capacity: tokens of an expert beyond which further ones are dropped.
         answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
+        trained_tokens: tokens of supervised rows that train if they are not those of the answers.
         kl_average: average of the KL in the loss where it is not that of the policy loss.
         sampled_steps: the steps whose responses are sampled where others train on the answers of the data.
         adapter_start: weights of fresh adapters where they are no random A next to a B of zeros.
@@ -138,6 +139,7 @@ class SourcePlan:
     row_order: str | None = None
     expert_capacity: str | None = None
     answer_term: str | None = None
+    trained_tokens: str | None = None
     kl_average: str | None = None
     sampled_steps: str | None = None
     adapter_start: str | None = None
@@ -171,6 +173,7 @@ _ALWAYS_HERE = {
     "row_order": "by chance",
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",
+    "trained_tokens": "those of the answers",
     "kl_average": "that of the policy loss",
     "sampled_steps": "all",
     "adapter_start": "A by chance, B of zeros",

@@ -106,7 +106,7 @@ def test_trl_features_that_are_missing_are_named(options: str, feature: str) -> 
 
 def test_sft_of_trl_asks_which_tokens_train() -> None:
     command = "trl sft --model_name_or_path m --dataset_name d --num_train_epochs 1"
-    fail("trl", command, "TRL trains the questions too", devices=8)
+    fail("trl", command, "trained_tokens would be those of the answers here, but is those of the questions too", devices=8)
     run = take("trl", command + " --assistant_only_loss true", devices=8)
     assert run.tree["megatron_training"]["train_epochs"] == 1
     assert "OpenAIInstructionHandler" in run.translated["--dataset_name"]
@@ -453,3 +453,22 @@ def test_a_sourced_file_has_the_words_behind_its_name_as_arguments(tmp_path: Pat
     # without the word both would train
     with pytest.raises(ConfigError):
         import_command(PROJECTS["openrlhf"], script.replace(" slurm", ""), settings)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "trained"),
+    [
+        ({"messages": []}, "", "those of the questions too, unless rows have a completion"),
+        ({"text": "a"}, "", "those of the questions too, unless rows have a completion"),
+        ({"prompt": "a", "completion": "b"}, "", None),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss false", "those of the questions too"),
+        ({"messages": []}, "--assistant_only_loss", None),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss true", None),
+    ],
+)
+def test_trl_trains_completions_where_rows_have_some(row: dict, options: str, trained: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    command = f"trl sft --model_name_or_path m --dataset_name rows.jsonl --max_steps 4 {options}"
+    settings = ImportSettings(devices=1, folder=tmp_path, accepted=frozenset({"trained_tokens"}))
+    run = import_command(PROJECTS["trl"], command, settings)
+    assert run.plans is not None and run.plans[0].trained_tokens == trained
