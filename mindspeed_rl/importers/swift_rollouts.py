@@ -30,7 +30,7 @@ _FUNCTIONS = {
     "format": "think_answer_alone",
     "cosine": "swift_cosine",
     "repetition": "swift_repetition",
-    "soft_overlong": "soft_overlong",
+    "soft_overlong": "swift_soft_overlong",
 }
 #: scheduler of ms-swift -> here
 _SCHEDULERS = {"math_tip_trick": "mindspeed_rl.rollout.agents.swift_schedulers:MathTips"}
