@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.result import Import
@@ -100,10 +99,10 @@ def name_positions(run: Import, command: SourceCommand) -> str | None:
     return f"rope_scaling {scaling}{reach}" if scaling else None
 
 
-def note_chat_template(run: Import, command: SourceCommand, family: Mapping[str, str] = _TEMPLATES) -> None:
+def note_chat_template(run: Import, command: SourceCommand) -> None:
     """Note the template that ms-swift has for the model anyway; another one is refused."""
     name, model = command.text("template"), command.text("model")
-    if name and re.search(family.get(name, "(?!)"), model, re.IGNORECASE):
+    if name and re.search(_TEMPLATES.get(name, "(?!)"), model, re.IGNORECASE):
         run.note_given("template", "the one that ms-swift has for this model", changes_nothing=False)
     elif name:
         form = f"{name}: the text of another family's chat template; prompt_type and prompt_type_path name ours"
