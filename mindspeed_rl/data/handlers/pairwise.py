@@ -64,6 +64,10 @@ class _AnswerHandler(Handler):
         """Return the forms of messages, the default one first."""
         return (OPENAI, sharegpt_form(DEFAULT_TAGS))
 
+    def take_images(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        # the column of TRL's prompt has no key
+        return (row, ()) if self.images is None else self.images.take(row, [*self.map.values(), _TRL_PROMPT])
+
     def prompt(self, row: Row) -> _Prompt:
         """Read the prompt.
 

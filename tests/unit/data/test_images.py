@@ -337,6 +337,26 @@ def test_both_sides_of_a_pair_have_the_images_of_its_prompt(folder: Path, rules:
     assert engine_rows.images == [pairs[2]["images"]] * 2 + [()] * 2
 
 
+def test_pairs_in_trl_s_form_have_images_in_parts_of_the_prompt(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(encode(56, 56))
+    url = "data:image/png;base64," + base64.b64encode(encode(56, 56)).decode()
+    answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    question = {"type": "text", "text": "what?"}
+    forms = [
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, question]}], "images": ["one.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, question]}]},
+        {"instruction": "<image>what?", "images": ["one.png"]},
+    ]
+    rows = [form | answers for form in forms]
+    preprocess_answers(folder, rows, tmp_path / "pairs", "AlpacaStylePairwiseHandler", image_folder=str(tmp_path))
+    pairs = PreferenceDataset(tmp_path / "pairs", image_rules=rules)
+    assert len(pairs) == 3
+    for index in range(3):
+        assert np.array_equal(pairs[index]["chosen_input_ids"], pairs[0]["chosen_input_ids"])
+        pictures = [np.asarray(open_image(pairs[number]["images"][0].key)) for number in (0, index)]
+        assert np.array_equal(*pictures)
+
+
 def test_judged_answers_have_images_and_lend_answers_to_other_prompts(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
     for number in (1, 2):
         (tmp_path / f"{number}.png").write_bytes(encode(56, 56, seed=number))
