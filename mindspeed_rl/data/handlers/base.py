@@ -24,7 +24,7 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.images import ImageReader, StoredImage
-from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
@@ -146,6 +146,8 @@ class Handler(ABC):
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
         self.images = settings.images if self.can_read_images else None
         self._refused_images = None if self.can_read_images else settings.images
+        if self.images is not None:
+            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         known = self.known_columns(settings)
         self.map: dict[str, Any] = dict(known)
         self._explicit: frozenset[str] = frozenset()
@@ -304,10 +306,24 @@ class Handler(ABC):
             MalformedRowError: the row's structure is wrong, or an image cannot be read.
         """
         self.check_columns(row)
-        if self.images is None:
-            return self.conversation(row)
-        row, references = self.images.take(row, self.map.values())
-        return self.images.place(self.conversation(row), references)
+        row, references = self.take_images(row)
+        return self.place_images(self.conversation(row), references)
+
+    def take_images(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        """Return the row with a marker in the place of each image, and the references of its images.
+
+        Raises:
+            MalformedRowError: an image has a form that is not supported.
+        """
+        return (row, ()) if self.images is None else self.images.take(row, self.map.values())
+
+    def place_images(self, conversation: Conversation, references: tuple[str, ...]) -> Conversation:
+        """Return the conversation with the images of its row.
+
+        Raises:
+            MalformedRowError: the text has places for another number of images, or one cannot be read.
+        """
+        return conversation if self.images is None else self.images.place(conversation, references)
 
     def expand_images(self, draft: Draft, turns: list[TurnIds]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
         """Return the turns with all tokens of their images, and the images.

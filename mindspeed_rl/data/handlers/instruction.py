@@ -24,11 +24,9 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
-    HandlerSettings,
     join_lines,
 )
 from mindspeed_rl.data.images import build_image_columns
-from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.json_columns import has_messages
 from mindspeed_rl.data.messages import openai_messages, sharegpt_messages
 
@@ -39,11 +37,6 @@ class InstructionHandler(Handler):
     can_pack = True
     can_append_eod = True
     can_read_images = True
-
-    def __init__(self, settings: HandlerSettings) -> None:
-        super().__init__(settings)
-        if self.images is not None:
-            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
 
     def render(self, row: Row) -> Draft:
         conversation = self.read_conversation(row)

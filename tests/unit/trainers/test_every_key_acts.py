@@ -183,7 +183,7 @@ ELSEWHERE: dict[str, str] = {
     "use_remove_padding use_prefix_grouper stream_ref_weights",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
     "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
-    "structured_output repetition_penalty presence_penalty frequency_penalty",
+    "stop_token_ids structured_output repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"
