@@ -450,6 +450,8 @@ class _PreferenceKeys:
         stages="kto", on_resume="exact")
     kto_undesirable_weight: float = key(1.0, "kto: weight of undesirable answers", "kto：差回答的权重",
         range=Bounds(0, 1e6), stages="kto", on_resume="exact")
+    center_rewards_coefficient: float = key(0.0, "orm: weight of the squared sum of both scores, which draws them to 0",
+        "orm：两个分数之和的平方的权重，使分数靠近 0", range=Bounds(0, 1e6), stages="orm", on_resume="exact")
     ref_model: str = key("", "dpo, kto: folder of the reference weights; the policy's initial weights when empty",
         "dpo、kto：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo kto", on_resume="reference")
     refer_model_iter: int = key(1, "dpo, kto: iteration of that checkpoint", "dpo、kto：该检查点的迭代号",

@@ -264,7 +264,8 @@ def _reads(run: Run, name: str) -> bool:
 
 
 def _scores_by(run: Run, function: str) -> bool:
-    return run.rl.rule_reward and function in run.rl.verifier_function
+    """Return True where the function scores, or the one with the scores of ms-swift's."""
+    return run.rl.rule_reward and not {function, f"swift_{function}"}.isdisjoint(run.rl.verifier_function)
 
 
 def _list_values(run: Run) -> dict[str, object]:

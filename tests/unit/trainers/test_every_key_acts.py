@@ -85,6 +85,7 @@ ELSEWHERE: dict[str, str] = {
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
+    "workers/stages/reward_model.py": "center_rewards_coefficient",
     "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda kto_loss_type kto_beta "
     "kto_desirable_weight kto_undesirable_weight",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
