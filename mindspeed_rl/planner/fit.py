@@ -346,6 +346,8 @@ class _Search:
                         seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
                         ranked.append((seconds, values | {_FRACTION: fraction}))
                         break  # with less of the device it would only be slower
+        if ranked:
+            self.engine_problem = ""
         return [values for _, values in sorted(ranked, key=lambda entry: entry[0])]
 
     def _find_training(self, tree: dict[str, Any], npus: int, engine: _Values) -> list[_Values]:
