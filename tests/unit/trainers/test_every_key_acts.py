@@ -127,6 +127,7 @@ ELSEWHERE: dict[str, str] = {
     "grad_reduce_in_fp32",
     "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
+    "engine/streamed_weights.py": "stream_ref_weights",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
     "engine/train_engine.py": "loss_chunk_size loss_vocab_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
@@ -180,7 +181,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
-    "use_remove_padding use_prefix_grouper stream_ref_weights",
+    "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
     "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
     "stop_token_ids structured_output repetition_penalty presence_penalty frequency_penalty",
