@@ -198,7 +198,7 @@ def _format_timings(summaries: Mapping[str, _Summary]) -> list[str]:
     if not timings:
         return []
     iteration = timings.get("timing/all")
-    lines = ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
+    lines = ["| Phase | s per iteration | total | share |", "|---|---|---|---|"]
     for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
         total, fraction = s.mean * s.count, ""
         if iteration is not None and iteration.mean > 0:
