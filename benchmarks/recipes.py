@@ -3,7 +3,8 @@
 python benchmarks/recipes.py maths dapo          # all without names; about a minute a seed on two idle cores
 python benchmarks/recipes.py maths --seeds 1 2   # runs/recipe_seeds/NAME/seed_N that are there already are not trained again
 
-The band of a window is the smallest and the largest mean of the seeds, each farther out by their distance, 0.05 at least.
+The band of a window is the smallest and the largest mean of the seeds, each farther out by their distance, 0.05
+at least; 0.1 farther out of a single seed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mindspeed_rl.observability.expected_curve import ExpectedCurve, Window
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_lines
 
-NUM_WINDOWS, MARGIN = 4, 0.05
+NUM_WINDOWS, MARGIN, MARGIN_OF_ONE = 4, 0.05, 0.1
 #: metric of the band, where it is not the reward of the rollouts
 METRICS = {
     "distillation": "distillation/divergence",
@@ -63,7 +64,7 @@ def measure(recipe: Recipe, folders: list[Path]) -> ExpectedCurve:
         last = first + size - 1
         series = [history.finite(metric) for history in histories]
         means = [statistics.fmean(y for x, y in zip(each.x, each.y) if first <= x <= last) for each in series]
-        margin = max(MARGIN, max(means) - min(means))
+        margin = max(MARGIN, max(means) - min(means)) if len(means) > 1 else MARGIN_OF_ONE
         windows.append(Window(first, last, round(min(means) - margin, 4), round(max(means) + margin, 4)))
     count = f"{len(folders)} seed{'s' if len(folders) > 1 else ''}"
     source = f"{count} of this run file on two CPU cores, python benchmarks/recipes.py {recipe.name}"

@@ -112,7 +112,8 @@ class PromptSettings:
         if actor.map_keys is not None:
             columns = {name: column for name, column in asdict(actor.map_keys).items() if column is not None}
         templates = actor.prompt_type_path
-        check_templates(actor.prompt_type, templates)
+        if templates != type(actor).prompt_type_path:  # the default is upstream's, and need not be there
+            check_templates(actor.prompt_type, templates)
         return cls(
             prompt_type=actor.prompt_type,
             # without such a file the built-in templates are read

@@ -1,4 +1,4 @@
-"""The CPU twin of every recipe trains, and its curve stays inside of its band."""
+"""The CPU twin of every recipe trains, and its curve stays inside of its band where one was measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def test_a_twin_stays_inside_of_its_band(recipe: Recipe, tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = read_run(tmp_path / "runs/recipes" / recipe.name / "run")
     curve = recipe.find_curve(CPU)
-    assert curve is not None and run.expected == curve
+    assert run.expected == curve
+    if curve is None:
+        return
     judgement = curve.judge(run.history)
     assert len(judgement.inside) == len(curve.windows), str(judgement)
     assert "is inside its band up to iteration" in (run.folder / "report.md").read_text().replace("\\", "")
