@@ -1,4 +1,4 @@
-"""The curve that a run is expected to follow: what the report says of a run inside of its band, outside and before."""
+"""The curve that a run is expected to follow: what reports say of a run inside of its band, and outside of it."""
 
 from __future__ import annotations
 

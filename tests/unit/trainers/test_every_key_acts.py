@@ -159,7 +159,8 @@ ELSEWHERE: dict[str, str] = {
     "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "
-    "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
+    "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward "
+    "prompt_level_key prompt_level_pass_rate prompt_level_prompts",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
     "workers/engines.py": "engine",
