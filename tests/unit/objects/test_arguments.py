@@ -216,3 +216,10 @@ def test_what_needs_a_trained_model_says_so(tiny_model: Path, tmp_path: Path) ->
     (tmp_path / "out/checkpoints/iter_0000002").mkdir(parents=True)
     with pytest.raises(ValueError, match="has checkpoints of an earlier run"):
         trainer.train(resume_from_checkpoint=False)
+
+
+def test_a_command_in_float32_has_an_engine_in_float32(tiny_model: Path) -> None:
+    command = f"trl grpo --model_name_or_path {shlex.quote(str(tiny_model))} --dataset_name rows.jsonl --bf16 false"
+    command += " --reward_funcs module:digits --max_completion_length 8 --vllm_max_model_length 120"
+    tree = import_command(trl.PROJECT, command, ImportSettings()).tree
+    assert tree["megatron_training"]["bf16"] is False and tree["generate_config"]["dtype"] == "float32"
