@@ -12,7 +12,6 @@ from typing import Any
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.keys import PATH_KEYS
 from mindspeed_rl.files import write_file
-from mindspeed_rl.observability.alerts import find_alerts
 from mindspeed_rl.observability.logging import clean_text
 from mindspeed_rl.observability.page import collect_figures, write_page
 from mindspeed_rl.observability.picture import Line, draw_chart
@@ -52,7 +51,7 @@ def main(argv: list[str]) -> int:
         print_status(f"error: {error}")
         return 2
     for run in runs:
-        for alert in find_alerts(run.history, run.completions):
+        for alert in run.find_alerts():
             print(clean_text(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}"))
     print(f"report: {output}")
     if arguments.png is not None:

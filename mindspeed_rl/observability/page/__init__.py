@@ -21,7 +21,7 @@ import numpy as np
 
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.agent_turns import describe_turns
-from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
 from mindspeed_rl.observability.result import pair_evaluations
@@ -261,6 +261,9 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
         else:
             charts.append(collected)
     others = [_collect_chart(_Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
+    for index, (run, by_name) in enumerate(zip(runs, by_run)):
+        if run.expected is not None and (curve := by_name.get(run.expected.metric)) is not None:
+            _add_expected([*charts, *others], index, run.expected, curve)
     return {
         "runs": [_collect_run(run) for run in runs],
         "sections": list(dict.fromkeys(str(chart["section"]) for chart in [*charts, *constants])),
@@ -320,6 +323,18 @@ def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mappi
     }
 
 
+def _add_expected(charts: Sequence[dict[str, Any]], index: int, expected: ExpectedCurve, curve: _Curve) -> None:
+    """Add the band that a run is expected in to the first chart with its metric, also under another name."""
+
+    def shows(line: Mapping[str, Any]) -> bool:
+        return line["run"] == index and line["x"] == curve.x and line["y"] == curve.y
+
+    middle, low, high = expected.draw()
+    band = {"x": list(middle.x), "y": list(middle.y), "low": low, "high": high}
+    chart = next(chart for chart in charts if any(map(shows, chart["lines"])))
+    chart["lines"].append({"run": index, "name": "expected", "label": "expected band", **band})
+
+
 def _collect_run(run: RunFiles) -> dict[str, object]:
     tiles, labels = [], set[str]()
     for name, label, spec in _TILES:
@@ -340,7 +355,7 @@ def _collect_run(run: RunFiles) -> dict[str, object]:
         "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
         "learnt": _describe_learning(run),
-        "alerts": [vars(alert) for alert in find_alerts(run.history, run.completions)],
+        "alerts": [vars(alert) for alert in run.find_alerts()],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),
