@@ -72,6 +72,7 @@ class _Trainer:
     """
 
     config_class: ClassVar[type[TrainerConfig]]
+    args: TrainerConfig
 
     def __init__(
         self,
@@ -191,7 +192,8 @@ class _Trainer:
     def _list_keys(self, data: str, tree: Mapping[str, Any]) -> dict[str, object]:
         """Return the keys of the stage."""
         first = read_first(data, "train_dataset")
-        return {"megatron_training.prompt_type": "hf" if has_messages(first) else "empty"}
+        # a text is followed by its answer and the end token, as in TRL
+        return {"megatron_training.prompt_type": "hf" if has_messages(first) else "completion"}
 
     def _write_tokenizer(self) -> str:
         """Return the folder of the tokenizer: the model's, or that of the one which the caller gave."""
@@ -443,8 +445,7 @@ class DPOTrainer(_Trainer):
 class GRPOTrainer(_Trainer):
     """GRPO and related algorithms: responses to a prompt are compared by reward functions."""
 
-    config_class: ClassVar[type[GRPOConfig]] = GRPOConfig
-    args: GRPOConfig
+    config_class = GRPOConfig
 
     def __init__(
         self,
@@ -479,20 +480,25 @@ class GRPOTrainer(_Trainer):
         super().__init__(*arguments)
 
     def _list_options(self, data: str) -> dict[str, object]:
-        args = self.args
         options: dict[str, object] = {"reward_funcs": [_PLACEHOLDER], "use_vllm": True}
         # the correction of log-probs is for engines that compute in another format; keys switch it on
         options["vllm_importance_sampling_correction"] = False
-        if args.log_completions is None:
+        if self._sampling.log_completions is None:
             options["log_completions"] = True
         return options
 
+    @property
+    def _sampling(self) -> GRPOConfig:
+        """The arguments, which are those of a trainer that samples."""
+        assert isinstance(self.args, GRPOConfig), "checked when the trainer is made"
+        return self.args
+
     def _list_keys(self, data: str, tree: Mapping[str, Any]) -> dict[str, object]:
         keys = find_prompt_columns(read_first(data, "train_dataset"), "train_dataset").list_keys()
-        longest = self.args.max_prompt_length or self._measure_prompts(data, apply_values(tree, keys))
+        longest = self._sampling.max_prompt_length or self._measure_prompts(data, apply_values(tree, keys))
         response = tree["generate_config"]["sampling_config"]["max_tokens"]
         keys |= {"rl_config.max_prompt_length": longest + 1}
-        keys |= {"generate_config.max_model_len": self.args.vllm_max_model_length or longest + response + 1}
+        keys |= {"generate_config.max_model_len": self._sampling.vllm_max_model_length or longest + response + 1}
         return keys
 
     def _measure_prompts(self, data: str, tree: Mapping[str, Any]) -> int:
@@ -514,16 +520,17 @@ class GRPOTrainer(_Trainer):
         if not self._rewards:
             return run
         has_messages = tree["megatron_training"]["prompt_type"] == "hf"
-        functions = [
-            _with_messages(function) if has_messages and _takes_completions(function) else function
-            for function in self._rewards
-        ]
-        run = api.set_rewards(run, functions, self.args.reward_weights)
+        functions: list[RewardFunction | str] = []
+        for function in self._rewards:
+            if has_messages and not isinstance(function, str) and _takes_completions(function):
+                function = _with_messages(function)
+            functions.append(function)
+        run = api.set_rewards(run, functions, self._sampling.reward_weights)
         return super()._write_run(path, run.tree)
 
 
-def _takes_completions(function: RewardFunction | str) -> bool:
-    return not isinstance(function, str) and "completions" in inspect.signature(function).parameters
+def _takes_completions(function: RewardFunction) -> bool:
+    return "completions" in inspect.signature(function).parameters
 
 
 def _with_messages(function: RewardFunction) -> RewardFunction:
@@ -548,7 +555,6 @@ class PPOTrainer(GRPOTrainer):
     """PPO: a critic learns the values of states, from which advantages follow."""
 
     config_class = PPOConfig
-    args: PPOConfig
 
     def __init__(
         self,
@@ -588,6 +594,7 @@ class PPOTrainer(GRPOTrainer):
     def _list_keys(self, data: str, tree: Mapping[str, Any]) -> dict[str, object]:
         save = str(self.folder / "critic")
         source = self._model if self._critic is None else self._write_model(self._critic, "value_model")
+        assert isinstance(self.args, PPOConfig), "checked when the trainer is made"
         rate = self.args.value_learning_rate or tree["actor_config"]["lr"]
         values = {"pretrained_checkpoint": source, "load": save, "save": save, "lr": rate}
         return {**super()._list_keys(data, tree), **{f"critic_config.{name}": value for name, value in values.items()}}
@@ -597,7 +604,6 @@ class DistillationTrainer(GRPOTrainer):
     """On-policy distillation: the student samples, and a teacher judges its tokens."""
 
     config_class = DistillationConfig
-    args: DistillationConfig
 
     def __init__(
         self,
@@ -632,6 +638,7 @@ class DistillationTrainer(GRPOTrainer):
         keys = super()._list_keys(data, tree)
         keys |= {"rl_config.distillation.teacher_models": [teacher if is_address else self._write_model(teacher, "teacher")]}
         if self._rewards:
+            assert isinstance(self.args, DistillationConfig), "checked when the trainer is made"
             return keys | {"rl_config.distillation.distillation_loss_coef": self.args.distillation_loss_coef}
         # the placeholder of the translation
         keys |= dict.fromkeys(("rl_config.reward_funcs", "rl_config.reward_weights"))

@@ -144,7 +144,7 @@ def test_supervised_rows_are_texts_or_messages(tiny_model: Path, tmp_path: Path)
     texts = build([{"prompt": "a", "completion": "b"}], "texts")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages = build([{"messages": turns}], "messages")
-    assert (texts["megatron_training.prompt_type"], messages["megatron_training.prompt_type"]) == ("empty", "hf")
+    assert (texts["megatron_training.prompt_type"], messages["megatron_training.prompt_type"]) == ("completion", "hf")
     assert texts["megatron_training.sft_loss_type"] == "dft" and texts["megatron_training.seq_length"] == 64
     args = DPOConfig(output_dir=str(tmp_path / "pairs"), max_length=64, beta=0.3, loss_type="ipo")
     pairs = written(DPOTrainer(tiny_model, args, train_dataset=PAIRS, ref_model=tiny_model))
