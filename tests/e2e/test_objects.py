@@ -146,8 +146,8 @@ def test_supervised_and_preference_training_learn_from_rows(model: Path, tmp_pat
         bf16=False, logging_steps=1,
     )  # fmt: skip
     preferred = DPOTrainer(result.model, settings, train_dataset=pairs).train()
-    margins = [line["train/rewards/margins"] for line in preferred.metrics]
-    assert margins[0] == pytest.approx(0.0, abs=1e-4) and margins[-1] > 1.0
+    margins, right = ([line[f"train/rewards/{name}"] for line in preferred.metrics] for name in ("margins", "accuracies"))
+    assert margins[0] == pytest.approx(0.0, abs=1e-4) and margins[-1] > 0.3 and right[-1] == 1.0
 
 
 def test_ppo_and_distillation_train(model: Path, tmp_path: Path) -> None:
@@ -164,6 +164,6 @@ def test_ppo_and_distillation_train(model: Path, tmp_path: Path) -> None:
     settings = DistillationConfig(output_dir=str(tmp_path / "distilled"), **(numbers | {"max_steps": 8}))
     trainer = DistillationTrainer(model, teacher, settings, train_dataset=PROMPTS)
     divergence = [line["distillation/divergence"] for line in trainer.train().metrics]
-    assert divergence[-1] < 0.8 * divergence[0]
+    assert divergence[-1] < 0.9 * divergence[0]
     lines = (tmp_path / "distilled/completions.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(lines[0])["prompt"].startswith("Say ")
