@@ -908,7 +908,13 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             correction=correction,
         ),
         rewarding=rewards,
-        keys={**shared.keys, **keys, f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1},
+        keys={
+            **shared.keys,
+            **keys,
+            f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1,
+            # trainer and engine compute in one format
+            f"{ENGINE}.dtype": None if command.flag("bf16", default=True) else "float32",
+        },
         notes={
             **shared.notes,
             "adv_epsilon": "TRL adds it to the standard deviation",

@@ -329,7 +329,7 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
     is_small = hidden <= 1024
     lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
     sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}
-    halves = "true" if _computes_bfloat16() else "false"
+    halves = "true" if computes_bfloat16() else "false"
     note = "half of it where the reward or the loss is unstable"
     return {
         "model": str(path) if name is None else model,
@@ -376,7 +376,7 @@ def _as_text(sizes: dict[str, float]) -> dict[str, str]:
     return {name: str(value) for name, value in sizes.items()}
 
 
-def _computes_bfloat16() -> bool:
+def computes_bfloat16() -> bool:
     """Return True unless this machine has no other device than a processor that would emulate bfloat16."""
     try:
         flags = set(Path("/proc/cpuinfo").read_text().split())

@@ -144,8 +144,8 @@ class GenerateConfig:
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
     speculative_config: AnyGroup | None = key(None,
-        "speculative decoding, by vLLM's names: method, num_speculative_tokens, model and others; see docs/modes.md",
-        "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/modes.md",
+        "speculative decoding, by vLLM's names: method, num_speculative_tokens, model and others; see docs/speculative.md",
+        "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/speculative.md",
         elsewhere="vllm_speculative_config engine_kwargs.vllm.speculative_config", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
         on_resume="exact")
