@@ -16,7 +16,6 @@ SPEC.loader.exec_module(switches)
 
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
 OPEN: dict[str, str] = {
-    "rl_config.exact_log_probs: true": "its operators are Triton's or compiled, and are not simulated",
     "rl_config.router_replay: mode=R3": "vllm-ascend's record of routed experts was not looked at on the simulator",
     "generate_config.enforce_eager: false": "the simulator captures no graphs",
     "generate_config.cudagraph_capture_sizes: set": "the simulator captures no graphs",
