@@ -1,5 +1,11 @@
-"""Kept for tools that look for setup.py; everything is declared in pyproject.toml."""
+"""Declares the run files as data of the package; everything else is in pyproject.toml."""
+
+from pathlib import Path
 
 from setuptools import setup
 
-setup()
+#: where an installed package finds configs/, as `config.run_files.find_project_configs` does
+TARGET = "share/mindspeed_rl"
+files = sorted(path for path in Path("configs").rglob("*") if path.is_file())
+folders = dict.fromkeys(path.parent for path in files)
+setup(data_files=[(f"{TARGET}/{folder}", [str(path) for path in files if path.parent == folder]) for folder in folders])

@@ -33,6 +33,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.megatron_cpu",
         "mindspeed_rl.adaptors.megatron_async_saves",
         "mindspeed_rl.adaptors.megatron_recompute",
+        "mindspeed_rl.adaptors.megatron_padded_states",
     ),
     ("cpu", "rollout"): (
         "mindspeed_rl.adaptors.torchvision_cpu",
@@ -75,6 +76,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.packed_rope",
         "mindspeed_rl.adaptors.megatron_async_saves",
         "mindspeed_rl.adaptors.megatron_recompute",
+        "mindspeed_rl.adaptors.megatron_padded_states",
     ),
     ("cuda", "rollout"): (
         "mindspeed_rl.adaptors.gloo_devices",

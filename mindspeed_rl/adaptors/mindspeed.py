@@ -53,6 +53,7 @@ from mindspeed_rl.adaptors import (
     DeltaRuleKernel,
     fused_steps,
     hccl_buffers,
+    megatron_padded_states,
     megatron_recompute,
     npu_attention,
     npu_experts,
@@ -263,6 +264,7 @@ def configure(config: MegatronConfig) -> dict[str, Any]:
     packed_rope.adapt(importlib.import_module("megatron.core.models.common.embeddings.rope_utils"))
     fused_steps.apply()
     megatron_recompute.apply()
+    megatron_padded_states.apply()
     optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer").DistributedOptimizer
     swapped_optimizer.adapt(optimizer)
     _load_every_form(optimizer)

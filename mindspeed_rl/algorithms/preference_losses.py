@@ -186,13 +186,16 @@ def kto_loss(batch: UnpairedBatch, *, beta: float, desirable_weight: float, unde
     return LossOutput(losses.sum(), everywhere.sum(), PendingMetrics(metrics))
 
 
-def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor) -> LossOutput:
-    """Return the outcome reward model's loss -log sigmoid(s_c - s_r) (Bradley-Terry) summed over pairs.
+def pairwise_reward_loss(chosen_scores: Tensor, rejected_scores: Tensor, *, centre: float = 0.0) -> LossOutput:
+    """Return the outcome reward model's loss -log sigmoid(s_c - s_r) + centre (s_c + s_r)^2, summed over pairs.
+
+    The first term is Bradley-Terry's; the second draws the scores, of which it fixes no level, to 0 (arXiv:2312.09244).
 
     Args:
         chosen_scores, rejected_scores: [P], the value head on the last token of each response; with gradient.
     """
-    return _build_pair_output(-functional.logsigmoid(chosen_scores - rejected_scores), chosen_scores, rejected_scores)
+    losses = -functional.logsigmoid(chosen_scores - rejected_scores) + centre * (chosen_scores + rejected_scores).square()
+    return _build_pair_output(losses, chosen_scores, rejected_scores)
 
 
 def process_reward_loss(logits: Tensor, labels: Tensor, placeholder_mask: Tensor) -> LossOutput:

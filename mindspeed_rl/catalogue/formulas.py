@@ -274,6 +274,12 @@ SUPERVISED: dict[str, Formula] = {
             {"kto": "\nKL = max(0, mean over the global batch of log pi - log ref of answers to other prompts)"},
         ),
     ),
-    "orm": _line("", "loss = -log sigmoid(score(chosen) - score(rejected))"),
+    "orm": _line(
+        "",
+        "loss = -log sigmoid(score(chosen) - score(rejected)){centre}",
+        centre=Choice(
+            "center_rewards_coefficient", {0.0: ""}, " + {center_rewards_coefficient:g} * (score(chosen) + score(rejected))^2"
+        ),
+    ),
     "prm": _line("", "loss = cross entropy of the reward token at each placeholder"),
 }

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.cli.options import print_status
 from mindspeed_rl.config.keys import PATH_KEYS
-from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.logging import clean_text
-from mindspeed_rl.observability.page import write_page
+from mindspeed_rl.observability.page import collect_figures, write_page
+from mindspeed_rl.observability.picture import Line, draw_chart
 from mindspeed_rl.observability.run_files import RunFiles, read_run
 
 #: parts of the names of keys whose values are the user's own, and texts that can only be names of algorithms
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> int:
         "--share", action="store_true",
         help="leave out private content: samples, paths, hosts, names of projects, texts of errors; default: share.html",
     )  # fmt: skip
+    parser.add_argument("--png", type=Path, metavar="FOLDER", help="also write each chart as a picture, for slides")
     arguments = parser.parse_args(argv)
     try:
         runs = [read_run(folder) for folder in arguments.runs]
@@ -44,14 +46,31 @@ def main(argv: list[str]) -> int:
         if not output.parent.is_dir():
             raise ValueError(f"--output {output}: {output.parent} is not a folder.")
         write_page(output, runs)
+        pictures = [] if arguments.png is None else _write_pictures(arguments.png, runs)
     except (ValueError, OSError) as error:
         print_status(f"error: {error}")
         return 2
     for run in runs:
-        for alert in find_alerts(run.history, run.completions):
+        for alert in run.find_alerts():
             print(clean_text(f"{run.name}, iteration {alert.iteration}: {alert.text} {alert.advice}"))
     print(f"report: {output}")
+    if arguments.png is not None:
+        print(f"pictures: {arguments.png} ({', '.join(pictures) or 'no chart has values'})")
     return 0
+
+
+def _write_pictures(folder: Path, runs: Sequence[RunFiles]) -> list[str]:
+    """Write the charts of the page as PNG files; return their names."""
+    names, several = list[str](), len(runs) > 1
+    for chart in collect_figures(runs)["charts"]:
+        lines = [
+            Line(f"{runs[line['run']].name}: {line['label']}" if several else line["label"], line["x"], line["y"])
+            for line in chart["lines"]
+        ]
+        name = re.sub(r"\W+", "_", chart["title"].lower()).strip("_") + ".png"
+        write_file(folder / name, draw_chart(chart["title"], lines, unit=chart["unit"], log=chart["log"]), makes_folder=True)
+        names.append(name)
+    return names
 
 
 def _make_shareable(run: RunFiles, index: int) -> RunFiles:

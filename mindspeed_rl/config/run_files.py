@@ -7,6 +7,7 @@ import copy
 import os
 import re
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -25,8 +26,9 @@ _MAX_BYTES, _MAX_DEPTH, _MAX_NODES, _MAX_TEXT, _MAX_CALLS = 1 << 20, 60, 100_000
 
 
 def find_project_configs() -> Path:
-    """Return the `configs/` folder next to the package."""
-    return Path(__file__).resolve().parents[2] / "configs"
+    """Return the `configs/` folder: next to the package in a clone, below `share/` where a wheel is installed."""
+    clone = Path(__file__).resolve().parents[2] / "configs"
+    return clone if clone.is_dir() else Path(sysconfig.get_path("data"), "share", "mindspeed_rl", "configs")
 
 
 def locate(config_name: str, config_dir: str | Path | None) -> tuple[Path, str]:

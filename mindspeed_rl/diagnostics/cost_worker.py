@@ -146,7 +146,7 @@ class _SuiteTrainer:
 
     def __init__(self, job: CountJob) -> None:
         config, rl = job.config, job.rl
-        shape = batch_shape(config, packed=rl.use_remove_padding, pad_id=0, vision=job.plan.model_config.vision)
+        shape = batch_shape(config, packed=bool(rl.use_remove_padding), pad_id=0, vision=job.plan.model_config.vision)
         self._rows = _build_rows(job)
         self._engine = TrainEngine(config, build_model(config, job.plan, trainable=True), shape, temperature=job.temperature)
         self._engine.start_training(1)

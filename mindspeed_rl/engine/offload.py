@@ -25,14 +25,24 @@ def collect_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorag
     return storages
 
 
-class _Offload:
+class Storages:
     """Storages that are emptied on the device and filled again; tensors and views over them stay valid objects.
 
     Copies run on a separate stream, between pinned host memory and the device.
+
+    Attributes:
+        is_leaving: they are copied to the host, or about to be, and not freed yet.
     """
 
-    def __init__(self, stream: SideStream, *, keep_content: bool) -> None:
-        self._stream, self._keep = stream, keep_content
+    def __init__(self, stream: SideStream, *, keep_content: bool, is_constant: bool = False) -> None:
+        """Take storages by `start_emptying`.
+
+        Args:
+            stream: stream of the copies.
+            keep_content: False where the content does not matter once they are emptied.
+            is_constant: their content never changes, so that it is copied to the host once.
+        """
+        self._stream, self._keep, self._is_constant = stream, keep_content, is_constant
         #: host copies, allocated on first use, because pinning takes longer than copying
         self._copies: list[Tensor] = []
         #: storages that are off the device, or (`is_leaving`) only copied so far, with their sizes
@@ -44,7 +54,7 @@ class _Offload:
         if self._entries:  # they are off, or on their way: a second round would copy nothing
             return
         self._entries, self.is_leaving = [(storage, storage.size()) for storage in storages], True
-        if not self._keep:
+        if not self._keep or (self._is_constant and self._copies):
             return
         if [copy.numel() for copy in self._copies] != [size for _, size in self._entries]:
             pin = platform.current().pin_memory
@@ -100,9 +110,9 @@ class StateOffloader(ABC):
 
     def __init__(self) -> None:
         stream = platform.current().side_stream()
-        self._params = _Offload(stream, keep_content=True)
-        self._grads = _Offload(stream, keep_content=False)
-        self._optimizer = _Offload(stream, keep_content=True)
+        self._params = Storages(stream, keep_content=True)
+        self._grads = Storages(stream, keep_content=False)
+        self._optimizer = Storages(stream, keep_content=True)
 
     @abstractmethod
     def _weight_tensors(self) -> Iterator[Tensor]:
@@ -131,7 +141,7 @@ class StateOffloader(ABC):
 
     def offload(self, *, params: bool = False, grads: bool = False, optimizer: bool = False) -> None:
         """Offload the named states. Optimizer before params, because its storages are identified by the weights'."""
-        named: list[_Offload] = []
+        named: list[Storages] = []
         if optimizer and self.optimizer is not None:
             self._optimizer.start_emptying(collect_storages(self._optimizer_tensors()).values())
             named.append(self._optimizer)

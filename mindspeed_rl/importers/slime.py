@@ -55,7 +55,7 @@ from mindspeed_rl.run.rules.violation import format_value
 _SCRIPTS = ("train.py", "train_async.py")
 _LR = 1e-6
 #: rm_type -> reward function here
-_REWARDS = {"deepscaler": "slime_deepscaler", "math": "slime_math", "dapo": "slime_dapo"}
+_REWARDS = {name: f"slime_{name}" for name in ("deepscaler", "math", "dapo", "f1", "boxed_f1")}
 #: function that chooses groups -> it keeps those whose rewards vary
 _FILTERS = (
     "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std",

@@ -66,6 +66,10 @@ class SourcePlan:
         row_order: order of the rows where it is none of chance.
         expert_capacity: tokens of an expert beyond which further ones are dropped.
         answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
+        kl_average: average of the KL in the loss where it is not that of the policy loss.
+        sampled_steps: the steps whose responses are sampled where others train on the answers of the data.
+        adapter_start: weights of fresh adapters where they are no random A next to a B of zeros.
+        early_stop: what ends the run before its last step.
         reward_scale: what rewards are divided by before all else.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
@@ -130,6 +134,10 @@ class SourcePlan:
     row_order: str | None = None
     expert_capacity: str | None = None
     answer_term: str | None = None
+    kl_average: str | None = None
+    sampled_steps: str | None = None
+    adapter_start: str | None = None
+    early_stop: str | None = None
     reward_scale: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
@@ -155,6 +163,10 @@ _ALWAYS_HERE = {
     "row_order": "by chance",
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",
+    "kl_average": "that of the policy loss",
+    "sampled_steps": "all",
+    "adapter_start": "A by chance, B of zeros",
+    "early_stop": "nothing",
     "reward_scale": "as they are scored",
     "weights": "float32",
 }

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
-from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.source_plan import name_divergence
 
 #: options that name a teacher
@@ -83,19 +79,24 @@ def name_divergence_of(command: SourceCommand) -> str:
     return name_divergence("jsd", command.number("beta", 0.5), None if topk is None else (int(str(topk)), "renormalize"))
 
 
-def _refuse_other_data(run: Import, command: SourceCommand) -> None:
-    """Refuse responses that are not the student's: they have no place in a run with rollouts."""
+def name_sampled_steps(command: SourceCommand) -> str | None:
+    """Return the steps whose responses the student samples; None where it samples all of them."""
     share = command.number("lmbda", 0.5)
-    if share != 1.0:
-        form = f"steps on the answers of the data set, {1 - share:.0%} of them; with 1 all responses are the student's"
-        run.refuse(f"--lmbda {share:g}" if command.has("lmbda") else "--lmbda", form)
-    run.note_given("lmbda", "all responses are the student's", changes_nothing=False)
-    run.note_given("sft_alpha", "it is for answers of the data set, of which no step has any")
-    for name in command.list_texts("external_plugins"):
-        path = find_file(Command((), {}, 0, folder=run.settings.folder), name)
-        if path is not None and "register_dataset" in path.read_text(encoding="utf-8", errors="replace"):
-            form = f"rows that {Path(name).name} makes (register_dataset); write them to a file, and name it in --dataset"
-            run.refuse("--external_plugins", form)
+    if share >= 1.0:
+        return None
+    answers = " and a supervised loss" if command.number("sft_alpha", 0.0) else ""
+    return f"{share:.0%} of them by chance, the others are on the answers of the data{answers}"
+
+
+def _refuse_other_data(run: Import, command: SourceCommand) -> None:
+    """Refuse a run without responses of the student: it has no rollouts."""
+    share = command.number("lmbda", 0.5)
+    if share <= 0.0:
+        form = "all steps on the answers of the data; stage sft learns from a teacher's stored log-probs (docs/distillation.md)"
+        run.refuse(f"--lmbda {share:g}", form)
+    reason = "all responses are the student's" if share >= 1.0 else "see sampled_steps of the plan"
+    run.note_given("lmbda", reason, changes_nothing=False)
+    run.note_given("sft_alpha", "it is for answers of the data set, of which no step has any here")
 
 
 def _read_teacher(run: Import, command: SourceCommand) -> tuple[str, bool]:

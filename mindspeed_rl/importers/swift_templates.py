@@ -60,7 +60,8 @@ def find_unknown_weights(command: SourceCommand, kind: str) -> str:
     # math_tip_trick has one response, which goes on
     if is_last and turns not in ("", "math_tip_trick"):
         return f"responses of several turns of which the last alone trains (--multi_turn_scheduler {turns})"
-    if names and find_hybrid(command) != "qwen":
+    # ms-swift adds the name itself for models that think or do not; see `note_template` for those whose text is not ours
+    if names and not find_hybrid(command):
         return f"tokens of empty thoughts that do not train, of another model than Qwen3 and Qwen3.5 ({_EMPTY_THOUGHTS})"
     return ""
 

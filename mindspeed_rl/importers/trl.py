@@ -89,6 +89,7 @@ _LAUNCHER_FLAGS = frozenset(
 #: reward function of TRL -> ours, and keys that its numbers become
 _FUNCTIONS: dict[str, tuple[str, dict[str, object]]] = {
     "accuracy_reward": ("trl_accuracy", {}),
+    "reasoning_accuracy_reward": ("trl_reasoning_accuracy", {}),
     "think_format_reward": ("trl_think_format", {}),
     "get_soft_overlong_punishment": ("soft_overlong", {"soft_max_length": 1280, "soft_cache_length": 256}),
 }
@@ -549,7 +550,7 @@ _REWARD: dict[str, Option] = {
     **_SUPERVISED,
     **_CHATS,
     "disable_dropout": _NO_DROPOUT,
-    "center_rewards_coefficient": refused("a penalty that centres the scores"),
+    "center_rewards_coefficient": to(f"{ACTOR}.center_rewards_coefficient"),
 }
 
 _TABLES: dict[str, dict[str, Option]] = {

@@ -57,6 +57,8 @@ from mindspeed_rl.importers.translators import (
     set_rollout_format,
     take_template_words,
 )
+from mindspeed_rl.importers.verl_earlier import PLAIN, PROMPT, RESPONSE, TRAINER, name_differences, rename_options
+from mindspeed_rl.importers.verl_earlier import TABLE as EARLIER_TABLE
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
@@ -75,6 +77,8 @@ _PROGRAMS = {
     "main_ppo": "ppo",
     "sft_trainer": "sft",
     "sft_trainer_ray": "sft",
+    # of releases before 0.9
+    TRAINER: "sft",
     # a recipe of earlier releases, whose groups and penalty main_ppo has now
     "main_dapo": "ppo",
     "fully_async_main": "ppo",
@@ -84,7 +88,6 @@ _FULLY_ASYNC = "fully_async_main"
 _MODE, _MODES = "trainer.v1.trainer_mode", ("sync", "colocate_async", "separate_async")
 _COLOCATED, _SEPARATE, _SAMPLER = (f"trainer.v1.{name}." for name in ("colocate_async", "separate_async", "sampler"))
 _REFUSED_PROGRAMS = {
-    "fsdp_sft_trainer": "fsdp_sft_trainer, of releases before 0.9; write the options of sft_trainer",
     "main_generation": "generation; see mindspeed-rl generate",
     "main_eval": "evaluation; see mindspeed-rl evaluate",
     "main_spin": "SPIN",
@@ -300,10 +303,15 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         raise request_variables(unknown)
     launched = _count_processes(command.words) if program == "sft" else None
     composition = Composition(command)
-    composition.read_words(words)
-    recipe = next((name for name in ("main_dapo", _FULLY_ASYNC) if any(name in word for word in command.words)), "")
+    recipe = next((name for name in ("main_dapo", _FULLY_ASYNC, TRAINER) if any(name in word for word in command.words)), "")
+    plain = [word for word in words if recipe == TRAINER and word.lstrip("+").partition("=")[0] in PLAIN]
+    composition.read_words([word for word in words if word not in plain])
+    for word in plain:
+        name, _, text = word.lstrip("+").partition("=")
+        composition.set(name, text)
+    options = rename_options(composition.options) if recipe == TRAINER else composition.options
     return _complete(
-        program, composition.options, launched or devices, command.environment, recipe,
+        program, options, launched or devices, command.environment, recipe,
         is_disaggregated=any("one_step_off" in word for word in command.words), loop=command.loop,
     )  # fmt: skip
 
@@ -366,6 +374,8 @@ def _complete(
     if any(name.startswith(f"{_ACTOR}megatron.") for name in options):
         options.setdefault("model_engine", "megatron")
     table = dict(TABLES[program])
+    if recipe == TRAINER:
+        table |= EARLIER_TABLE
     for name in options:
         if name not in table and (record := _find_record(name)) is not None:
             table[name] = record
@@ -620,6 +630,22 @@ LOSS_MODES = {
 }
 
 
+#: variable of the user: the verl whose GSPO is meant
+_RELEASE = "VERL_RELEASE"
+
+
+def _is_release(command: SourceCommand) -> bool:
+    """Return True where the user says that release 0.9.1 runs the command, and not verl's main branch.
+
+    Raises:
+        ConfigError: another release.
+    """
+    name = command.environment.get(_RELEASE, "main")
+    if name not in ("main", "0.9.1"):
+        raise ConfigError([f"--set {_RELEASE}={name}: must be 0.9.1 or main"])
+    return name != "main"
+
+
 @dataclass(frozen=True)
 class _Loss:
     """The loss of verl's actor: names of the catalogue, and bounds of the ratio.
@@ -639,7 +665,7 @@ class _Loss:
 
     @classmethod
     def from_command(cls, command: SourceCommand) -> _Loss:
-        """Read the loss.
+        """Read the loss; GSPO of release 0.9.1 averages as loss_agg_mode has it, verl's main branch does not.
 
         Raises:
             ConfigError: it, or its aggregation, is not available.
@@ -653,6 +679,8 @@ class _Loss:
         if aggregation not in _AGGREGATIONS:
             raise ConfigError([f"{_ACTOR}loss_agg_mode={aggregation}: not available here: this sum over tokens"])
         mode, (normalizer, clipped) = LOSS_MODES[name], _AGGREGATIONS[aggregation]
+        if name == "gspo" and _is_release(command):
+            mode = LossMode(clipped, "grpo", "sequence_token", takes=LOSS_MODES["vanilla"].takes)
         if mode.aggregation is None and normalizer not in mode.takes:
             raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: with {aggregation}"])
         scale, length = command.get(f"{_ACTOR}loss_scale_factor"), command.count("data.max_response_length", 512)
@@ -1062,9 +1090,13 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
     )
     template = take_template_words(run)
     mapped = f""" --map-keys '{{"messages": "{column}"}}'""" if column != "messages" else ""
+    handler, is_pair = "OpenAIInstructionHandler", command.has(PROMPT)
+    if is_pair:
+        handler, prompt, response = "AlpacaStyleInstructionHandler", command.text(PROMPT), command.text(RESPONSE)
+        mapped = f""" --map-keys '{{"prompt": "{prompt}", "query": "", "response": "{response}"}}'"""
     is_set = thinking in ("true", "false") and "--enable-thinking" not in template
     switch = f" --enable-thinking {thinking}" if is_set else ""
-    words = f" --handler-name OpenAIInstructionHandler --prompt-type hf{mapped}{switch}{template}"
+    words = f" --handler-name {handler} --prompt-type hf{mapped}{switch}{template}"
     if _limit_rows(command):
         run.refuse("data.train_max_samples", "a part of the rows: preprocess that part")
     run.note_given("data.train_max_samples", "all rows", changes_nothing=False)
@@ -1074,6 +1106,8 @@ def _describe_rows(run: Import, command: SourceCommand, batch: _Batch, shared: R
         run.refuse("data.truncation", "rows that are cut; --seq-length of mindspeed-rl preprocess leaves them out")
     micro = 1 if command.flag("data.use_dynamic_bsz", default=True) else command.count("data.micro_batch_size_per_gpu", 4)
     length = command.count("data.max_length", 1024)
+    if TRAINER in command.trailing:
+        shared = name_differences(shared, has_columns=is_pair)
     return replace(
         shared,
         sequence_length=length,
@@ -1138,6 +1172,11 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
     """Return the run with loss, estimator, KL and correction."""
     estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
+    normalizer = _AGGREGATIONS[command.text(f"{_ACTOR}loss_agg_mode", "token-mean")][0]
+    average = loss.aggregation
+    if loss.loss_type == "gspo" and normalizer != average:
+        average = f"{average} (main), {normalizer} (0.9.1)"
+        run.reasons["aggregation"] = f"that of verl's main branch; --set {_RELEASE}=0.9.1 takes that of the release"
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
     single = _is_single(command)
@@ -1151,7 +1190,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
         clip_low=loss.low,
         clip_high=loss.high,
         clip_c=loss.dual,
-        aggregation=loss.aggregation,
+        aggregation=average,
         kl_coef=kl.coefficient,
         kl_estimator=kl.estimator,
         kl_place=kl.place,
@@ -1458,8 +1497,11 @@ def _read_teacher(run: Import, command: SourceCommand) -> dict[str, object]:
     values: dict[str, object] = {
         "enabled": True,
         "teacher_models": list(teachers.values()),
-        **({"teacher_key": command.text("distillation.teacher_key", "data_source"), "teacher_keys": list(teachers)}
-           if len(teachers) > 1 else {}),
+        **(
+            {"teacher_key": command.text("distillation.teacher_key", "data_source"), "teacher_keys": list(teachers)}
+            if len(teachers) > 1
+            else {}
+        ),
         "loss_mode": mode,
         "topk": command.get(f"{loss}topk", 32) if mode == "forward_kl_topk" else None,
         "use_task_rewards": command.get(f"{loss}use_task_rewards", True),

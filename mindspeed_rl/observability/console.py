@@ -132,7 +132,7 @@ def format_summary(
             break
     if memory := history.finite("memory/peak_gib").y:
         rows["memory"] = f"{max(memory):.2f} GiB at most, of the worker that has most"
-    speed = [f"{statistics.fmean(times):.2f} s an iteration"] if (times := history.finite("timing/all").y) else []
+    speed = [f"{statistics.fmean(times):.2f} s per iteration"] if (times := history.finite("timing/all").y) else []
     if tokens := history.finite("e2e_tps").y:
         speed.append(f"{statistics.fmean(tokens):,.0f} tokens/s and device")
     elif tokens := history.finite("train/tokens_per_s").y:

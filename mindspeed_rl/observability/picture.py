@@ -1,4 +1,4 @@
-"""report.png: the result of a run on one page, with its curves; for slides and messages."""
+"""report.png: the result of a run on one page, with its curves, and each chart as a picture; for slides and messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -15,8 +16,10 @@ from mindspeed_rl.observability.result import Example, Result
 
 _WIDTH, _MARGIN, _CHART_HEIGHT = 1200, 60, 330
 _INK, _GREY, _GRID = (32, 32, 36), (110, 110, 118), (225, 225, 230)
-_COLOURS = ((31, 94, 168), (200, 84, 26), (38, 122, 66))
+_COLOURS = ((31, 94, 168), (200, 84, 26), (38, 122, 66), (163, 73, 164), (180, 130, 20), (86, 150, 190), (110, 110, 118))
 _TICKS = 4
+#: size of the picture of a chart, which fits a slide
+_SLIDE = (1200, 640)
 #: characters of a line at the size of the text
 _LINE = 108
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -44,9 +47,109 @@ def draw_result(result: Result) -> bytes:
     for index, (name, series) in enumerate(charts):
         _draw_chart(draw, y + 20, name, series, _COLOURS[index], small)
         y += _CHART_HEIGHT
+    return _to_png(image)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        label: its name in the legend.
+        x: iterations.
+        y: values.
+    """
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+
+
+def draw_chart(title: str, lines: Sequence[Line], *, unit: str = "", log: bool = False) -> bytes:
+    """Draw a chart with a legend; return it as a PNG.
+
+    Args:
+        title: heading.
+        lines: what is drawn; on a logarithmic axis without values that are not positive.
+        unit: unit of the values.
+        log: logarithmic axis.
+    """
+    heading, small = ImageFont.load_default(30), ImageFont.load_default(20)
+    image = Image.new("RGB", _SLIDE, "white")
+    draw = ImageDraw.Draw(image)
+    draw.text((_MARGIN, 30), _make_drawable(f"{title} ({unit})" if unit else title), font=heading, fill=_INK)
+    points = [[(x, y) for x, y in zip(line.x, line.y) if not log or y > 0] for line in lines]
+    xs, ys = [x for part in points for x, _ in part], [y for part in points for _, y in part]
+    if not xs:
+        draw.text((_MARGIN, 120), "no value can be drawn", font=small, fill=_GREY)
+        return _to_png(image)
+    area = _Area.fit(xs, ys, log=log, box=(_MARGIN + 90, 90, _SLIDE[0] - _MARGIN, _SLIDE[1] - 110))
+    area.draw_axes(draw, small)
+    left = _MARGIN
+    for index, (line, part) in enumerate(zip(lines, points)):
+        colour = _COLOURS[index % len(_COLOURS)]
+        places = [(area.place_x(x), area.place_y(y)) for x, y in part]
+        draw.line(places, fill=colour, width=3, joint="curve")
+        if len(places) == 1:
+            draw.ellipse((places[0][0] - 4, places[0][1] - 4, places[0][0] + 4, places[0][1] + 4), fill=colour)
+        label = _make_drawable(line.label)
+        draw.rectangle((left, _SLIDE[1] - 38, left + 16, _SLIDE[1] - 22), fill=colour)
+        draw.text((left + 24, _SLIDE[1] - 42), label, font=small, fill=_INK)
+        left += 60 + int(draw.textlength(label, font=small))
+    return _to_png(image)
+
+
+def _to_png(image: Image.Image) -> bytes:
     output = io.BytesIO()
     image.save(output, "PNG", optimize=True)
     return output.getvalue()
+
+
+@dataclass(frozen=True)
+class _Area:
+    """The place of a chart, and the range of its values.
+
+    Attributes:
+        box: left, top, right and bottom in the picture.
+        x, y: ranges.
+        log: logarithmic values.
+    """
+
+    box: tuple[int, int, int, int]
+    x: tuple[float, float]
+    y: tuple[float, float]
+    log: bool = False
+
+    @classmethod
+    def fit(cls, xs: Sequence[float], ys: Sequence[float], *, log: bool, box: tuple[int, int, int, int]) -> _Area:
+        """Return the area that shows all points, with a little room."""
+        low, high = min(ys), max(ys)
+        if log:
+            room = (high / low) ** 0.05 if high > low else 2.0
+            return cls(box, (min(xs), max(max(xs), min(xs) + 1)), (low / room, high * room), log)
+        spread = (high - low) or max(abs(high), 1.0) * 0.1
+        return cls(box, (min(xs), max(max(xs), min(xs) + 1)), (low - 0.05 * spread, high + 0.05 * spread))
+
+    def place_x(self, iteration: float) -> float:
+        left, _, right, _ = self.box
+        return left + (iteration - self.x[0]) / (self.x[1] - self.x[0]) * (right - left)
+
+    def place_y(self, value: float) -> float:
+        _, top, _, bottom = self.box
+        low, high = self.y
+        part = math.log(value / low) / math.log(high / low) if self.log else (value - low) / (high - low)
+        return bottom - part * (bottom - top)
+
+    def draw_axes(self, draw: ImageDraw.ImageDraw, font: _Font) -> None:
+        """Draw the grid, the values on the left and the iterations below."""
+        left, _, right, bottom = self.box
+        for value in list_log_ticks(*self.y) if self.log else list_ticks(*self.y):
+            draw.line((left, self.place_y(value), right, self.place_y(value)), fill=_GRID)
+            draw.text((left - 12, self.place_y(value)), f"{value:g}", font=font, fill=_GREY, anchor="rm")
+        for iteration in list_ticks(*self.x):
+            if iteration == round(iteration):
+                draw.text((self.place_x(iteration), bottom + 8), f"{iteration:g}", font=font, fill=_GREY, anchor="ma")
+        draw.text((right, bottom + 30), "iteration", font=font, fill=_GREY, anchor="ra")
 
 
 def _list_examples(title: str, examples: Sequence[Example], text: _Font, small: _Font) -> list[_Line]:
@@ -67,28 +170,22 @@ def _draw_chart(
     draw: ImageDraw.ImageDraw, top: int, name: str, series: Series, colour: tuple[int, int, int], font: _Font
 ) -> None:
     """Draw a curve with its axes: name and last value above it, iterations below."""
-    left, right, bottom = _MARGIN + 90, _WIDTH - _MARGIN, top + _CHART_HEIGHT - 80
-    low, high = min(series.y), max(series.y)
-    spread = (high - low) or max(abs(high), 1.0) * 0.1
-    low, high = low - 0.05 * spread, high + 0.05 * spread
-    first, last = series.x[0], max(series.x[-1], series.x[0] + 1)
-
-    def place_x(iteration: float) -> float:
-        return left + (iteration - first) / (last - first) * (right - left)
-
-    def place_y(value: float) -> float:
-        return bottom - (value - low) / (high - low) * (bottom - top - 30)
-
+    area = _Area.fit(series.x, series.y, log=False, box=(_MARGIN + 90, top + 30, _WIDTH - _MARGIN, top + _CHART_HEIGHT - 80))
     draw.text((_MARGIN, top), f"{name}: {series.y[0]:.4g} -> {series.y[-1]:.4g}", font=font, fill=colour)
-    for value in list_ticks(low, high):
-        draw.line((left, place_y(value), right, place_y(value)), fill=_GRID)
-        draw.text((left - 12, place_y(value)), f"{value:g}", font=font, fill=_GREY, anchor="rm")
-    for iteration in list_ticks(first, last):
-        if iteration == round(iteration):
-            draw.text((place_x(iteration), bottom + 8), f"{iteration:g}", font=font, fill=_GREY, anchor="ma")
-    draw.text((right, bottom + 30), "iteration", font=font, fill=_GREY, anchor="ra")
-    points = [(place_x(x), place_y(y)) for x, y in zip(series.x, series.y)]
-    draw.line(points, fill=colour, width=3, joint="curve")
+    area.draw_axes(draw, font)
+    draw.line([(area.place_x(x), area.place_y(y)) for x, y in zip(series.x, series.y)], fill=colour, width=3, joint="curve")
+
+
+def list_log_ticks(low: float, high: float) -> list[float]:
+    """Return powers of ten between two bounds; over less than two of them 2 and 5 times each as well."""
+    decades = math.log10(high / low)
+    if decades < 1:
+        return list_ticks(low, high)
+    every = max(1, math.ceil(decades / (2 * _TICKS)))
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if decades < 2 else (1,)
+    values = (float(f"{factor}e{power}") for power in powers if not power % every for factor in factors)
+    return [value for value in values if low * 0.999 <= value <= high * 1.001]
 
 
 def list_ticks(low: float, high: float) -> list[float]:

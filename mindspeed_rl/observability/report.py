@@ -19,7 +19,7 @@ from typing import Any, cast
 
 from mindspeed_rl import __version__
 from mindspeed_rl.files import write_file
-from mindspeed_rl.observability.alerts import Alert, find_alerts
+from mindspeed_rl.observability.alerts import Alert
 from mindspeed_rl.observability.console import format_duration
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_text
@@ -117,7 +117,7 @@ def write_report(
     # as a page made from the folder later reads it
     run = replace(run, report=json.loads(text))
     result = build_result(run)
-    page = _markdown(report, summaries, find_alerts(run.history, run.completions), result.format_markdown())
+    page = _markdown(report, summaries, run.find_alerts(), result.format_markdown())
     write_file(path, clean_text(page))
     write_page(run_dir / "report.html", [run])
     if not outcome.startswith("running"):
@@ -198,7 +198,7 @@ def _format_timings(summaries: Mapping[str, _Summary]) -> list[str]:
     if not timings:
         return []
     iteration = timings.get("timing/all")
-    lines = ["| Phase | s an iteration | total | share |", "|---|---|---|---|"]
+    lines = ["| Phase | s per iteration | total | share |", "|---|---|---|---|"]
     for name, s in sorted(timings.items(), key=lambda item: -item[1].mean * item[1].count)[:_MAX_PHASES]:
         total, fraction = s.mean * s.count, ""
         if iteration is not None and iteration.mean > 0:

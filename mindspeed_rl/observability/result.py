@@ -122,6 +122,7 @@ def build_result(run: RunFiles) -> Result:
         "what": f"{training.get('stage') or actor.get('stage') or 'run'} of {base or 'fresh weights'}, {iterations} iterations",
         "data": _describe_data(actor or training),
         "gain": "not measured" if gain is None else str(gain),
+        "expected": "" if run.expected is None else str(run.expected.judge(run.history)),
         "cost": _describe_cost(run.history),
         "licence": "" if not base else f"{find_licence(Path(base).expanduser())} (of the base; it also binds what was trained)",
         "try it": f"`mindspeed-rl chat --load {_find_export(save)}`" if save else "",

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from mindspeed_rl.files import read_json, read_regular, write_file
+from mindspeed_rl.observability.alerts import Alert, find_alerts
 from mindspeed_rl.observability.completions import CompletionRecord
+from mindspeed_rl.observability.expected_curve import EXPECTED, ExpectedCurve
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.record_checks import (
     check_completion,
@@ -70,6 +72,7 @@ class RunFiles:
         examples: rows of examples.jsonl, in order.
         events: events of timeline.json, from the last `_TIMELINE_ITERATIONS`.
         report: report.json; incomplete while the run goes.
+        expected: the curve that the run is expected to follow, expected.json; None without one.
     """
 
     folder: Path
@@ -78,12 +81,18 @@ class RunFiles:
     examples: list[JsonObject] = field(default_factory=list)
     events: list[_TraceEvent] = field(default_factory=list)
     report: JsonObject = field(default_factory=dict)
+    expected: ExpectedCurve | None = None
 
     @property
     def name(self) -> str:
         """The folder's name, with the parent's where it is short."""
         folder = self.folder.resolve()
         return folder.name if len(folder.name) > 3 else f"{folder.parent.name}/{folder.name}"
+
+    def find_alerts(self) -> list[Alert]:
+        """Return all warnings of the run, bad ones first."""
+        departed = [] if self.expected is None else self.expected.judge(self.history).find_alerts()
+        return [*find_alerts(self.history, self.completions), *departed]
 
 
 def read_run(folder: Path, *, may_be_empty: bool = False) -> RunFiles:
@@ -178,7 +187,23 @@ class FollowedRun:
         self._run = run = replace(run, completions=[*kept, *cast("list[CompletionRecord]", completions)][-_MAX_COMPLETIONS:])
         examples, starts = self._examples.read()
         self._run = run = replace(run, examples=examples if starts else [*run.examples, *examples])
-        return replace(run, report=_read_report(report_file) if report_file.exists() else {})
+        report = _read_report(report_file) if report_file.exists() else {}
+        return replace(run, report=report, expected=_read_expected(self._folder / EXPECTED))
+
+
+def _read_expected(path: Path) -> ExpectedCurve | None:
+    """Read expected.json; None without one.
+
+    Raises:
+        ValueError: it is no curve; names the file.
+    """
+    if not path.exists():
+        return None
+    record = read_json(path)
+    try:
+        return ExpectedCurve.parse(record)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}.") from None
 
 
 def _read_report(path: Path) -> JsonObject:
@@ -203,6 +228,7 @@ def read_files(folder: Path) -> RunFiles:
         list(deque(read_completions(folder), maxlen=_MAX_COMPLETIONS)),
         list(read_lines(folder / EXAMPLES, check_example)),
         _read_events(folder / "timeline.json"),
+        expected=_read_expected(folder / EXPECTED),
     )
 
 

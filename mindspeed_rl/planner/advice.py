@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.errors import ConfigError
@@ -20,6 +20,8 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 
 _MAX_SHOWN = 5
 _MAX_ROUNDS = 6
+#: coefficient of a KL up to which a run without it, and without a reference, is suggested
+_SMALL_KL = 0.001
 
 #: new values of keys by dotted name, and their cost in words
 _Candidate = tuple[dict[str, object], str]
@@ -121,6 +123,7 @@ def _apply(tree: Mapping[str, object], values: dict[str, object], costs: str, de
 def _list_candidates(run: Run) -> Iterator[_Candidate]:
     yield from _candidates_without_cost(run.config)
     yield from _candidates_for_time(run.config)
+    yield from _candidates_of_the_reference(run)
     yield from _candidates_of_layout(run.config)
     yield from _candidates_of_dedicated_roles(run)
 
@@ -182,6 +185,18 @@ def _candidates_for_time(cfg: RunConfig) -> Iterator[_Candidate]:
         for fraction in (0.5, 1.0):
             costs = "the host computes AdamW for so many of the parameters"
             yield {"actor_config.optimizer_offload_fraction": fraction}, costs
+
+
+def _candidates_of_the_reference(run: Run) -> Iterator[_Candidate]:
+    """Yield changes that take the reference's weights off the device, or the reference out of the run."""
+    cfg, objective = run.config, run.objective
+    group = "ref_config" if "ref_config" in cfg.set_keys else "actor_config"
+    if run.has_reference and not cfg.ref_config.stream_ref_weights:
+        yield {f"{group}.stream_ref_weights": True}, "the reference's layers come from host memory in each of its passes"
+    if objective is None or objective.kl_place is None or objective.kl_coef > _SMALL_KL:
+        return
+    if not replace(objective, kl_place=None).needs_ref:  # neither the loss nor a distillation reads it
+        yield {"rl_config.init_kl_coef": 0.0}, f"no KL to the reference, whose coefficient is {objective.kl_coef:g}"
 
 
 def _candidates_of_layout(cfg: RunConfig) -> Iterator[_Candidate]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,26 @@ from mindspeed_rl.run.rules.validation import is_valid, unavailable
 #: verdicts of layouts that may be printed
 _ACCEPTED = ("fits", "tight")
 _MAX_TRAINING_LAYOUTS = 10
-#: parts of a swapped optimizer, of which one is on the device at a time
-_SWAP_PARTS = 64
+#: layouts of which training state is left on the device where there is room
+_MAX_RELAXED = 5
+_CHUNKED_HEAD: dict[str, object] = {"actor_config.loss_vocab_chunk_size": HEAD_ROWS}
+_HALF_GRADIENTS: dict[str, object] = {"actor_config.grad_reduce_in_fp32": False}
+#: keys that save memory and cost time: a layout that does not fit gets one entry, and computes the vocabulary in chunks
+_SAVERS: tuple[dict[str, object], ...] = (
+    # parts of a swapped optimizer, of which one is on the device at a time
+    {"actor_config.swap_optimizer": True, "actor_config.swap_optimizer_times": 64},
+    {"actor_config.optimizer_offload_fraction": 0.5},
+    {"actor_config.optimizer_offload_fraction": 1.0},
+)
+#: the same where that is not enough: gradients are rounded
+_ROUNDING_SAVERS: tuple[dict[str, object], ...] = (
+    _HALF_GRADIENTS,
+    {"actor_config.optimizer_offload_fraction": 0.5, **_HALF_GRADIENTS},
+    {"actor_config.optimizer_offload_fraction": 1.0, **_HALF_GRADIENTS},
+)
+_STREAMED: dict[str, object] = {"actor_config.stream_ref_weights": True}
+#: parts of the training state that may stay on the device while the engine generates, the most first
+_RESIDENT = (("optimizer", "grad", "param"), ("grad", "param"), ("param",))
 #: fractions of the device's memory that an engine may take
 _FRACTIONS = (0.9, 0.85, 0.8, 0.7, 0.6, 0.5, 0.4)
 _FRACTION = "generate_config.gpu_memory_utilization"
@@ -209,14 +227,17 @@ def fit(
             results += search.find_layouts(request.npus // part)
     if not results:
         raise ValueError(search.explain_failure())
+    results.sort(key=_rank)
+    results[:_MAX_RELAXED] = (search.keep_resident(result) for result in results[:_MAX_RELAXED])
     return sorted(results, key=_rank)
 
 
-def _rank(result: FitResult) -> tuple[int, int, int, float]:
-    """Return the sorting key: verdict, seconds, and where they are within 5 %, fewer splits of the model."""
+def _rank(result: FitResult) -> tuple[int, int, bool, int, float]:
+    """Return the sorting key: verdict, seconds, and where they are within 5 %, fp32 gradients and fewer splits of the model."""
     sizes = (result.values.get(f"actor_config.{name}_parallel_size", 1) for name in _SPLITS[:3])
     split = math.prod(int(str(size)) for size in sizes)
-    return MemoryPlan.VERDICTS.index(result.memory.verdict), round(math.log(result.time.total) / 0.05), split, result.time.total
+    verdict, seconds = MemoryPlan.VERDICTS.index(result.memory.verdict), result.time.total
+    return verdict, round(math.log(seconds) / 0.05), result.values.keys() >= _HALF_GRADIENTS.keys(), split, seconds
 
 
 class _Search:
@@ -224,11 +245,13 @@ class _Search:
 
     Attributes:
         smallest: the plan with the fewest bytes of those that do not fit.
+        engine_problem: why the engine with the most room fits on no device; "" where one does.
     """
 
     def __init__(self, request: FitRequest, device: Device, efficiency: Efficiency | None, samples: SampleMeans | None) -> None:
         self._request, self._device, self._efficiency, self._samples = request, device, efficiency, samples
         self.smallest: MemoryPlan | None = None
+        self.engine_problem = ""
 
     def find_layouts(self, trainers: int | None) -> list[FitResult]:
         """Search with all phases on all devices, or training on `trainers` of them and the engines on the others."""
@@ -269,10 +292,25 @@ class _Search:
             f"--npus: {request.model} with sequences of {request.max_len} tokens does not fit on {request.npus} devices of "
             f"{memory:.0f} GiB"
         )
+        if self.smallest is None and self.engine_problem:
+            return f"{text}: no engine does in phase generate; {self.engine_problem}."
         if self.smallest is None:
-            return f"{text}: no engine does, or no layout keeps the rules; another number of devices, or another batch, may."
-        peak = self.smallest.fullest.peak
-        return f"{text}; the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}."
+            return f"{text}: no layout keeps the rules; another number of devices, or another batch, may."
+        return f"{text}; {_describe_peak(self.smallest)}."
+
+    def keep_resident(self, result: FitResult) -> FitResult:
+        """Return the layout, with training state that stays on the device during generation where that fits and is faster."""
+        tree = _build_base_tree(self._request)
+        if result.trainers is not None or "generate_config" not in tree:
+            return result
+        limit = float(str(result.values[_FRACTION]))
+        for names, fraction in itertools.product(_RESIDENT, (fraction for fraction in _FRACTIONS if fraction <= limit)):
+            kept: _Values = {f"generate_config.offload_train_{name}": False for name in names}
+            values = result.values | kept | {_FRACTION: fraction}
+            plans = self._plan(tree, values)
+            if plans is not None and plans[0].verdict == "fits" and plans[1].total < result.time.total:
+                return FitResult(_apply_layout(tree, values), values, *plans)
+        return result
 
     def _find_engines(self, tree: dict[str, Any], npus: int) -> list[_Values]:
         """Return the keys of the engines that fit on so many devices, the fastest first."""
@@ -302,6 +340,8 @@ class _Search:
                     memory, time = plans
                     generate = memory.only("generate")
                     groups = tuple(group for group in generate.groups if group.name == "rollout") or generate.groups
+                    if fraction == _FRACTIONS[0]:  # of the engine over the most devices
+                        self.engine_problem = "; ".join(memory.problems) or _describe_peak(generate)
                     if replace(generate, groups=groups).verdict == "fits":
                         seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
                         ranked.append((seconds, values | {_FRACTION: fraction}))
@@ -317,16 +357,29 @@ class _Search:
             engine: keys of any engine that fits; its memory is free while the model trains.
         """
         ranked: list[tuple[int, float, _Values]] = []
-        for values in _list_training_layouts(self._request, npus, self._device):
-            plans = self._plan(tree, values | engine)
-            if plans is None:
+
+        def rank(variants: Iterable[_Values]) -> bool:
+            """Keep the variants of a layout that fit or are tight; return whether one fits."""
+            fits = False
+            for values in variants:
+                plans = self._plan(tree, values | engine)
+                if plans is None:
+                    continue
+                memory, time = plans[0].without(("generate",)), plans[1]
+                if memory.verdict in _ACCEPTED:
+                    seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
+                    ranked.append((MemoryPlan.VERDICTS.index(memory.verdict), seconds, values))
+                else:
+                    self._note(memory)
+                fits = fits or memory.verdict == "fits"
+            return fits
+
+        keeps_reference = "rl_config" in tree and not tree["generate_config"]["offload_train_param"]
+        for base, layers, pp in _list_splits(self._request, npus, self._device):
+            if rank(_vary_memory(base, layers, pp, self._request)):
                 continue
-            memory, time = plans[0].without(("generate",)), plans[1]
-            if memory.verdict in _ACCEPTED:
-                seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
-                ranked.append((MemoryPlan.VERDICTS.index(memory.verdict), seconds, values))
-            else:
-                self._note(memory)
+            if not rank(_save_memory(base, self._request, _SAVERS, streams=keeps_reference)):
+                rank(_save_memory(base, self._request, _ROUNDING_SAVERS, streams=keeps_reference))
         fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
@@ -369,6 +422,12 @@ class _Search:
             return None
 
 
+def _describe_peak(memory: MemoryPlan) -> str:
+    """Return the bytes of the fullest phase of the nearest layout as text."""
+    peak = memory.fullest.peak
+    return f"the nearest layout takes {peak.total / GIB:.0f} GiB in phase {peak.name}"
+
+
 def _apply_layout(tree: dict[str, Any], values: _Values) -> dict[str, Any]:
     """Return the run file with these values; the layout of the actor is the critic's too."""
     actor = {name: value for name, value in values.items() if name.startswith("actor_config.")}
@@ -383,7 +442,8 @@ def _powers(limit: int) -> list[int]:
     return [1 << exponent for exponent in range(limit.bit_length()) if 1 << exponent <= limit]
 
 
-def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> Iterator[_Values]:
+def _list_splits(request: FitRequest, npus: int, device: Device) -> Iterator[tuple[_Values, int, int]]:
+    """Yield each split of the model over so many devices, with the number of its layers and of its stages."""
     layers, experts = int(request.block["num_layers"]), int(request.block.get("num_experts") or 0)
     node = min(device.devices_per_node, 16)
     for tp, pp, cp in itertools.product(_powers(min(node, npus)), _powers(32), (1, 2, 4, 8)):
@@ -408,36 +468,44 @@ def _list_training_layouts(request: FitRequest, npus: int, device: Device) -> It
                 for index in range(layers % pp):
                     counts[(index + 1) % pp] += 1
                 values["actor_config.num_layer_list"] = ",".join(str(count) for count in counts)
-            yield from _vary_memory(values, layers, pp, request)
+            yield values, layers, pp
+
+
+_RECOMPUTED: _Values = {
+    "actor_config.recompute_granularity": "full",
+    "actor_config.recompute_method": "uniform",
+    "actor_config.recompute_num_layers": 1,
+}
 
 
 def _vary_memory(base: _Values, layers: int, pp: int, request: FitRequest) -> Iterator[_Values]:
-    """Yield the layout with virtual stages, recomputation, larger micro-batches and a swapped optimizer, on and off.
-
-    With a swapped optimizer the vocabulary is computed in chunks.
-    """
+    """Yield the layout with virtual stages, recomputation and larger micro-batches, on and off."""
     chunks: list[int | None] = [None]
     if pp > 1 and layers % pp == 0 and layers // pp % 2 == 0:
         chunks.append(layers // pp // 2)
-    full: _Values = {
-        "actor_config.recompute_granularity": "full",
-        "actor_config.recompute_method": "uniform",
-        "actor_config.recompute_num_layers": 1,
-    }
-    for chunk, recompute, factor, swap in itertools.product(chunks, ({}, full), (1, 2), (False, True)):
-        values = {**base, **recompute}
-        if request.stage.startswith("SFT"):
-            values["actor_config.micro_batch_size"] = factor
-        else:
-            values["rl_config.max_packing_token_size"] = request.max_len * factor
+    for chunk, recompute, factor in itertools.product(chunks, ({}, _RECOMPUTED), (1, 2)):
+        values = {**base, **recompute, **_size_micro_batches(request, factor)}
         if chunk is not None:
             values["actor_config.num_layers_per_virtual_pipeline_stage"] = chunk
-        if swap:
-            if factor > 1 or chunk is not None:
-                continue  # where memory is that short, larger micro-batches are no choice
-            values |= {"actor_config.swap_optimizer": True, "actor_config.swap_optimizer_times": _SWAP_PARTS}
-            values["actor_config.loss_vocab_chunk_size"] = HEAD_ROWS
         yield values
+
+
+def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], *, streams: bool) -> Iterator[_Values]:
+    """Yield the layout with what saves memory; where memory is that short, larger micro-batches are no choice.
+
+    Args:
+        savers: keys of which each variant has one entry.
+        streams: also with the reference in host memory, which otherwise is on the device during an update.
+    """
+    for recompute, saver, streamed in itertools.product(({}, _RECOMPUTED), savers, ({}, _STREAMED) if streams else ({},)):
+        yield {**base, **recompute, **_size_micro_batches(request, 1), **_CHUNKED_HEAD, **saver, **streamed}
+
+
+def _size_micro_batches(request: FitRequest, factor: int) -> _Values:
+    """Return the keys of micro-batches of so many sequences of the maximum length."""
+    if request.stage.startswith("SFT"):
+        return {"actor_config.micro_batch_size": factor}
+    return {"rl_config.max_packing_token_size": request.max_len * factor}
 
 
 # ---------------------------------------------------------------------- run files

@@ -13,7 +13,7 @@ where it trains (`TowerCosts`); a frozen one has the bytes of one of its blocks 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -183,14 +183,16 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     weights = {"weights": actor.weights(elements)}
     state = {"gradients": actor.gradients(elements), "optimizer": actor.optimizer(elements)}
     others = {name: _ModelBytes.count(model, model.stage(stage, stages)) for name, model in run.others.items()}
-    totals = {name: count.total for name, count in others.items()}
+    # a streamed model is on the device in its passes only
+    totals = {name: 0 if run.others[name].is_streamed else count.total for name, count in others.items()}
     start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
     activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
     window = {"optimizer window": _swap_window(run, actor, stage)}
     embedding = {"embedding gradient": _embedding_gradient(actor, stage)}
     if engine is None:
-        return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), activations, window, embedding)]
+        moments = (activations, window, embedding, *_list_streamed_passes(run, stage))
+        return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), *moments)]
     generate = run.generate
     assert generate is not None
     resident = _resident_bytes(run, weights, state, others)
@@ -205,7 +207,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     phases = [start, _make_phase(Phases.GENERATE.memory, fixed, resident, generating)]
     if judge:
         phases.append(_make_phase(Phases.JUDGE.memory, fixed, resident, judge, also))
-    for name, model, transient in _list_passes(run, stage, weights, totals):
+    for name, model, transient in _list_passes(run, stage, weights):
         phases.append(_make_phase(name, fixed, resident, model, also, transient))
     if "critic" in others:
         critic = run.others["critic"]
@@ -245,7 +247,8 @@ def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
         for moment in ({**count, "optimizer": 0}, {**count, "optimizer": built_optimizer, "gradients": 0}):
             phase = _make_phase("start", resident, _name_owners(name, moment))
             fullest = max(fullest, phase, key=lambda phase: phase.total)
-        resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
+        if not model.is_streamed:
+            resident |= _name_owners(name, {part: size for part, size in count.items() if _stays(run, part)})
     return fullest
 
 
@@ -307,6 +310,7 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
             continue
         for stage, elements in enumerate(model.elements):
             owners, logits = asdict(_ModelBytes.count(model, elements)), {"logits": _head(run, model, stage, "ref", False)}
+            owners["weights"] = model.pass_weights(stage, len(model.elements))
             forward = {"activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens("ref")))}
             forward |= {"tower": _tower_bytes(run, model, stage, "ref", trains=False)}
             for other in others if name == first else ():
@@ -323,21 +327,27 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
     return groups
 
 
-def _list_passes(
-    run: RunShape, stage: int, weights: dict[str, int], totals: Mapping[str, int]
-) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
+def _list_streamed_passes(run: RunShape, stage: int) -> Iterator[dict[str, int]]:
+    """Yield the bytes of the passes of streamed models, which a supervised stage makes in its update."""
+    for name, model in run.others.items():
+        if model.is_streamed:
+            weights = model.pass_weights(stage, run.actor.plan.layout.pp)
+            yield {name: weights, **_pass_bytes(run, model, stage, "ref")}
+
+
+def _list_passes(run: RunShape, stage: int, weights: dict[str, int]) -> Iterator[tuple[str, dict[str, int], dict[str, int]]]:
     """Yield (phase, bytes of its model, bytes that the pass needs) of the forward passes before an update, in order.
 
     Args:
         weights: those of the actor.
-        totals: bytes of each other model.
     """
-    objective = run.objective
+    objective, stages = run.objective, run.actor.plan.layout.pp
     assert run.cfg.rl_config is not None and objective is not None
     for name in ("reward model", "reference", *run.teachers, "critic"):
-        if name in totals:
-            needed = _pass_bytes(run, run.others[name], stage, "actor" if name == "critic" else "ref")
-            yield f"{name} pass", {name: totals[name]}, needed
+        if name in run.others:
+            model = run.others[name]
+            owned = replace(_ModelBytes.count(model, model.stage(stage, stages)), weights=model.pass_weights(stage, stages))
+            yield f"{name} pass", {name: owned.total}, _pass_bytes(run, model, stage, "actor" if name == "critic" else "ref")
     if run.cfg.rl_config.share_backbone and objective.needs_ref:  # the actor without its adapters
         yield Phases.REF_LOG_PROBS.memory, weights, _pass_bytes(run, run.actor, stage, "ref")
     if objective.old_log_probs_share(on_policy=run.sizes.on_policy):
@@ -406,7 +416,8 @@ def _resident_bytes(
     }
     owners = {owner: count for owner, count in {**weights, **state}.items() if resident[owner]}
     for name, count in others.items():
-        owners[name] = sum(getattr(count, owner) for owner, is_resident in resident.items() if is_resident)
+        stays = {owner: is_resident and not run.others[name].is_streamed for owner, is_resident in resident.items()}
+        owners[name] = sum(getattr(count, owner) for owner, is_resident in stays.items() if is_resident)
     return owners
 
 

@@ -14,6 +14,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.shapes import (
     Elements,
     count_stage_elements,
+    count_streamed_elements,
     find_largest_parameters,
     find_model_folder,
     plan_role,
@@ -32,6 +33,7 @@ class Model:
         elements: number of elements of each pipeline stage.
         devices: the actor's, or those dedicated to the role.
         dp, expert_dp: ranks that hold the same dense parameters, and the same experts.
+        is_streamed: its weights are in host memory, from where each pass brings them layer by layer.
     """
 
     config: MegatronConfig
@@ -41,6 +43,7 @@ class Model:
     dp: int
     expert_dp: int
     trains: bool
+    is_streamed: bool = False
 
     @classmethod
     def build(cls, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
@@ -81,6 +84,13 @@ class Model:
         """Return the bytes of weights, adapters and buffers."""
         count = elements.parameters + elements.dense_adapters + elements.expert_adapters
         return count * self.itemsize + elements.buffers * 4
+
+    def pass_weights(self, stage: int, stages: int) -> int:
+        """Return the most bytes of the weights that a pass has at a time, on the devices of stage `stage` of the actor's."""
+        if not self.is_streamed:
+            return self.weights(self.stage(stage, stages))
+        elements = count_streamed_elements(self.plan, self.config)
+        return self.weights(elements[stage * len(elements) // stages])
 
     def _count_trained(self, elements: Elements) -> tuple[int, int]:
         if self.config.lora_target_modules:
@@ -268,22 +278,26 @@ def read_shape(run: Run, device: Device) -> RunShape:
         raise ValueError("global_batch_size is not set")
     shape, rl = RunShape(run, sizes, device, actor), cfg.rl_config
     if objective is None or rl is None:
-        if cfg.stage in ("dpo", "kto") and (cfg.actor_config.ref_model or not cfg.actor_config.lora_target_modules):
+        if run.has_reference:
             frozen = replace(cfg.actor_config, lora_target_modules=None)
-            shape.others["reference"] = build("actor_config", frozen, world, trains=False)
+            ref = build("actor_config", frozen, world, trains=False)
+            shape.others["reference"] = replace(ref, is_streamed=frozen.stream_ref_weights)
         return shape
 
-    def add(name: str, role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = True) -> None:
+    def add(
+        name: str, role: str, config: MegatronConfig, *, trains: bool, is_scored: bool = True, is_streamed: bool = False
+    ) -> None:
         devices = dedicated.get(role)
         models = shape.others if devices is None else shape.dedicated
-        models[name] = build(f"{role}_config", config, devices or world, trains=trains, is_scored=is_scored)
+        model = build(f"{role}_config", config, devices or world, trains=trains, is_scored=is_scored)
+        models[name] = replace(model, is_streamed=is_streamed)
 
-    if objective.needs_ref and not rl.share_backbone:
+    if run.has_reference:
         # it has no adapters, and the weights that are configured for it where their folder is on this machine
         config, mode = replace(cfg.ref_config, lora_target_modules=None), rl.integrated_mode_config
         if mode is not None and find_model_folder(mode.ref_model_load_path) is not None:
             config = replace(config.without_model_keys(), load=mode.ref_model_load_path)
-        add("reference", "ref", config, trains=False, is_scored=False)
+        add("reference", "ref", config, trains=False, is_scored=False, is_streamed=config.stream_ref_weights)
     if objective.has_critic and cfg.critic_config is not None:
         add("critic", "critic", cfg.critic_config, trains=True)
     for folder, name in () if objective.distillation is None else objective.distillation.models.items():

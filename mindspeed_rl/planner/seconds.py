@@ -196,6 +196,7 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     if objective.needs_ref:
         parts[Phases.REF_LOG_PROBS.timer] = (ref or actor).seconds(sizes.rollout_samples, 1.0)
         parts[Phases.REF_LOG_PROBS.timer] |= (ref or actor).tower_seconds(sizes.rollout_samples)
+        parts[Phases.REF_LOG_PROBS.timer] |= (ref or actor).stream_seconds(sizes.rollout_samples)
     for name in run.teachers:
         model = run.find_model(name)
         assert model is not None
@@ -273,6 +274,17 @@ class _Passes:
         operations = samples / together * passes * self._tower.forward(self._images, self._images)
         return {"tower": operations / (self._model.replicas * run.device.flops * self._efficiency.train)}
 
+    def stream_seconds(self, samples: float) -> dict[str, float]:
+        """Return the seconds in which passes over so many samples wait for the layers of a model in host memory."""
+        run, model = self._run, self._model
+        if not model.is_streamed:
+            return {}
+        batches = max(1.0, samples / model.replicas / max(1.0, run.tokens("ref") / self._mean))
+        moved = batches * max(model.weights(elements) for elements in model.elements)
+        # a layer arrives while the one before computes
+        waits = moved / (run.device.host * self._efficiency.host) - sum(self.seconds(samples, 1.0).values())
+        return {"layers from host memory": max(0.0, waits)}
+
     def _bytes_per_second(self, ranks: int) -> float:
         """Return the speed of a collective over so many neighbouring ranks: inside a node, or between nodes."""
         device = self._run.device
@@ -327,7 +339,6 @@ class _Passes:
         if model.config.optimizer_offload_fraction:
             parts["optimizer on the host"] = count * self._host_step_seconds()
         return parts
-
 
     def _host_step_seconds(self) -> float:
         """Return the seconds of a step of the share that the host updates: processors, link and disk work at the same time."""
@@ -480,7 +491,7 @@ def _offloaded_bytes(run: RunShape) -> int:
         moved = 0
         for model in (run.actor, *run.others.values()):
             elements = model.stage(stage, stages)
-            moved += model.weights(elements) if generate.offload_train_param else 0
+            moved += model.weights(elements) if generate.offload_train_param and not model.is_streamed else 0
             moved += model.optimizer(elements) if generate.offload_train_optimizer else 0
         largest = max(largest, moved)
     return 2 * largest
@@ -496,6 +507,8 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency, known: SampleMeans) 
     passes = actor.update_passes + forwards.get(run.cfg.stage or "", 0.0)
     parts = {Phases.UPDATE_ACTOR.timer: actor.seconds(samples, passes) | actor.step_seconds()}
     parts[Phases.UPDATE_ACTOR.timer] |= actor.tower_seconds(samples, trains=True)
+    if (reference := run.find_model("reference")) is not None:
+        parts[Phases.UPDATE_ACTOR.timer] |= _Passes(run, reference, efficiency, assumed).stream_seconds(samples)
     phases = {Phases.UPDATE_ACTOR.timer: sum(parts[Phases.UPDATE_ACTOR.timer].values())}
     return TimePlan(
         run.device.name,

@@ -141,40 +141,72 @@ def _count_op(op: WeightOp, tp: int, etp: int, groups: int, rank: int, targets: 
     return Elements(expert=count, expert_adapters=adapters, matrices=count)
 
 
-def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
-    """Count the elements of a rank of each pipeline stage; all ranks of a stage have as many."""
+def _list_sections(plan: ModelPlan, config: MegatronConfig) -> dict[str | int, Elements]:
+    """Return the elements of a rank by section; see `_count_by_section`."""
     layout = plan.layout
-    targets = config.adapted_parts
-    sections = _count_by_section(
+    return _count_by_section(
         plan.architecture,
         plan.model_config,
         layout.tp,
         layout.expert_tp_size,
         layout.num_expert_groups if layout.num_experts else 1,
         config.lora_r,
-        targets,
+        config.adapted_parts,
     )
-    none = Elements()
+
+
+def count_stage_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
+    """Count the elements of a rank of each pipeline stage; all ranks of a stage have as many."""
+    layout, sections = plan.layout, _list_sections(plan, config)
     stages = []
     for stage in range(layout.pp):
-        total = Elements()
+        total = _count_ends(plan, config, stage)
         for chunk in range(layout.vpp):
             for layer in layout.chunk_layers(stage, chunk):
-                total += none if layer is None else sections[layer]
-        if stage == layout.first_chunk[0]:
-            total += sections["pre"]
-            for part, is_frozen in (("tower", config.freeze_vit), ("projector", config.freeze_aligner)):
-                elements = sections.get(part, none)
-                total += replace(elements, dense=0, frozen=elements.dense) if is_frozen else elements
-        if stage == layout.last_chunk[0]:
-            total += sections["post"]
-            # prediction layers share the embedding, of which their stage then has a copy
-            copies = plan.model_config.mtp_num_layers > 0 and stage != layout.first_chunk[0]
-            total += sections["pre"] if copies else none
-            # the head of a tied model is the embedding itself where one stage has both
-            total += sections.get("tied", none) if stage != layout.first_chunk[0] and not copies else none
+                total += Elements() if layer is None else sections[layer]
         stages.append(total)
     return stages
+
+
+def _count_ends(plan: ModelPlan, config: MegatronConfig, stage: int) -> Elements:
+    """Count the elements of a rank of a pipeline stage that are in no layer: embedding, tower, last norm, head."""
+    layout, sections, none = plan.layout, _list_sections(plan, config), Elements()
+    total = none
+    if stage == layout.first_chunk[0]:
+        total += sections["pre"]
+        for part, is_frozen in (("tower", config.freeze_vit), ("projector", config.freeze_aligner)):
+            elements = sections.get(part, none)
+            total += replace(elements, dense=0, frozen=elements.dense) if is_frozen else elements
+    if stage == layout.last_chunk[0]:
+        total += sections["post"]
+        # prediction layers share the embedding, of which their stage then has a copy
+        copies = plan.model_config.mtp_num_layers > 0 and stage != layout.first_chunk[0]
+        total += sections["pre"] if copies else none
+        # the head of a tied model is the embedding itself where one stage has both
+        total += sections.get("tied", none) if stage != layout.first_chunk[0] and not copies else none
+    return total
+
+
+def count_streamed_elements(plan: ModelPlan, config: MegatronConfig) -> list[Elements]:
+    """Count the most elements that a rank of each pipeline stage has at a time where a pass brings layer by layer.
+
+    These are what is in no layer, the layer that computes and the one after it.
+    """
+    layout, sections = plan.layout, _list_sections(plan, config)
+    stages = []
+    for stage in range(layout.pp):
+        pairs = [Elements()]
+        for chunk in range(layout.vpp):
+            layers = [sections[layer] for layer in layout.chunk_layers(stage, chunk) if layer is not None]
+            pairs += [sum(layers[index : index + 2], Elements()) for index in range(len(layers))]
+        stages.append(_count_ends(plan, config, stage) + max(pairs, key=lambda pair: pair.parameters))
+    return stages
+
+
+def count_all_elements(plan: ModelPlan, config: MegatronConfig) -> Elements:
+    """Count the elements of a model, not sharded; parts of a vision tower count as if they trained."""
+    sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, config.adapted_parts)
+    return sum((elements for name, elements in sections.items() if name != "tied"), Elements())
 
 
 def find_largest_parameters(plan: ModelPlan, config: MegatronConfig, stage: int) -> tuple[int, int]:
@@ -208,6 +240,5 @@ def _find_largest(
 
 def count_trained_adapters(plan: ModelPlan, config: MegatronConfig) -> int:
     """Count the elements of all adapters that train, not sharded."""
-    targets = config.adapted_parts
-    sections = _count_by_section(plan.architecture, plan.model_config, 1, 1, 1, config.lora_r, targets)
-    return sum(elements.dense_adapters + elements.expert_adapters for elements in sections.values())
+    elements = count_all_elements(plan, config)
+    return elements.dense_adapters + elements.expert_adapters

@@ -55,7 +55,7 @@ def _search(request: FitRequest, device: Device, samples: SampleMeans | None) ->
     return StageMachines(request.stage, tuple(layouts), reason)
 
 
-def list_costs(layouts: Sequence[tuple[int, FitResult]]) -> list[float]:
-    """Return how many times longer an iteration takes on each number of devices than on the next larger one."""
+def list_costs(layouts: Sequence[tuple[int, FitResult]]) -> list[tuple[float, float]]:
+    """Return the seconds that an iteration takes longer on each number of devices than on the next, and the ratio."""
     seconds = [result.time.total for _, result in layouts]
-    return [fewer / more for fewer, more in zip(seconds, seconds[1:])]
+    return [(fewer - more, fewer / more) for fewer, more in zip(seconds, seconds[1:])]

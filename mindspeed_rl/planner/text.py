@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.fit import FitRequest, FitResult
+from mindspeed_rl.planner.host_memory import HostMemory, HostPhase
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
 from mindspeed_rl.planner.smallest import StageMachines, list_costs
@@ -56,8 +57,8 @@ class MemoryReport:
                 f"KV cache of a rank: {cache.bytes_per_token / 1024:.0f} KiB a token; room for {sequences} sequences of the "
                 f"maximum length, {cache.sequences} may run at once and would take {_gib(cache.needed)} GiB",
             ]
-        if plan.host is not None and (plan.host.owners or plan.host.disk):
-            lines += ["", plan.host.format()]
+        if plan.host is not None and (plan.host.total or plan.host.disk or plan.host.checkpoint):
+            lines += ["", *_format_host(plan.host)]
         lines += [f"  - {problem}" for problem in plan.problems]
         if self.changes:
             enough = self.changes[0].plan.verdict == "fits"
@@ -95,7 +96,7 @@ class MemoryReport:
                 for group in plan.groups
             ],
             "kv_cache": None if plan.cache is None else vars(plan.cache),
-            "host": None if plan.host is None else {**vars(plan.host), "bytes": plan.host.total},
+            "host": None if plan.host is None else _encode_host(plan.host),
             "problems": list(plan.problems),
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
             "assumed": [vars(assumption) for assumption in self.assumed],
@@ -111,17 +112,40 @@ class MemoryReport:
         }
 
 
+def _format_host(host: HostMemory) -> list[str]:
+    """Return host memory by owner and phase, and the sentences about it and about disks."""
+    table = _format_owners(host.phases, lambda owner: owner) if host.total else []
+    title = [f"GiB of host memory for each of {host.devices} devices of a machine, by owner and phase"] if table else []
+    return [*title, *table, *([""] if table else []), *host.list_lines()]
+
+
+def _encode_host(host: HostMemory) -> _JsonObject:
+    return {
+        "phases": [{"phase": phase.name, "bytes": phase.total, "owners": phase.owners} for phase in host.phases],
+        "owners": host.owners,
+        "devices": host.devices,
+        "bytes": host.total,
+        "disk": host.disk,
+        "checkpoint": host.checkpoint,
+    }
+
+
 def _format_table(group: DeviceGroup) -> list[str]:
-    owners = list(dict.fromkeys(owner for phase in group.phases for owner in phase.owners))
-    names = [owner if owner in Phase.EXACT else f"{owner} *" for owner in owners]
+    return _format_owners(group.phases, lambda owner: owner if owner in Phase.EXACT else f"{owner} *")
+
+
+def _format_owners(phases: Sequence[Phase] | Sequence[HostPhase], title: Callable[[str], str]) -> list[str]:
+    """Return a table with a row for each owner and a column for each phase."""
+    owners = list(dict.fromkeys(owner for phase in phases for owner in phase.owners))
+    names = [title(owner) for owner in owners]
     first = max(len(name) for name in [*names, "together"])
-    widths = [max(7, len(phase.name)) for phase in group.phases]
-    lines = [" " * (first + 2) + "  ".join(f"{phase.name:>7}" for phase in group.phases)]
+    widths = [max(7, len(phase.name)) for phase in phases]
+    lines = [" " * (first + 2) + "  ".join(f"{phase.name:>7}" for phase in phases)]
     for owner, name in zip(owners, names):
-        counts = [phase.owners.get(owner) for phase in group.phases]
+        counts = [phase.owners.get(owner) for phase in phases]
         cells = [f"{'' if count is None else _gib(count):>{width}}" for count, width in zip(counts, widths)]
         lines.append(f"  {name:<{first}}" + "  ".join(cells))
-    totals = [f"{_gib(phase.total):>{width}}" for phase, width in zip(group.phases, widths)]
+    totals = [f"{_gib(phase.total):>{width}}" for phase, width in zip(phases, widths)]
     return [*lines, f"  {'together':<{first}}" + "  ".join(totals)]
 
 
@@ -204,6 +228,11 @@ _COLUMNS = {
     "EP": "actor_config.expert_model_parallel_size",
     "recompute": "actor_config.recompute_granularity",
     "swap": "actor_config.swap_optimizer",
+    "optimizer on host": "actor_config.optimizer_offload_fraction",
+    "fp32 gradients": "actor_config.grad_reduce_in_fp32",
+    "streamed ref": "actor_config.stream_ref_weights",
+    "optimizer offloaded": "generate_config.offload_train_optimizer",
+    "weights offloaded": "generate_config.offload_train_param",
     "tokens": "rl_config.max_packing_token_size",
     "rollout TP": "generate_config.infer_tensor_parallel_size",
     "sharing": "generate_config.infer_expert_parallel_size",
@@ -216,6 +245,11 @@ def _align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows of a table as lines with columns of equal width."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip() for row in rows]
+
+
+def _format_cell(value: object) -> str:
+    """Return the text of a key's value in a table; "-" for its default."""
+    return {None: "-", True: "yes", False: "no"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -235,7 +269,7 @@ class FitReport:
         for result, values in zip(self.results, chosen):
             peak, time = result.memory.fullest.peak, result.time
             cells = [values.get(key) for key in columns.values()]
-            texts = ["-" if value is None else "yes" if value is True else str(value) for value in cells]
+            texts = [_format_cell(value) for value in cells]
             rows.append([result.memory.verdict, *texts, f"{peak.total / GIB:.0f}", peak.name, time.format_bounds(time.total)])
         lines = [
             f"{request.model} on {request.npus} x {self.device.name}, prompts to {request.prompt} and responses to "
@@ -272,9 +306,9 @@ class SmallestReport:
     def format(self) -> str:
         """Return a table with the machines of each stage, the smallest first."""
         request = self.request
-        rows = [["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "x twice as many"]]
+        rows = [["stage", "devices", "verdict", "GiB", "in phase", "host GiB", "s an iteration", "more than on twice as many"]]
         for stage in self.stages:
-            costs = [f"{cost:.1f} x" for cost in list_costs(stage.layouts)]
+            costs = [f"{format_number(more)} s, {ratio:.1f} x" for more, ratio in list_costs(stage.layouts)]
             for index, (count, result) in enumerate(stage.layouts):
                 memory, peak = result.memory, result.memory.fullest.peak
                 host = "" if memory.host is None else f"{memory.host.total / GIB:.0f}"
@@ -314,6 +348,7 @@ class SmallestReport:
                         }
                         for count, result in stage.layouts
                     ],
+                    "costs": [{"seconds": more, "ratio": ratio} for more, ratio in list_costs(stage.layouts)],
                     "reason": stage.reason,
                 }
                 for stage in self.stages

@@ -39,7 +39,8 @@ REWARDS: dict[str, str | RewardFunction] = {
     **{
         name: f"mindspeed_rl.rewards.source_scores:{name}"
         for name in "verl_default verl_gsm8k verl_math_dapo verl_math verl_geo3k verl_search_em slime_deepscaler slime_math "
-        "slime_dapo swift_accuracy swift_cosine swift_repetition trl_accuracy trl_think_format".split()
+        "slime_dapo slime_f1 slime_boxed_f1 swift_accuracy swift_cosine swift_repetition swift_soft_overlong "
+        "trl_accuracy trl_reasoning_accuracy trl_think_format".split()
     },
     # others
     "exact_match": "mindspeed_rl.rewards.text_scores:exact_match",
@@ -66,6 +67,7 @@ ACCURACIES: set[str] = {
     "accuracy",
     *"verl_gsm8k verl_math_dapo verl_math verl_search_em slime_deepscaler slime_math slime_dapo swift_accuracy".split(),
     "trl_accuracy",
+    "trl_reasoning_accuracy",
     "exact_match",
     "multiple_choice",
     "gsm8k",

@@ -98,19 +98,33 @@ _STATED_RIGHT = re.compile(
 )
 _NEGATED_LEFT = re.compile(
     r"(?:\b(?:not(?!\s+(?:sure|certain|only|just|surprising))|cannot|never|neither|nor|without|rul(?:e|es|ed|ing)\s+out|eliminat\w+|exclud\w+|reject\w*"
-    r"|discard\w*|dismiss\w*|instead\s+of|rather\s+than|other\s+than|except|besides|unlike|none\s+of|wrong|incorrect|false|avoid|against|no\s+longer)\b"
-    r"|n't\b(?!\s+(?:know|sure|matter))|不是|不选|不应|不能选|并非|排除|而非|不为|除了|错误)[^,;:.!?\n。,;]{0,60}$",
+    r"|discard\w*|dismiss\w*|instead\s+of|rather\s+than|other\s+than|except|besides|unlike|none\s+of|wrong|incorrect|false|avoid|against|no\s+longer"
+    r"|doubt\w*|unlikely|improbable|impossible|no\s+way|no\s+reason|no\s*(?:body|\s+one)"
+    r"|(?:all|any(?:thing|one)?|every(?:thing|one)?)(?:\s+(?:choice|option|answer|letter)s?)?\s+but)\b"
+    r"|n't\b(?!\s+(?:know|sure|matter))|不是|不选|不应|不能选|并非|排除|而非|不为|除了|错误|不可能|绝不|绝非|怀疑)[^,;:.!?\n。,;]{0,60}$",
+    re.IGNORECASE,
+)
+#: headings and signs of what is rejected, whose colon or mark would end a clause
+_REJECTED_LEFT = re.compile(
+    r"(?:\b(?:wrong|incorrect|false|eliminated|excluded|rejected)(?:\s+(?:options?|choices?|answers?))?|错误(?:选项|答案)?)\s*:\s*$"
+    r"|(?:!=|≠|\\neq?)\s*$",
     re.IGNORECASE,
 )
 _NEGATED_RIGHT = re.compile(
-    r"\s*(?:option|choice|项|选项)?\s*(?:is|are|was|were|would\s+be|seems?|looks?|must\s+be|can\s+be|does|do|did|could|can|would|should|has|have)?\s*"
-    r"(?:also\s+|clearly\s+|obviously\s+|definitely\s+|both\s+|all\s+|therefore\s+|thus\s+|probably\s+|simply\s+)*"
-    r"(?:not\b(?!\s+only)|n't\b|isn't|aren't|wasn't|wrong|incorrect|false\b|out\b|impossible|ruled\s+out|eliminated|excluded|invalid|cannot|can't|doesn't"
-    r"|don't|won't|fails\b|contradicts?\b|不对|不正确|不符|不是|不能|不选|错误|有误|错|排除)",
+    r"\s*(?:option|choice|项|选项)?\s*(?:is|are|was|were|would\s+be|seems?|looks?|must\s+be|has\s+to\s+be|can\s+be|does|do|did|could|can|would|should|has|have)?\s*"
+    r"(?:also\s+|clearly\s+|obviously\s+|definitely\s+|both\s+|all\s+|therefore\s+|thus\s+|probably\s+|simply\s+|(?:\w+\s+)?but\s+(?:is\s+)?|(?:the|an?)\s+|\()*"
+    r"(?:not\b(?!\s+only)|never\b|n't\b|isn't|aren't|wasn't|wrong|incorrect|false\b|out\b|impossible|ruled\s+out|eliminated|excluded|invalid|cannot|can't|doesn't"
+    r"|don't|won't|fails\b|contradicts?\b|trap\b|distractors?\b|decoy\b|mistake\b|不对|不正确|不符|不是|不能|不选|是?错误?|有误|排除)",
     re.IGNORECASE,
 )
 _HEDGED_LEFT = re.compile(
     r"(?:\b(?:or|could|might|may|maybe|perhaps|possibly|alternatively|either)\b|也可能|或者?)[^.!?\n。]{0,40}$", re.IGNORECASE
+)
+#: what is before a letter that takes the place of an earlier one
+_CORRECTED_LEFT = re.compile(
+    r"(?:\b(?:no|wait|actually|sorry|correction|scratch\s+that|on\s+second\s+thought)\b\s*[,:.—–-]+|更正|不对)"
+    r"[\s,:.—–-]*(?:(?:it(?:'s|\s+is)|make\s+that|应该是|是)\s*)?$",
+    re.IGNORECASE,
 )
 _BETWEEN_LEFT = re.compile(r"\b(?:between|either|among|one\s+of)\s*$", re.IGNORECASE)
 _POSSIBLE_RIGHT = re.compile(
@@ -120,7 +134,9 @@ _POSSIBLE_RIGHT = re.compile(
 _SUPPOSED_LEFT = re.compile(r"\b(?:if|suppose|supposing|assume|assuming|whether|were)\b[^,;.!?\n。]{0,60}$", re.IGNORECASE)
 _QUESTION = re.compile(r"[^.!\n。;]{0,60}?[?？]")
 _CLAUSE = re.compile(
-    r"[;!?\n。；！？]|[.](?=\s|$)|,|，|:(?=\s)|\bbut\b|\bso\b|\bbecause\b|\bsince\b|\bhowever\b|\bthus\b|\btherefore\b|\bhence\b|而是|但|所以|因此",
+    r"[;!?\n。；！？]|[.](?=\s|$)|,|，|:(?=\s)"
+    r"|(?<!\ball )(?<!any )(?<!thing )(?<!one )(?<!choice )(?<!option )(?<!answer )\bbut\b"  # all but B
+    r"|\bso\b|\bbecause\b|\bsince\b|\bhowever\b|\bthus\b|\btherefore\b|\bhence\b|而是|但|所以|因此",
     re.IGNORECASE,
 )
 _SENTENCE = re.compile(r"[!?\n。！？]|[.](?=\s|$)")
@@ -182,7 +198,11 @@ def _find_mentions(text: str) -> Iterator[_Mention]:
         clause_start = max((one.end() for one in _CLAUSE.finditer(before)), default=0)
         clause = before[max(clause_start, previous_end - first + len(before), 0) :]
         # "neither A nor B": the words that reject a first letter are those before it
-        rejected = _NEGATED_LEFT.search(clause) is not None or _NEGATED_RIGHT.match(after) is not None
+        rejected = (
+            _NEGATED_LEFT.search(clause) is not None
+            or _NEGATED_RIGHT.match(after) is not None
+            or _REJECTED_LEFT.search(before) is not None
+        )
         supposed = _SUPPOSED_LEFT.search(clause) is not None
         is_question = _QUESTION.match(after) is not None
         previous_end = end
@@ -190,7 +210,8 @@ def _find_mentions(text: str) -> Iterator[_Mention]:
             continue
         between = _BETWEEN_LEFT.search(clause) is not None and len(letters) > 1
         is_open = between or _ALTERNATIVE.search(written) is not None or _POSSIBLE_RIGHT.match(after) is not None
-        yield _Mention(frozenset(letters), first, end, stated_left or _STATED_RIGHT.match(after) is not None, rejected, is_open)
+        stated = stated_left or _STATED_RIGHT.match(after) is not None or _CORRECTED_LEFT.search(before) is not None
+        yield _Mention(frozenset(letters), first, end, stated, rejected, is_open)
 
 
 def _settle(text: str) -> frozenset[str] | None:

@@ -7,6 +7,7 @@ A parameter is filled by its name:
                  max_response_length
     per batch    samples, prompts, responses (completions), queries (prompt and response in one, as in OpenRLHF), labels,
                  solutions, and the other names above: lists, one entry for each sample
+    EasyR1       reward_input: {"response", "response_length", "ground_truth"}; per batch reward_inputs, a list of these
     both         settings (RewardSettings), any additional dataset column under its name; `**columns` takes all of them
 
 A dataset without reference answers has no `label` and no `solution`: parameters of these names then need a default.
@@ -17,7 +18,8 @@ parameter; its attribute `timeout_s`, if any, replaces `reward_timeout_s`. The a
 instance, or of its registration, means that the score judges whether an answer is right.
 
 It returns a number (a list of numbers for a batch, or a dict with that list as "rewards", as in OpenRLHF), None for "no
-opinion", or a dict of named parts. A dict's score is its entry "score", else the sum of its numbers; its strings become notes.
+opinion", or a dict of named parts. A dict's score is its entry "score" (of a function in EasyR1's form "overall"), else the
+sum of its numbers; its strings become notes.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from mindspeed_rl import registry
 from mindspeed_rl.rewards import ACCURACIES, RewardFunction, find
 from mindspeed_rl.rewards.samples import LARGEST_SCORE, RewardSample, RewardSettings
 
-_BATCH_PARAMETERS = {"samples", "responses", "completions", "queries"}
+_BATCH_PARAMETERS = {"samples", "responses", "completions", "queries", "reward_inputs"}
+#: parameters of EasyR1's functions, whose score is the part "overall"
+_EASYR1_PARAMETERS = {"reward_input", "reward_inputs"}
 
 
 Value = tuple[dict[str, float], dict[str, str]]
@@ -58,6 +62,7 @@ class Scorer:
         required: the parameters without a default.
         timeout_s: its own time limit, None for `reward_timeout_s`.
         is_accuracy: it judges whether an answer is right, see `rewards.ACCURACIES`.
+        total: the part of a returned dict that is the score.
     """
 
     name: str
@@ -68,6 +73,7 @@ class Scorer:
     required: frozenset[str]
     timeout_s: float | None
     is_accuracy: bool
+    total: str = "score"
 
     @classmethod
     def build(cls, name: str, function: RewardFunction, settings: RewardSettings) -> Scorer:
@@ -92,6 +98,7 @@ class Scorer:
             required=frozenset(p.name for p in named if p.default is p.empty),
             timeout_s=getattr(instance, "timeout_s", None),
             is_accuracy=name in ACCURACIES or bool(getattr(instance, "is_accuracy", False)),
+            total="overall" if any(p.name in _EASYR1_PARAMETERS for p in named) else "score",
         )
 
     def call(self, samples: Sequence[RewardSample], settings: RewardSettings) -> Any:
@@ -139,7 +146,7 @@ class Scorer:
         notes = {f"{self.name}/{key}": text for key, text in value.items() if isinstance(text, str)}
         if not parts:
             return None
-        key = f"{self.name}/score"
+        key = f"{self.name}/{self.total}"
         total = parts.pop(key) if key in parts else math.fsum(parts.values())
         return {self.name: _to_float(total), **parts}, notes
 
@@ -160,9 +167,15 @@ def _sample_arguments(sample: RewardSample, settings: RewardSettings) -> dict[st
         "ground_truth": sample.columns.get("ground_truth", sample.label),
         "solution": sample.columns.get("solution", sample.label),
     }
+    of_easyr1 = {
+        "response": sample.response,
+        "response_length": len(sample.response_ids),
+        "ground_truth": answers["ground_truth"],
+    }
     return {
         **sample.columns,
         **{name: answer for name, answer in answers.items() if answer is not None},
+        "reward_input": of_easyr1,
         "sample": sample,
         "settings": settings,
         "prompt": sample.prompt,
@@ -184,7 +197,7 @@ def _batch_arguments(samples: Sequence[RewardSample], settings: RewardSettings) 
     arguments = {name: [row.get(name) for row in rows] for name in names}
     plural = {
         name: arguments[name.removesuffix("s")]
-        for name in ("samples", "prompts", "responses", "completions", "labels", "solutions")
+        for name in ("samples", "prompts", "responses", "completions", "labels", "solutions", "reward_inputs")
         if name.removesuffix("s") in arguments
     }
     queries = [f"{sample.prompt}{sample.response}" for sample in samples]

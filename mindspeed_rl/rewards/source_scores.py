@@ -10,13 +10,15 @@ import json
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, verify
 
-from mindspeed_rl.rewards.answers.grading import grade, normalize_minerva
+from mindspeed_rl.rewards.answers.grading import normalize_minerva
 from mindspeed_rl.rewards.answers.judge import CpuLimitError, cpu_limit, read_text
+from mindspeed_rl.rewards.answers.mathruler import grade_mathruler, spell_math
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.text_scores import think_alone
 
@@ -72,7 +74,7 @@ def verl_math(response: str, label: object) -> float:
     if answer is None:
         return 0.0
     try:
-        return float(_spell_math(answer) == _spell_math(str(label)))
+        return float(spell_math(answer) == spell_math(str(label)))
     except (IndexError, ValueError):
         return float(answer == str(label))
 
@@ -86,62 +88,11 @@ def _read_math_box(response: str) -> str | None:
     return box[len("\\boxed{") : -1] if box is not None and box.startswith("\\boxed{") else None
 
 
-_MATH_REMOVED = ("\n", "\\!")
-_MATH_REPLACED = (
-    ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac"), ("\\left", ""), ("\\right", ""), ("^{\\circ}", ""), ("^\\circ", ""),
-    ("\\$", ""),
-)  # fmt: skip
-_WHOLE_FRACTION = re.compile(r"(0|-?[1-9]\d*)/(0|-?[1-9]\d*)")
-
-
-def _spell_math(text: str) -> str:
-    """Return an answer as the MATH data set's grader spells it.
-
-    Raises:
-        ValueError: it has several units.
-        IndexError: a root or a fraction ends the text.
-    """
-    for part in _MATH_REMOVED:
-        text = text.replace(part, "")
-    for before, after in _MATH_REPLACED:
-        text = text.replace(before, after)
-    if "\\text{ " in text:
-        text, _ = text.split("\\text{ ")
-    text = text.replace("\\\\%", "").replace("\\%", "").replace(" .", " 0.").replace("{.", "{0.")
-    if not text:
-        return text
-    text = f"0{text}" if text[0] == "." else text
-    sides = text.split("=")
-    if len(sides) == 2 and len(sides[0]) <= 2:
-        text = sides[1]
-    head, *roots = text.split("\\sqrt")
-    text = head + "".join(f"\\sqrt{root}" if root[0] == "{" else f"\\sqrt{{{root[0]}}}{root[1:]}" for root in roots)
-    text = _spell_fractions(text.replace(" ", ""))
-    text = "\\frac{1}{2}" if text == "0.5" else text
-    whole = _WHOLE_FRACTION.fullmatch(text)
-    return text if whole is None else f"\\frac{{{whole[1]}}}{{{whole[2]}}}"
-
-
-def _spell_fractions(text: str) -> str:
-    r"""Return a text with braces around the two digits of `\frac12`; all as it is where a fraction has one sign alone."""
-    head, *fractions = text.split("\\frac")
-    parts = [head]
-    for fraction in fractions:
-        if fraction[0] == "{":
-            parts.append(fraction)
-        elif len(fraction) == 1:
-            return text
-        elif fraction[1] == "{":
-            parts.append(f"{{{fraction[0]}}}{fraction[1:]}")
-        else:
-            parts.append(f"{{{fraction[0]}}}{{{fraction[1]}}}{fraction[2:]}")
-    return "\\frac".join(parts)
-
-
 def verl_geo3k(response: str, label: object) -> float:
     """Return 0.9 for the right last box (mathruler), and 0.1 for a response of a thought and a box after it."""
     box = _find_box(response)
-    right = box is not None and grade(box[len("\\boxed{") : -1], str(label))
+    # "None" is the answer of a response without a box there
+    right = grade_mathruler("None" if box is None else box[len("\\boxed{") : -1].strip(), str(label))
     position = 0
     for part in ("<think>", "</think>", "\\boxed{", "}"):
         position = response.find(part, position) + len(part)
@@ -226,7 +177,7 @@ def slime_math(response: str, label: object) -> float:
     if "\\boxed" in expected:
         expected = _read_slime_box(expected) or ""
     answer = _read_slime_box(response)
-    return float(bool(expected) and answer is not None and grade(answer, expected))
+    return float(bool(expected) and answer is not None and grade_mathruler(answer, expected))
 
 
 def _read_slime_box(text: str) -> str | None:
@@ -246,7 +197,28 @@ def slime_dapo(response: str, label: object) -> float:
         whole = str(int(float(expected)))
     except (ValueError, OverflowError):
         raise ValueError(f"the label is {label!r}, but slime's dapo needs a number") from None
+    for token in ("<|im_end|>", "<|endoftext|>"):
+        lines = [line.replace(token, "") for line in lines]
     return 1.0 if lines and normalize_minerva(lines[-1]) == whole else -1.0
+
+
+#: answers that are right or wrong as a whole
+_WHOLE_ANSWERS = ("yes", "no", "noanswer")
+
+
+def slime_f1(response: str, label: object) -> float:
+    """Return the F1 score of the words of the response and the label, without case, articles and punctuation."""
+    given, expected = _spell_words(response), _spell_words(str(label))
+    if given != expected and (given in _WHOLE_ANSWERS or expected in _WHOLE_ANSWERS):
+        return 0.0
+    words, expected_words = given.split(), expected.split()
+    common = sum((Counter(words) & Counter(expected_words)).values())
+    return 2 * common / (len(words) + len(expected_words)) if common else 0.0
+
+
+def slime_boxed_f1(response: str, label: object) -> float:
+    """Return the F1 score of the words of the last box; of no words where there is none."""
+    return slime_f1(_read_slime_box(response) or "", label)
 
 
 # ms-swift and TRL
@@ -299,6 +271,18 @@ def trl_accuracy(response: str, solution: object) -> float | None:
         return 0.0
 
 
+def swift_soft_overlong(response_ids: list[int], settings: RewardSettings) -> float:
+    """Return what `soft_overlong` does, but falling on beyond `soft_max_length`, where that ends at -1.
+
+    Raises:
+        ValueError: `soft_cache_length` is not set.
+    """
+    if settings.soft_cache_length is None:
+        raise ValueError("swift_soft_overlong needs soft_cache_length, the tokens over which the penalty grows to 1")
+    limit = settings.soft_max_length or settings.max_tokens
+    return min(0.0, (limit - settings.soft_cache_length - len(response_ids)) / settings.soft_cache_length)
+
+
 def swift_cosine(response: str, solution: object, response_ids: list[int], settings: RewardSettings) -> float:
     """Interpolate by length as `cosine` does, by the judgement of `swift_accuracy`; beyond `cosine_max_len` it turns back."""
     limit = settings.cosine_max_len or settings.max_tokens
@@ -314,6 +298,13 @@ def swift_repetition(response: str, settings: RewardSettings) -> float:
     words, size = response.lower().split(), settings.repetition_n_grams
     grams = [tuple(words[start : start + size]) for start in range(len(words) - size + 1)]
     return settings.repetition_max_penalty * (1 - len(set(grams)) / len(grams)) if grams else 0.0
+
+
+def trl_reasoning_accuracy(response: str, solution: object) -> float | None:
+    """Return what `trl_accuracy` does for the text after the last </think>; 0.0 without one."""
+    if "</think>" not in response:
+        return 0.0
+    return trl_accuracy(response.rpartition("</think>")[2].strip(), solution)
 
 
 def trl_think_format(response: str) -> float:

@@ -13,6 +13,7 @@ from typing import cast
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, DEFAULT_CORRECTION
 from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.threads import Threads, decide_threads
@@ -117,6 +118,7 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
         derived["clip_higher_enable"] = Derivation(True, f"{' and '.join(bounds)}, which it lets act")
         for name in {"clip_ratio_low", "clip_ratio_high"}.difference(bounds):
             derived[name] = Derivation(rl.clip_ratio, f"clip_ratio {rl.clip_ratio:g}")
+    derived |= _derive_passes(cfg, set_keys)
     generate, mismatch = cfg.generate_config, "rollout_importance_sampling_mode"
     is_quantized = generate is not None and generate.quantization is not None
     # a ratio to the engine's own log-probs corrects for it already
@@ -136,6 +138,36 @@ def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
             source = "a limit that stops a run whose groups never vary"
             derived["filter_groups_max_batches"] = Derivation(_MAX_FILTERED_ROLLOUTS, source)
     return derived
+
+
+def _derive_passes(cfg: RunConfig, set_keys: frozenset[str]) -> dict[str, Derivation]:
+    """Return the keys that leave out work of a pass and change no number: padding, and what several samples begin with."""
+    rl, derived = cfg.rl_config, dict[str, Derivation]()
+    assert rl is not None
+    if packs := rl.use_remove_padding or "use_remove_padding" not in set_keys:
+        derived["use_remove_padding"] = Derivation(True, "the update is the same without padding")
+    if obstacle := "prompts are padded" if not packs else _find_prefix_obstacle(cfg):
+        derived["use_prefix_grouper"] = Derivation(False, obstacle)
+    else:
+        derived["use_prefix_grouper"] = Derivation(True, "the update is the same with what samples begin with computed once")
+    return {name: item for name, item in derived.items() if name not in set_keys}
+
+
+def _find_prefix_obstacle(cfg: RunConfig) -> str | None:
+    """Return why samples of a micro-batch cannot share what they begin with, or have nothing in common; None where they can."""
+    rl, actor = cfg.rl_config, cfg.actor_config
+    assert rl is not None
+    if any((role := getattr(cfg, name)) is not None and role.engine != "megatron" for name in ROLE_GROUPS):
+        return "the attention of transformers computes a prompt in each row"
+    if actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo":
+        return "ring attention passes on slices of every sequence"
+    if actor.mtp_num_layers:
+        return "prediction layers read the token after a prompt, which differs between its samples"
+    if rl.dropout_in_update:
+        return "each sample has dropout of its own"
+    if rl.use_dynamic_bsz and (objective := read_objective(cfg)) is not None and objective.loss.compares_group:
+        return "loss_type compares the responses of a prompt, which a token budget may separate"
+    return None if rl.n_samples_per_prompt > 1 or rl.multi_turn_enable else "a prompt has one sample"
 
 
 def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:

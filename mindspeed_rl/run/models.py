@@ -314,8 +314,7 @@ def plan_models(run: Run) -> Run:
     resume = find_resume_point(run, source)
     resumes_after = resume.iteration or None
     if cfg.is_supervised:
-        # with only adapters the reference is the policy without them
-        if cfg.stage in ("dpo", "kto") and (actor.ref_model or not actor.lora_target_modules):
+        if run.has_reference:
             config, ref = resolve_supervised_ref(actor, source)
             named = config.ref_model and "refer_model_iter" in cfg.set_keys["megatron_training"]
             iteration = config.refer_model_iter if named else None
@@ -323,7 +322,7 @@ def plan_models(run: Run) -> Run:
     else:
         assert run.objective is not None
         _check_rollout(run.platform, models["actor"].plan, run.generate.dtype)
-        if run.objective.needs_ref and not run.rl.share_backbone:
+        if run.has_reference:
             config, ref, iteration = resolve_rollout_ref(run, source, resumes_after)
             models["ref"] = _plan_role("ref_config", config, ref, iteration=iteration)
         if run.objective.has_critic:

@@ -82,6 +82,14 @@ class Run:
         return self.config.stage
 
     @property
+    def has_reference(self) -> bool:
+        """True where a reference has weights of its own; adapters that are off, or the policy without them, need none."""
+        actor, rl = self.config.actor_config, self.config.rl_config
+        if self.objective is None or rl is None:
+            return self.config.stage in ("dpo", "kto") and bool(actor.ref_model or not actor.lora_target_modules)
+        return self.objective.needs_ref and not rl.share_backbone
+
+    @property
     def rl(self) -> RLConfig:
         """Keys of rl_config; for runs with rollouts."""
         assert self.config.rl_config is not None

@@ -43,6 +43,7 @@ from mindspeed_rl.engine.disks import gather_objects
 from mindspeed_rl.engine.lora import load_peft, save_peft
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
+from mindspeed_rl.engine.streamed_weights import StreamedWeights
 from mindspeed_rl.engine.train_engine import TrainEngine
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
@@ -149,6 +150,10 @@ class Role:
         """The weights of Megatron's engine, for features that only it has."""
         assert isinstance(self.stream, WeightStream), type(self.stream)
         return self.stream
+
+    def stream_weights(self) -> None:
+        """Keep the weights, which do not train, in host memory from now on: each pass brings them layer by layer."""
+        self.offloader = self.megatron.offloader = StreamedWeights(self.model)
 
     def _load(self, steps_per_iteration: int | None, iteration: int | None) -> None:
         source = self.source
@@ -337,19 +342,30 @@ def build_pass_settings(run: Run, tokenizer: PreTrainedTokenizerBase) -> PassSet
     pad_id = tokenizer.pad_token_id
     assert isinstance(pad_id, int), pad_id
     return PassSettings(
-        packed=run.rl.use_remove_padding,
+        packed=bool(run.rl.use_remove_padding),
         pad_id=pad_id,
         # greedy sampling has 0, by which no logits can be divided
         temperature=run.generate.sampling_config.temperature or 1.0,
-        shares_prefixes=run.rl.use_prefix_grouper,
+        shares_prefixes=bool(run.rl.use_prefix_grouper),
     )
 
 
 def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     """Build the model of one role of the run; actor and critic train."""
+    if name == "ref":
+        return build_reference(run, passes)
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
-    moves = name == "ref" and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0
-    return Role(name, run.models[name], passes, steps_per_iteration=steps, moves_slowly=moves)
+    return Role(name, run.models[name], passes, steps_per_iteration=steps)
+
+
+def build_reference(run: Run, passes: PassSettings) -> Role:
+    """Build the reference of a run with rollouts, or of a supervised stage."""
+    model = run.models["ref"]
+    moves = run.objective is not None and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0
+    role = Role("ref", model, passes, steps_per_iteration=None, moves_slowly=moves)
+    if model.config.stream_ref_weights:
+        role.stream_weights()
+    return role
 
 
 def build_teachers(run: Run, shared: PassSettings, release: Callable[[Role], None]) -> dict[str, Role]:

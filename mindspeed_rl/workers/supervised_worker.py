@@ -31,7 +31,7 @@ from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules
-from mindspeed_rl.workers.roles import Role, build_micro_batching
+from mindspeed_rl.workers.roles import Role, build_micro_batching, build_reference
 from mindspeed_rl.workers.stages import STAGES
 from mindspeed_rl.workers.stages.stage import Stage, split_batches
 
@@ -86,7 +86,7 @@ class SupervisedWorker(DeviceWorker):
     def _build(self, pad_id: int) -> None:
         cfg, config, size = self.run.config, self.config, self.run.plan.micro_batch_size
         rl = cfg.rl_config
-        packed = self.stage.packed or (rl is not None and rl.use_remove_padding)
+        packed = self.stage.packed or (rl is not None and bool(rl.use_remove_padding))
         self.batching = MicroBatching(size) if rl is None else build_micro_batching(rl, "update", size)
         width = 0 if config.no_pad_to_seq_lengths else config.seq_length or 0
         passes = PassSettings(packed=packed, pad_id=pad_id, temperature=1.0, fixed_width=width)
@@ -94,7 +94,7 @@ class SupervisedWorker(DeviceWorker):
         self.role.engine.outputs = self.stage.outputs
         self.ref: Role | None = None
         if "ref" in self.run.models:
-            self.ref = Role("ref", self.run.models["ref"], passes, steps_per_iteration=None)
+            self.ref = build_reference(self.run, passes)
 
     def resident_bytes(self) -> Mapping[str, int]:
         """Return the bytes that are on the device now, by owner in the planner's words."""

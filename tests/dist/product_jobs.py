@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from training_jobs import full_weights, parallel_state  # applies the adaptor of Megatron
+from training_jobs import parallel_state  # applies the adaptor of Megatron
 
 from mindspeed_rl import adaptors
 
@@ -28,8 +28,7 @@ import product_rewards
 import torch
 import torch.distributed as dist
 import vllm.distributed
-from random_run_jobs import _Composition
-from router_jobs import collect_gradients
+from random_run_jobs import _Composition, read_gradients, read_weights
 from safetensors.torch import load_file
 
 from mindspeed_rl.config import load_run_config
@@ -210,12 +209,11 @@ class OwnFleet:
 
     def _note_step(self, name: str, role: Any) -> None:
         self._composition.steps[name].append([])
-        unseen = role.config.use_distributed_optimizer or bool(role.config.lora_target_modules)
-        self._record[name].append(None if unseen else collect_gradients(role.engine))
+        self._record[name].append(None if role.config.lora_target_modules else read_gradients(role))
 
     def _read_weights(self, role: Any) -> dict[str, np.ndarray]:
         role.offloader.onload(params=True)
-        return {name: value.float().numpy() for name, value in full_weights(role.engine).items()}
+        return read_weights(role)
 
     def _read_adapters(self, name: str, role: Any) -> dict[str, np.ndarray]:
         """Adapters of a role by the names of PEFT; nothing where there are none."""
@@ -235,7 +233,9 @@ class OwnFleet:
 
     def _digest(self) -> list[tuple[Any, str]]:
         """(tensors of the file and shard, digest of the bits) of every weight of the actor that this rank holds."""
-        found = []
+        found: list[tuple[Any, str]] = []
+        if self._worker.actor.config.engine == "fsdp":  # no weight is on two ranks
+            return found
         for weight in list_local_weights(self._worker.actor.model):
             # a copy: a storage that numpy has seen can't be emptied, which offloading does
             bits = weight.tensor.detach().clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()

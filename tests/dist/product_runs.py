@@ -41,10 +41,12 @@ _CUT = 5
 _MOST = 15
 #: the runs that have equalled their reference, as [last day, seed, ingredients]
 _COMPARED = Path(__file__).parent / "product_compared.json"
+#: the last day of a pair that no run has compared
+_NEVER = "never"
 #: starts the reason of a pair that the tests themselves keep apart
 _APART = "- "
 #: ingredients with which a run is compared to within the rounding of bfloat16, or without its random updates
-_ROUGH = frozenset(("bf16", "gated_delta", "dropout"))
+_ROUGH = frozenset(("bf16", "bf16_sums", "gated_delta", "dropout"))
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ def _generate(**keys: Any) -> Mapping[str, Keys]:
     return {"generate_config": keys}
 
 
+def _few_tokens(rest: str) -> Mapping[str, Keys]:
+    return _rl(distillation={"topk": 6, "topk_rest": rest})
+
+
 _LORA = {"lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]}
 
 INGREDIENTS = [
@@ -103,6 +109,8 @@ INGREDIENTS = [
     Ingredient("expert_parallel", _train(**EP), _SAME, doubles=True, needs=("experts|latent",)),
     Ingredient("data_parallel", _train(use_distributed_optimizer=True), _SAME, doubles=True),
     Ingredient("grouped_experts", _train(moe_grouped_gemm=GROUPED_EXPERTS), _SAME, needs=("experts|latent",)),
+    Ingredient("fsdp", _train(engine="fsdp"), _SAME),
+    Ingredient("other_critic", {"critic_config": {"engine": "megatron"}}, _SAME, needs=("fsdp", "critic")),
     Ingredient("recompute", _train(**RECOMPUTE), _SAME),
     Ingredient("moe_recompute", _train(**MOE_RECOMPUTE), _SAME, needs=("experts|latent",)),
     Ingredient(
@@ -110,6 +118,7 @@ INGREDIENTS = [
         {"megatron_training": {"bf16": True}, "generate_config": {"dtype": "bfloat16"}},
         "the same reference, to rounding in bfloat16",
     ),
+    Ingredient("bf16_sums", _train(grad_reduce_in_fp32=False), "the same, to rounding in bfloat16", needs=("bf16",)),
     Ingredient(
         "offload",
         _generate(offload_train_optimizer=True, offload_train_grad=True, offload_train_param=True),
@@ -166,15 +175,21 @@ INGREDIENTS = [
             distillation={
                 "enabled": True,
                 "teacher_models": ["TEACHER"],
-                "loss_mode": "reverse_kl_topk",
-                "topk": 200,
                 "distillation_loss_coef": 0.5,
             }
         ),
         _REFERENCE,
     ),
+    Ingredient("dropped", _few_tokens("drop"), _REFERENCE, needs=("distillation",)),
+    Ingredient("lumped", _few_tokens("lump"), _REFERENCE, needs=("distillation",)),
+    Ingredient("renormalized", _few_tokens("renormalize"), _REFERENCE, needs=("distillation",)),
     Ingredient("correction", _rl(rollout_importance_sampling_mode="token_truncate"), _REFERENCE),
     # prompts and responses
+    Ingredient(
+        "renamed_columns",
+        _train(map_keys={"prompt": "question", "query": "", "response": "answer"}),
+        "prompts and labels of these columns",
+    ),
     Ingredient("cut_prompts", _rl(max_prompt_length=_CUT, long_prompts="cut_left"), "the last tokens of each prompt's row"),
     Ingredient("curriculum", _rl(prompt_curriculum="rate"), "the order of the column"),
     Ingredient("replayed_prompts", _rl(prompt_replay_fraction=0.5, prompt_replay_below=0.9), _SAME),
@@ -203,6 +218,17 @@ INGREDIENTS = [
         "log-probs of the whole distribution",
     ),
     Ingredient("quantized", _generate(quantization="int8"), "log-probs to within 0.15"),
+    Ingredient(
+        "spread_experts",
+        _generate(enable_expert_parallel=True, infer_expert_parallel_size=2),
+        "log-probs of the engine",
+        needs=("experts|latent", "data_parallel"),
+    ),
+    Ingredient(
+        "npu_engine",
+        _generate(sleep_mode_extra_cleanup=True, infer_moe_token_dispatcher_type="allgather"),
+        "the same reference: off the NPU they change nothing",
+    ),
     Ingredient("prefix_caching", _generate(enable_prefix_caching=True), _SAME),
     Ingredient("delta_sync", _generate(update_weight_mode="delta"), _SAME),
     Ingredient("resumed", {"megatron_training": {"save_interval": 1}, "actor_config": {"save": "SAVE"}}, "the next iteration"),
@@ -226,7 +252,7 @@ class ConflictError(ValueError):
 
 
 #: groups that one ingredient sets as a whole
-_WHOLE = ("distillation", "structured_output", "speculative_config", "router_replay")
+_WHOLE = ("structured_output", "speculative_config", "router_replay")
 _Path = tuple[str, ...]
 
 
@@ -281,7 +307,7 @@ class ProductRun:
         self.size = _count_processes(chosen, keys["megatron_training"])
         mine = folders[self.model]
         keys["rl_config"]["actor_resource"] = {"num_npus": self.size}
-        keys["megatron_training"]["data_path"] = mine["prompts"]
+        keys["megatron_training"]["data_path"] = mine["renamed" if "renamed_columns" in self.names else "prompts"]
         keys["megatron_training"]["tokenizer_name_or_path"] = mine["actor"]
         keys["actor_config"]["load"] = mine["actor"]
         if not keys["rl_config"].get("share_backbone"):
@@ -292,7 +318,8 @@ class ProductRun:
             keys["critic_config"] |= {name: keys["actor_config"][name] for name in _OPTIMIZER} | {"lr": 0.2}
             keys["critic_config"]["load"] = mine["critic"]
         if "distillation" in keys["rl_config"]:
-            keys["rl_config"]["distillation"]["teacher_models"] = [mine["teacher"]]
+            term = keys["rl_config"]["distillation"]
+            term |= _choose_divergence(self.seed) | term | {"teacher_models": [mine["teacher"]]}
         for role, kind in (("actor_config", "actor"), ("critic_config", "critic")) if "resumed" in self.names else ():
             if role in keys:
                 save = str(folder / f"{kind}-save")
@@ -330,9 +357,11 @@ class ProductRun:
     def check_prompts(self, columns: Mapping[str, Any], iteration: int) -> None:
         """Prompts are those of their rows, cut where they are too long; with a curriculum those of a large pass rate first."""
         path = Path(self.written["megatron_training"]["data_path"])
-        rows = {row["rate"]: row["prompt"] for row in map(json.loads, path.read_text().splitlines())}
-        for extra, prompt in zip(columns["extra"], columns["prompt_ids"], strict=True):
-            text = rows[float(extra["rate"])]
+        names = ("question", "answer") if "renamed_columns" in self.names else ("prompt", "labels")
+        rows = {row["rate"]: [row[name] for name in names] for row in map(json.loads, path.read_text().splitlines())}
+        for extra, prompt, label in zip(columns["extra"], columns["prompt_ids"], columns["labels"], strict=True):
+            text, expected_label = rows[float(extra["rate"])]
+            assert label == expected_label, f"the label of {text} is {label}"
             cut = text[-_CUT:] if "cut_prompts" in self.names else text
             assert list(prompt) == [ord(letter) for letter in cut], f"the prompt of {text} is {list(prompt)}"
         if "curriculum" not in self.names or self.names & {"filtered", "resampled", "replayed_prompts", "partial"}:
@@ -354,6 +383,17 @@ class ProductRun:
         expected += parts.get("trajectory", 0.0)
         if expected != 0.0 or reward != 0.0:
             assert abs(reward - expected) < 1e-5, f"reward of row {index}: {reward} instead of {expected}"
+
+
+def _choose_divergence(seed: int) -> Keys:
+    """Divergence of a student from all of the teacher's tokens, where no ingredient takes some."""
+    r = random.Random(f"divergence of {seed}")
+    return {
+        "loss_mode": r.choice(["reverse_kl_topk", "forward_kl_topk", "jsd_topk"]),
+        "beta": r.choice([0.3, 0.7]),
+        "topk": 200,
+        "topk_rest": "drop",
+    }
 
 
 _OPTIMIZER = ("lr", "lr_decay_style", "adam_eps", "weight_decay", "clip_grad", "finetune")
@@ -442,6 +482,7 @@ def _base(seed: int, group_size: int) -> dict[str, Any]:
             "max_prompt_length": 16,
             "rule_reward": True,
             "use_remove_padding": True,
+            "use_prefix_grouper": False,
             "guarantee_order": True,
             "verifier_function": ["product_rewards:even", "product_rewards:low"],
             "verifier_weight": [1.0, 0.5],
@@ -475,7 +516,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             _save_model(name, folder / role, seed)
             _tokenizer().save_pretrained(folder / role)
         results[name] = {role: str(folder / role) for role in ("actor", "ref", "teacher")}
-        results[name]["prompts"] = str(root / "prompts.jsonl")
+        results[name] |= {kind: str(root / f"{kind}.jsonl") for kind in ("prompts", "renamed")}
         if name in _CRITICS:
             torch.manual_seed(13)
             config = copy.deepcopy(tiny_hf.CONFIGS[name])
@@ -488,12 +529,18 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
     rows = [
         {
             "prompt": "".join(r.choice("abcdefgh") for _ in range(r.randint(1, 6))) + "=",
-            "labels": "x",
+            "labels": f"label {index}",
             "rate": index * 17 % 40 / 40,
         }
         for index in range(_NUM_PROMPTS)
     ]
-    (root / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    # the names of the plain columns are those of others
+    renamed = [
+        {"question": row["prompt"], "answer": row["labels"], "rate": row["rate"], "prompt": "other=", "labels": "other"}
+        for row in rows
+    ]
+    for kind, written in (("prompts", rows), ("renamed", renamed)):
+        (root / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     return results
 
 
@@ -578,13 +625,25 @@ def list_pairs(rules: Rules) -> tuple[dict[frozenset[str], frozenset[str]], dict
     return allowed, refused
 
 
-def cover(rules: Rules, pairs: Mapping[frozenset[str], frozenset[str]], *, seed: int = 1) -> list[frozenset[str]]:
+def cover(
+    rules: Rules,
+    pairs: Mapping[frozenset[str], frozenset[str]],
+    *,
+    seed: int = 1,
+    compared: Sequence[Compared] = (),
+) -> list[frozenset[str]]:
     """Sets of ingredients such that each pair is in one of them; a pair of exact ingredients in a set of such ones.
 
     Args:
         seed: of the choice among equally good ingredients.
+        compared: runs whose pairs need no further one.
     """
-    r, left, results = random.Random(seed), dict(pairs), []
+    r, results = random.Random(seed), []
+    left = {
+        pair: option
+        for pair, option in pairs.items()
+        if _find_last_day(pair, bool(option & _ROUGH), compared) == _NEVER
+    }
     while left:
         # exact pairs first: sets of them have no others
         first = min(
@@ -651,7 +710,7 @@ def read_comparisons() -> list[Compared]:
 
 def _find_last_day(pair: frozenset[str], is_rough: bool, runs: Iterable[Compared]) -> str:
     """The last day on which a pair was compared; a pair of exact ingredients is not compared by a run that is rough."""
-    return max((run.day for run in runs if pair <= run.names and bool(run.names & _ROUGH) == is_rough), default="never")
+    return max((run.day for run in runs if pair <= run.names and bool(run.names & _ROUGH) == is_rough), default=_NEVER)
 
 
 def print_matrix(root: Path) -> None:

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from random_runs import ITERATION, RandomRun, Row
 from router_jobs import collect_gradients
-from training_jobs import full_weights, parallel_state
+from training_jobs import parallel_state
 
 from mindspeed_rl.algorithms.interfaces import LossInputs
 from mindspeed_rl.dataplane.transfer_dock import TransferDock
+from mindspeed_rl.engine.fsdp.engine import FsdpEngine
 from mindspeed_rl.observability.metrics import Metrics, merge
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rollout.trajectory import NO_VERSION, Segment, TokenSequence, Trajectory
@@ -26,6 +27,7 @@ from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.workers.device_worker import LossObserver
 from mindspeed_rl.workers.responses import build_response_columns
+from mindspeed_rl.workers.roles import Role
 from mindspeed_rl.workers.routing import build_routing_columns
 from mindspeed_rl.workers.trainer_worker import TrainerWorker
 
@@ -91,6 +93,18 @@ class _Composition(LossObserver):
             return function(inputs)
 
         return note
+
+
+def read_weights(role: Role) -> dict[str, np.ndarray]:
+    """Weights by the names of a checkpoint, whichever engine has them; collective."""
+    return {name: value.float().clone().numpy() for name, value in role.stream.named_tensors()}
+
+
+def read_gradients(role: Role) -> dict[str, np.ndarray] | None:
+    """The gradients of a step by the same names; None of a distributed optimizer of Megatron. Collective."""
+    if isinstance(role.engine, FsdpEngine):
+        return {name: value.float().numpy() for name, value in role.engine.model.read_gradients().items()}
+    return None if role.config.use_distributed_optimizer else collect_gradients(role.megatron)
 
 
 def _trajectory(row: Row, log_probs: Sequence[float], version: int) -> Trajectory:
@@ -171,21 +185,18 @@ def _iterate(run: RandomRun, worker: TrainerWorker, plane: _Plane, schedule: Sch
     for name, role in roles:
         assert role is not None
         gradients = result[name] = list[Any]()
-        engine = role.engine
 
-        is_sharded = role.config.use_distributed_optimizer
-
-        def collect(name: str = name, engine: Any = engine, result: list[Any] = gradients, sharded: bool = is_sharded) -> None:
+        def collect(name: str = name, role: Role = role, result: list[Any] = gradients) -> None:
             composition.steps[name].append([])
-            result.append(None if sharded else collect_gradients(engine))
+            result.append(read_gradients(role))
 
-        engine.on_gradients.append(collect)
+        role.engine.on_gradients.append(collect)
         if name == "update_critic":
             metrics.merge(worker.update_critic(schedule.steps(ITERATION)).metrics)
         else:
             plan = schedule.update_plan(ITERATION, advantages.entropy_threshold)
             metrics.merge(worker.update_actor(plan).metrics)
-        result[f"{name} weights"] = {key: value.float().numpy() for key, value in full_weights(engine).items()}
+        result[f"{name} weights"] = read_weights(role)
     columns, _ = plane.get("metrics", names, indexes=everyone)
     if dist.get_rank() == 0:
         metrics.merge(on_driver)

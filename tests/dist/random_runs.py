@@ -30,10 +30,11 @@ ITERATION = 4
 _ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
 _ZERO = {"use_distributed_optimizer": True}
 _GROUPED = {"moe_grouped_gemm": GROUPED_EXPERTS}
+_FSDP = {"engine": "fsdp"}
 _DENSE: dict[int, list[Keys]] = {
-    1: [{}, {}, RECOMPUTE],
-    2: [{"tensor_model_parallel_size": 2}, SP, SP | RECOMPUTE, PP, VPP, RING, ULYSSES, {}, _ZERO],
-    4: [SP | PP, SP | RING, SP | _ZERO, PP | ULYSSES, VPP | _ZERO, RING | {"context_parallel_size": 4}, ULYSSES | _ZERO],
+    1: [{}, {}, RECOMPUTE, _FSDP],
+    2: [{"tensor_model_parallel_size": 2}, SP, SP | RECOMPUTE, PP, VPP, RING, ULYSSES, {}, _ZERO, _FSDP, _FSDP | RECOMPUTE],
+    4: [SP | PP, SP | RING, SP | _ZERO, PP | ULYSSES, VPP | _ZERO, RING | {"context_parallel_size": 4}, ULYSSES | _ZERO, _FSDP],
 }
 _EXPERTS: dict[int, list[Keys]] = {
     1: [{}, _GROUPED, MOE_RECOMPUTE, RECOMPUTE],
@@ -221,6 +222,12 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     if is_free and rl.get("router_replay") != {"mode": "R2"} and random.Random(seed).random() < 0.5:
         rl |= {"old_log_probs": "rollout", "old_log_probs_check_fraction": 0.0}
     training |= _choose_memory(random.Random(f"memory of {seed}"))
+    engines = _choose_engines(random.Random(f"engines of {seed}"), layout, has_experts=has_experts)
+    if "fsdp" in engines.values():  # what it refuses, whichever role has it
+        training |= {"check_weight_copies_interval": 0, "optimizer_offload_fraction": 0.0}
+        rl["use_prefix_grouper"] = False
+    if random.Random(f"passes of {seed}").random() < 0.3:  # what a run without them has
+        del rl["use_remove_padding"], rl["use_prefix_grouper"]
     bound, rl_mode = _choose_mode(r)
     rl |= rl_mode
     if "off_policy_token_limit" in rl and not bound:
@@ -236,12 +243,12 @@ def _generate(r: random.Random, seed: int, size: int, model: str, layout: Keys) 
     keys: dict[str, Any] = {
         "megatron_training": training,
         "actor_config": dict(optimizer),
-        "ref_config": {},
+        "ref_config": {"engine": engines["ref"]},
         "rl_config": rl,
         "generate_config": generate,
     }
     if stage == "ray_ppo":
-        keys["critic_config"] = optimizer | {"lr": 0.2}
+        keys["critic_config"] = optimizer | {"lr": 0.2, "engine": engines["critic"]}
     routed = has_experts and rl.get("router_replay", {}).get("mode") == "R3"
     rows = _generate_rows(r, num_prompts, group_size, bound, routed)
     greedy = [None if r.random() < 0.1 else r.randrange(-4, 5) / 4 for _ in range(num_prompts)]
@@ -253,7 +260,15 @@ def _choose_memory(r: random.Random) -> Keys:
     keys: Keys = {"loss_vocab_chunk_size": r.choice([None, None, 8, 24])}
     if fraction := r.choice([0.0, 0.0, 0.4, 1.0]):
         keys |= {"optimizer_offload_fraction": fraction, "optimizer_offload_path": r.choice([None, "."])}
-    return keys
+    return keys | {"stream_ref_weights": r.choice([False, True])}
+
+
+def _choose_engines(r: random.Random, layout: Keys, *, has_experts: bool) -> dict[str, str]:
+    """The engine of each role: that of the layout, or of some roles the other one where no layer is divided."""
+    own = layout.get("engine", "megatron")
+    other = "megatron" if own == "fsdp" else "fsdp"
+    may_differ = not has_experts and layout in ({}, RECOMPUTE, _FSDP, _FSDP | RECOMPUTE)
+    return {"actor": own} | {role: other if may_differ and r.random() < 0.3 else own for role in ("ref", "critic")}
 
 
 def _choose_mode(r: random.Random) -> tuple[int, Keys]:

@@ -223,7 +223,18 @@ class SlowIteration(SlowRun):
         if not self.term["enabled"]:
             return []
         student, teacher = self.current[mask], self.teachers[index][mask]
-        divergence = (student.exp() * (student - teacher)).sum(-1)  # over the whole vocabulary
+        if (count := self.term["topk"]) < teacher.size(-1):
+            ranked = teacher.sort(-1, descending=True)
+            self.margins.add("tokens of the teacher", ranked.values[:, count - 1] - ranked.values[:, count])
+            student, teacher = (values.gather(1, ranked.indices[:, :count]) for values in (student, teacher))
+        if self.term["topk_rest"] == "lump":
+            student, teacher = (_lump(values) for values in (student, teacher))
+        if self.term["topk_rest"] == "renormalize":
+            student, teacher = (values.log_softmax(-1) for values in (student, teacher))
+        divergence = _diverge(student, teacher, self.term["loss_mode"], self.term["beta"])
+        if self.term["topk_rest"] == "drop":
+            self.margins.add("divergence", divergence if count < self.current.size(-1) else 1.0)
+            divergence = divergence.clamp(min=0.0)
         self._add("distillation/divergence", divergence)
         return [(divergence, self.term["distillation_loss_coef"], "distillation/loss")]
 
@@ -321,6 +332,22 @@ class SlowIteration(SlowRun):
         norm = torch.nn.utils.clip_grad_norm_(optimizer.parameters(), self.run.keys[group]["clip_grad"])
         optimizer.step()
         return Step({}, float(norm))
+
+
+def _lump(log_probs: Tensor) -> Tensor:
+    """One more token with the probability of all others, of which float32 has no less than 1e-7."""
+    return torch.cat([log_probs, (1.0 - log_probs.exp().sum(-1, keepdim=True)).clamp(min=1e-7).log()], -1)
+
+
+def _diverge(student: Tensor, teacher: Tensor, mode: str, beta: float) -> Tensor:
+    """Divergence of each token (GKD, arXiv:2306.13649, equation 3)."""
+    q, p = student.exp(), teacher.exp()
+    if mode == "reverse_kl_topk":
+        return (q * (student - teacher)).sum(-1)
+    if mode == "forward_kl_topk":
+        return (p * (teacher - student)).sum(-1)
+    mixture = (beta * p + (1 - beta) * q).log()
+    return (beta * p * (teacher - mixture) + (1 - beta) * q * (student - mixture)).sum(-1)
 
 
 class InconclusiveError(Exception):

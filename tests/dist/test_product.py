@@ -1,8 +1,9 @@
 """Ingredients of a run with one another: every pair that the rules allow is in a whole run that equals its reference.
 
 `.venv/bin/python tests/product_matrix.py` prints the matrix. `--all` makes the runs of `product_compared.json`, which have
-equalled their reference before. `PRODUCT_ALL=1` makes runs for all pairs, `PRODUCT_RUN=N` one of them, `PRODUCT_SEED=N` draws
-other losses and other sets of ingredients, and `PRODUCT_RECORD=1` adds what is equal to the file, with the day.
+equalled their reference before. `PRODUCT_ALL=1` makes runs for all pairs, `PRODUCT_NEW=1` for those that no run of the file
+has; `PRODUCT_RUN=N,M` makes these of them, `PRODUCT_SEED=N` draws other losses and other sets of ingredients, and
+`PRODUCT_RECORD=1` adds what is equal to the file, with the day.
 """
 
 from __future__ import annotations
@@ -146,17 +147,17 @@ def test_a_run_that_has_equalled_its_reference_does(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not {"PRODUCT_ALL", "PRODUCT_RUN"} & set(os.environ),
-    reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_RUN=N one of these; "
-    "PRODUCT_RECORD=1 adds those that are equal to the runs of --all",
+    not {"PRODUCT_ALL", "PRODUCT_NEW", "PRODUCT_RUN"} & set(os.environ),
+    reason="a search for new faults: PRODUCT_ALL=1 makes a run for every pair, PRODUCT_NEW=1 for pairs that have none, "
+    "PRODUCT_RUN=N,M some of these; PRODUCT_RECORD=1 adds those that are equal to the runs of --all",
 )
 def test_every_pair_of_ingredients_is_in_a_run_that_equals_its_reference(
     ranks: Callable[[int], Ranks], folders: Folders, tmp_path: Path
 ) -> None:
     rules = Rules(folders, tmp_path / "rules")
     allowed, _ = list_pairs(rules)
-    runs = cover(rules, allowed, seed=_SEED)
-    chosen = range(len(runs)) if "PRODUCT_RUN" not in os.environ else [int(os.environ["PRODUCT_RUN"])]
+    runs = cover(rules, allowed, seed=_SEED, compared=read_comparisons() if "PRODUCT_NEW" in os.environ else ())
+    chosen = list(map(int, filter(None, os.environ.get("PRODUCT_RUN", "").split(",")))) or range(len(runs))
     failed = []
     for number in chosen:
         try:

@@ -29,6 +29,8 @@ TP, SP = {"tensor_model_parallel_size": 2}, {"tensor_model_parallel_size": 2, "s
 ZERO = {"use_distributed_optimizer": True}
 MUON = {"optimizer": "muon", "muon_extra_scale_factor": 0.2}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+#: a bucket for each parameter, and padding behind the few numbers of a gated delta net
+BUCKETS = ZERO | OVERLAP | {"ddp_bucket_size": 100}
 
 
 def cases(named: Mapping[str, tuple], *quick: str) -> list[Any]:
@@ -43,6 +45,10 @@ SAME: dict[str, tuple[int, str, dict[str, Any]]] = {
     "VPP2 async": (2, "tied", VPP | {"async_save": True}),
     "DP2 distributed optimizer": (2, "untied", ZERO),
     "DP2 distributed optimizer overlap async": (2, "tied", ZERO | OVERLAP | {"async_save": True}),
+    "DP2 in buckets": (2, "hybrid", BUCKETS),
+    "one process bf16 in buckets": (1, "hybrid", BUCKETS | {"bf16": True}),
+    "DP2 bf16 in buckets": (2, "hybrid", BUCKETS | {"bf16": True}),
+    "EP2 bf16 in buckets": (2, "moe", EP | BUCKETS | {"bf16": True}),
     "DP2 bf16": (2, "tied", {"bf16": True}),
     "DP2 bf16 distributed optimizer": (2, "tied", ZERO | {"bf16": True}),
     "EP2 grouped": (2, "moe", EP | {"moe_grouped_gemm": True}),
@@ -53,7 +59,7 @@ SAME: dict[str, tuple[int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("size", "name", "keys"), cases(SAME, "one process async", "TP2 SP", "DP2 bf16 distributed optimizer"))
+@pytest.mark.parametrize(("size", "name", "keys"), cases(SAME, "one process async", "TP2 SP", "DP2 bf16 in buckets"))
 def test_the_same_layout_resumes_to_the_bit(
     ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path, size: int, name: str, keys: dict[str, Any]
 ) -> None:
@@ -80,6 +86,9 @@ OTHER: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
     "distributed optimizer DP2 to one": ("tied", (2, ZERO), (1, ZERO)),
     "distributed optimizer DP2 to TP2": ("untied", (2, ZERO), (2, TP | ZERO)),
     "distributed optimizer PP2 to DP2": ("tied", (2, PP | ZERO), (2, ZERO)),
+    "DP2 in buckets to one": ("hybrid", (2, BUCKETS), (1, {})),
+    "PP2 to DP2 in buckets": ("hybrid", (2, PP), (2, BUCKETS)),
+    "DP2 in buckets to PP2 in others": ("hybrid", (2, BUCKETS), (2, PP | BUCKETS | {"ddp_bucket_size": 300})),
     "EP2 to one": ("moe", (2, EP), (1, {})),
     "one to EP2": ("moe", (1, {}), (2, EP)),
     "EP2 distributed optimizer to one": ("moe", (2, EP | ZERO), (1, ZERO)),
@@ -93,7 +102,13 @@ OTHER: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any
 
 @pytest.mark.parametrize(
     ("name", "saved", "loaded"),
-    cases(OTHER, "TP2 to VPP2", "EP2 distributed optimizer to one", "distributed optimizer off, PP2 to DP2"),
+    cases(
+        OTHER,
+        "TP2 to VPP2",
+        "DP2 in buckets to one",
+        "EP2 distributed optimizer to one",
+        "distributed optimizer off, PP2 to DP2",
+    ),
 )
 def test_another_layout_goes_on_with_the_same_training(
     ranks: Callable[[int], Ranks], models: dict[str, Path], tmp_path: Path, name: str, saved: tuple, loaded: tuple

@@ -53,6 +53,8 @@ ROWS = (
     ("A share of the optimizer's states in host memory or in a file, updated there: numbers of the device, layouts, saves",
      "优化器状态按比例放在主机内存或文件中，由主机更新：数值与设备一致，各种切分与保存",
      ("test_offloaded_optimizer.",)),
+    ("A reference whose layers come from host memory: numbers of one that stays on the device, in every layout",
+     "参考模型的各层从主机内存逐层搬入：各种切分下数值与常驻设备时一致", ("test_streamed_weights.",)),
     ("The run file for one device trains, saves and resumes with the numbers of the run without what saves memory",
      "单设备配置文件可训练、保存、续训，数值与不省显存的运行一致", ("test_one_card.",)),
     ("Supervised stages by their run files, fp32: pretrain, SFT, preference losses, reward models, as on the CPU",

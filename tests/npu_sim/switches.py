@@ -55,6 +55,7 @@ DEVICE_PARTS = (
     "runtime/cluster.py",
     "workers/device_worker.py",
     "workers/model_worker.py",
+    "workers/roles.py",
     "workers/rollout_replica.py",
     "workers/trainer_worker.py",
 )
@@ -71,6 +72,7 @@ ON_HOST = {
     "guarantee_order": "the order of requests",
     "longest_first": "the order of requests",
     "use_dp_batch_balance": "which rank has which row",
+    "process_reward_aggregation": "how the scores of a response's steps become one",
     "distillation": "terms of the loss and who computes its columns",
     "stop": "decoded text on the host",
 }

@@ -16,8 +16,24 @@ platform.select("cpu")
 adaptors.apply("train")
 
 
-#: folders whose event loops keep the deadlines of samples
-_WATCHED = tuple(str(Path(__file__).parent / name) for name in ("tools", "rollout", "serving", "rewards", "isolation"))
+#: tests of code with event loops
+_WATCHED = tuple(
+    str(Path(__file__).parent / name)
+    for name in (
+        "tools",
+        "rollout",
+        "serving",
+        "rewards",
+        "isolation",
+        "inference",
+        "dataplane",
+        "trainers",
+        "observability",
+        "workers",
+        "data",
+        "test_http_client",
+    )
+)
 
 
 @pytest.fixture(autouse=True)

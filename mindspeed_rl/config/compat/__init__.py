@@ -48,9 +48,15 @@ NO_EQUIVALENT: dict[str, str] = {
     "vllm_num_engines": "it follows from the devices / generate_config.infer_tensor_parallel_size",
     "logit_bias": "rollouts have no bias for single tokens",
     "logger": "write rl_config.use_tensorboard, use_wandb or use_swanlab: true",
-    "deepspeed": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
-    "zero_stage": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
-    "fsdp": "Megatron-core is the only engine; megatron_training.use_distributed_optimizer is the closest equivalent",
+    "deepspeed": "engines are megatron and fsdp (megatron_training.engine); the closest is use_distributed_optimizer",
+    "zero_stage": "engines are megatron and fsdp (megatron_training.engine); the closest is use_distributed_optimizer",
+    "fsdp": "write megatron_training.engine: fsdp, which trains dense models of text",
+    "infer_backend": "vLLM is the only rollout engine, vllm-ascend on NPUs; a server of LMDeploy or SGLang can be a judge "
+    "(rl_config.judge_url) or a teacher that returns log-probs (rl_config.distillation.teacher_models)",
+    "use_legacy_models": "Megatron-core's models are the only ones; mindspeed-rl convert reads weights of the older form, and "
+    "megatron_training.engine: fsdp trains the module of transformers",
+    "reward_model_plugin": "mindspeed-rl import swift reads ms-swift's classes; in a run file, a function that asks the model "
+    "is one of rl_config.verifier_function, and a folder of weights is rl_config.reward_model",
     "torch_dtype": "megatron_training.bf16: false is fp32 for training, generate_config.dtype the rollout's format",
     "fp16": "megatron_training.bf16 is true or false (fp32); fp16 is not available",
     "attn_implementation": "the platform has only one attention",

@@ -339,6 +339,9 @@ class _MemoryKeys:
         "folder on a local disk whose file has these states; unset: host memory",
         "本地磁盘上的文件夹，这些状态放在其中的文件里；不设则放在主机内存", needs=("optimizer_offload_fraction", "set"),
         on_resume="exact")
+    stream_ref_weights: bool = key(False,
+        "keep the reference's weights in host memory and bring them to the device layer by layer in each of its passes; slower",
+        "参考模型的权重放在主机内存，每次前向时逐层搬到设备上；速度较慢", on_resume="exact")
     reuse_fp32_param: bool = key(False, "bf16 weights share the storage of their fp32 copies",
         "bf16 权重与其 fp32 副本共用存储", only_on="npu", on_resume="exact")
     loss_chunk_size: int = key(1024, "tokens whose vocabulary logits exist at the same time", "同时存在词表 logits 的 token 数",
@@ -447,6 +450,8 @@ class _PreferenceKeys:
         stages="kto", on_resume="exact")
     kto_undesirable_weight: float = key(1.0, "kto: weight of undesirable answers", "kto：差回答的权重",
         range=Bounds(0, 1e6), stages="kto", on_resume="exact")
+    center_rewards_coefficient: float = key(0.0, "orm: weight of the squared sum of both scores, which draws them to 0",
+        "orm：两个分数之和的平方的权重，使分数靠近 0", range=Bounds(0, 1e6), stages="orm", on_resume="exact")
     ref_model: str = key("", "dpo, kto: folder of the reference weights; the policy's initial weights when empty",
         "dpo、kto：参考模型权重的文件夹；为空时用策略自己的起点", stages="dpo kto", on_resume="reference")
     refer_model_iter: int = key(1, "dpo, kto: iteration of that checkpoint", "dpo、kto：该检查点的迭代号",

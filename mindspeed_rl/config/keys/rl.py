@@ -201,11 +201,15 @@ class _BatchKeys:
         "一个 critic 副本为更新一次取的行数", range=Range.ROWS,
         no_effect=("an update takes the rows of one optimizer step", "取一个优化器步的行"), on_resume="exact")
 
-    use_remove_padding: bool = key(False, "pack sequences without padding", "打包序列，不留填充", supervised=True,
-        elsewhere="padding_free packing_samples", on_resume="exact")
-    use_prefix_grouper: bool = key(False, "prefix sharing: compute a prompt once for all its samples in a micro-batch",
-        "前缀共享：同一 micro-batch 中，一个 prompt 的所有样本只计算一次 prompt", needs=("use_remove_padding", (True,)),
+    use_remove_padding: bool | None = key(None,
+        "pack sequences without padding; when unset true in runs with rollouts, false in supervised stages",
+        "打包序列，不留填充；不设时，含 rollout 的运行为 true，监督阶段为 false", supervised=True,
+        elsewhere="padding_free packing_samples",
         on_resume="exact")
+    use_prefix_grouper: bool | None = key(None,
+        "prefix sharing: compute a prompt once for all its samples in a micro-batch; when unset true where the run allows it",
+        "前缀共享：同一 micro-batch 中，一个 prompt 的所有样本只计算一次 prompt；不设时，运行允许即为 true",
+        needs=("use_remove_padding", (True,)), on_resume="exact")
     use_dynamic_bsz: bool = key(False, "fill micro-batches up to a token budget instead of a row count",
         "micro-batch 按 token 预算装满，而不按行数", supervised=True, elsewhere="use_dynamic_batch_size", on_resume="exact")
     max_packing_token_size: int = key(4096, "token budget of a micro-batch; the three keys below take it when unset",

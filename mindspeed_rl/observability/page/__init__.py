@@ -1,8 +1,8 @@
 """One HTML file that shows a run, or several next to each other, without a network: curves, warnings, samples, timeline.
 
-Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. Plotly's script comes from
-its package and is embedded; the data are JSON in the page, and the page's own script (page.js) adds the text of models only as
-text.
+Metrics are curves, grouped into charts and thinned out from ten thousand points to a few hundred. A chart whose lines never
+change is a line of text; the others are SVG, drawn by charts.js. The data are JSON in the page, and page.js adds the text of
+models only as text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from plotly.offline import get_plotlyjs
 
 from mindspeed_rl.files import write_file
 from mindspeed_rl.observability.agent_turns import describe_turns
-from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import clean_record
 from mindspeed_rl.observability.result import pair_evaluations
@@ -40,17 +39,19 @@ _TILES: tuple[tuple[str, str, str], ...] = (
     ("critic/score/mean", "reward", ".3f"),
     ("eval/loss", "loss, held out", ".4f"),
     ("train/loss", "loss", ".4f"),
-    ("response_length/mean", "tokens a response", ".0f"),
+    ("response_length/mean", "tokens per response", ".0f"),
     ("rollout/log_probs_diff_max", "trainer against rollout", ".1e"),
-    ("timing/all", "seconds an iteration", ".2f"),
-    ("e2e_tps", "tokens/s a device", ",.0f"),
-    ("train/tokens_per_s", "tokens/s a device", ",.0f"),
+    ("timing/all", "seconds per iteration", ".2f"),
+    ("e2e_tps", "tokens/s per device", ",.0f"),
+    ("train/tokens_per_s", "tokens/s per device", ",.0f"),
     ("memory/peak_gib", "GiB at the peak", ".2f"),
 )
 
 
 #: points of a curve at most, and iterations of which a tile has the median
 _MAX_POINTS, _TILE_ITERATIONS = 600, 10
+#: values of a curve that may be called constant
+_MIN_CONSTANT = 3
 
 #: metric -> its name in a legend; others are named by their last part
 _NAMES: dict[str, str] = {
@@ -183,7 +184,7 @@ _CHARTS = (
     _Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
     _Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
     _Chart("Router", ("router/*", "moe/*"), "Policy"),
-    _Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s a device"),
+    _Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s per device"),
     _Chart("Speculative decoding", ("rollout/tokens_per_step", "rollout/draft_acceptance"), "Speed"),
     _Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
     _Chart("Iteration", ("timing/all",), "Speed", unit="s"),
@@ -221,7 +222,7 @@ def render(runs: Sequence[RunFiles], *, is_live: bool = False) -> str:
         "TITLE": html.escape(title),
         "STYLE": assets.joinpath("page.css").read_text(encoding="utf-8"),
         "DATA": data,
-        "PLOTLY": get_plotlyjs(),
+        "CHARTS": assets.joinpath("charts.js").read_text(encoding="utf-8"),
         "SCRIPT": assets.joinpath("page.js").read_text(encoding="utf-8"),
     }
     page = assets.joinpath("page.html").read_text(encoding="utf-8")
@@ -241,25 +242,52 @@ def _collect_data(runs: Sequence[RunFiles]) -> dict[str, object]:
     }
 
 
-def collect_figures(runs: Sequence[RunFiles]) -> dict[str, object]:
+def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
     """Return the part of the data that a page which follows its runs gets anew."""
     by_run = [_build_curves(run.history) for run in runs]
     names = list(dict.fromkeys(name for by_name in by_run for name in by_name))
     shown: set[str] = set()
-    charts = []
+    charts, constants = [], list[dict[str, str]]()
     for chart in _CHARTS:
         metrics = _select_metrics(names, chart)
-        is_empty = not any(any(by_name[name].y) for by_name in by_run for name in metrics if name in by_name)
-        if metrics and (not is_empty or chart.title in _ALWAYS):
-            shown.update(metrics)
-            charts.append(_collect_chart(chart, metrics, by_run))
+        curves = [by_name[name] for by_name in by_run for name in metrics if name in by_name]
+        if not metrics or (not any(any(curve.y) for curve in curves) and chart.title not in _ALWAYS):
+            continue
+        shown.update(metrics)
+        collected = _collect_chart(chart, metrics, by_run)
+        # areas show how large each is, also where nothing changes
+        if chart.kind == "lines" and chart.title not in _ALWAYS and all(map(_is_constant, curves)):
+            constants.append({"section": chart.section, "text": _describe_constant(chart, collected["lines"], runs)})
+        else:
+            charts.append(collected)
     others = [_collect_chart(_Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
+    for index, (run, by_name) in enumerate(zip(runs, by_run)):
+        if run.expected is not None and (curve := by_name.get(run.expected.metric)) is not None:
+            _add_expected([*charts, *others], index, run.expected, curve)
     return {
         "runs": [_collect_run(run) for run in runs],
+        "sections": list(dict.fromkeys(str(chart["section"]) for chart in [*charts, *constants])),
         "charts": charts,
+        "constants": constants,
         "others": others,
         "examples": clean_record(json.loads(json.dumps(_pair_examples(runs[0].examples)), parse_constant=lambda _: None)),
     }
+
+
+def _is_constant(curve: _Curve) -> bool:
+    """Return True for a curve of one value, which has been the same often enough."""
+    return len(curve.y) >= _MIN_CONSTANT and len({*curve.y, *curve.low, *curve.high}) == 1
+
+
+def _describe_constant(chart: _Chart, lines: Sequence[Mapping[str, Any]], runs: Sequence[RunFiles]) -> str:
+    """Return the values of a chart whose lines never change, in a line."""
+    values = []
+    for line in lines:
+        names = [runs[line["run"]].name] if len(runs) > 1 else []
+        names += [line["label"]] if len({item["name"] for item in lines}) > 1 else []
+        values.append(" ".join([*names, f"{line['y'][0]:g}"]))
+    unit = f" {chart.unit}" if chart.unit else ""
+    return f"{chart.title.lower()} {', '.join(values)}{unit}"
 
 
 def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[str, object]]:
@@ -270,7 +298,7 @@ def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[
     return [{"prompt": a["prompt"], "label": a.get("label"), "before": a, "after": b} for a, b in chosen]
 
 
-def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, object]:
+def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, Any]:
     lines: list[dict[str, object]] = []
     for index, by_name in enumerate(by_run):
         curves = list[tuple[list[int], list[float]]]()
@@ -295,6 +323,18 @@ def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mappi
     }
 
 
+def _add_expected(charts: Sequence[dict[str, Any]], index: int, expected: ExpectedCurve, curve: _Curve) -> None:
+    """Add the band that a run is expected in to the first chart with its metric, also under another name."""
+
+    def shows(line: Mapping[str, Any]) -> bool:
+        return line["run"] == index and line["x"] == curve.x and line["y"] == curve.y
+
+    middle, low, high = expected.draw()
+    band = {"x": list(middle.x), "y": list(middle.y), "low": low, "high": high}
+    chart = next(chart for chart in charts if any(map(shows, chart["lines"])))
+    chart["lines"].append({"run": index, "name": "expected", "label": "expected band", **band})
+
+
 def _collect_run(run: RunFiles) -> dict[str, object]:
     tiles, labels = [], set[str]()
     for name, label, spec in _TILES:
@@ -315,7 +355,7 @@ def _collect_run(run: RunFiles) -> dict[str, object]:
         "seconds": sum(run.history.finite("timing/all").y),
         "tiles": tiles,
         "learnt": _describe_learning(run),
-        "alerts": [vars(alert) for alert in find_alerts(run.history, run.completions)],
+        "alerts": [vars(alert) for alert in run.find_alerts()],
         "plan": report.get("plan", {}),
         "config": report.get("config_set", {}),
         "versions": report.get("versions", {}),

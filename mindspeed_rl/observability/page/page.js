@@ -3,7 +3,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 // Okabe and Ito's colours, which the colour-blind tell apart, then darker ones for many series
 const COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7b5ea7", "#8c8c8c", "#a6761d", "#1b4f72", "#7a2e00"];
-const DASHES = ["solid", "dash", "dot", "dashdot"];
+const DASHES = ["none", "7 4", "2 3", "7 3 2 3"];
 const many = data.runs.length > 1;
 const drawn = [];
 
@@ -26,60 +26,28 @@ function clock(seconds) {
 const dark = () => document.documentElement.dataset.theme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function layout(extra) {
-  const axis = { exponentformat: "e", gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true };
-  return Object.assign({
-    margin: { l: 48, r: 12, t: 8, b: 34 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-    font: { color: css("--ink"), size: 12 }, hovermode: "x unified", hoverlabel: { bgcolor: css("--card"), font: { color: css("--ink") } },
-    legend: { orientation: "h", y: -0.18, font: { size: 11 } },
-  }, extra, { xaxis: Object.assign({}, axis, { exponentformat: "none" }, extra.xaxis), yaxis: Object.assign({}, axis, extra.yaxis) });
-}
-
-function faded(color, opacity) {
-  const n = parseInt(color.slice(1), 16);
-  return `rgba(${n >> 16},${(n >> 8) & 255},${n & 255},${opacity})`;
-}
-
-function traces(chart) {
-  const names = [...new Set(chart.lines.map((line) => line.name))], found = [];
-  for (const line of chart.lines) {
-    const which = names.indexOf(line.name);
-    const color = COLORS[(many ? line.run : which) % COLORS.length];
-    const label = many ? (names.length > 1 ? `${data.runs[line.run].name} · ${line.label}` : data.runs[line.run].name) : line.label;
-    if (chart.kind === "stacked" && !many) {
-      found.push({ x: line.x, y: line.y, name: label, stackgroup: "all", mode: "lines", line: { width: 0.5, color: COLORS[which % COLORS.length] } });
-      continue;
-    }
-    if (line.low.length) {
-      found.push({ x: line.x, y: line.low, mode: "lines", line: { width: 0 }, hoverinfo: "skip", showlegend: false });
-      found.push({ x: line.x, y: line.high, mode: "lines", line: { width: 0 }, fill: "tonexty", fillcolor: faded(color, 0.18), hoverinfo: "skip", showlegend: false });
-    }
-    const smooth = line.x.length >= 30 && !line.low.length ? average(line.y) : null;
-    if (smooth) found.push({ x: line.x, y: line.y, mode: "lines", line: { width: 1, color: faded(color, 0.3) }, hoverinfo: "skip", showlegend: false });
-    found.push({ x: line.x, y: smooth || line.y, customdata: line.y, name: label, hovertemplate: smooth ? "%{customdata:.4g} (mean around it %{y:.4g})" : "%{y:.4g}", mode: line.x.length < 40 ? "lines+markers" : "lines", marker: { size: 5 }, line: { width: 1.8, color, dash: many ? DASHES[which % DASHES.length] : "solid" } });
-  }
-  return found;
-}
-
-// mean of the values around each, a twentieth of them
-function average(values) {
-  const half = Math.max(2, Math.round(values.length / 40));
-  return values.map((_, i) => { const near = values.slice(Math.max(0, i - half), i + half + 1); return near.reduce((a, b) => a + b, 0) / near.length; });
+// the lines of a chart with their colours and names; runs have colours where there are several, else metrics
+function namedLines(chart) {
+  const names = [...new Set(chart.lines.map((line) => line.name))];
+  return chart.lines.map((line) => {
+    const which = names.indexOf(line.name), run = data.runs[line.run].name;
+    const label = many ? (names.length > 1 ? `${run} · ${line.label}` : run) : line.label;
+    return { ...line, label, color: COLORS[(many ? line.run : which) % COLORS.length], dash: many ? DASHES[which % DASHES.length] : "none" };
+  });
 }
 
 function draw(node, chart) {
-  const shown = traces(chart), values = chart.lines.flatMap((line) => line.y);
-  const low = Math.min(...values), high = Math.max(...values);
-  // of a constant Plotly draws one unit around it, in which 0.001 looks like 0
-  const range = low === high && chart.kind !== "stacked" && !chart.log ? { range: low ? [Math.min(0, 2 * low), Math.max(0, 2 * low)] : [-1, 1] } : {};
-  const extra = { showlegend: shown.filter((t) => t.showlegend !== false).length > 1, xaxis: { title: { text: "iteration", font: { size: 11 }, standoff: 4 } }, yaxis: Object.assign({ title: { text: chart.unit, font: { size: 11 } }, type: chart.log ? "log" : "linear" }, range) };
-  Plotly.react(node, shown, layout(extra), { responsive: true, displayModeBar: false });
+  const shown = node.chart || (node.chart = { node });
+  const kind = chart.kind === "stacked" && many ? "lines" : chart.kind;
+  Object.assign(shown, { lines: namedLines(chart), kind, unit: chart.unit, log: chart.log });
+  drawChart(shown);
 }
 
 function chartCard(chart, wide) {
   const node = el("div", { class: "chart" });
+  const save = el("button", { class: "save", title: "this chart as a picture", onclick: () => savePicture(node.chart, chart.title, { ink: css("--ink"), line: css("--line"), card: css("--card") }) }, "PNG");
   drawn.push(() => draw(node, chart));
-  return el("div", { class: wide ? "card wide" : "card" }, el("h3", {}, chart.title), chart.note ? el("div", { class: "dim small" }, chart.note) : null, node);
+  return el("div", { class: wide ? "card wide" : "card" }, save, el("h3", {}, chart.title), chart.note ? el("div", { class: "dim small" }, chart.note) : null, node);
 }
 
 // ---------------------------------------------------------------- the top
@@ -111,10 +79,12 @@ function section(title, id) {
 }
 
 function charts() {
-  for (const title of [...new Set(data.charts.map((chart) => chart.section))]) {
+  for (const title of data.sections) {
     const grid = el("div", { class: "charts" });
     section(title, title.toLowerCase()).append(grid);
     for (const chart of data.charts.filter((c) => c.section === title)) grid.append(chartCard(chart, chart.kind === "stacked"));
+    const constants = data.constants.filter((item) => item.section === title);
+    if (constants.length) grid.after(el("div", { class: "dim small constants" }, `constant: ${constants.map((item) => item.text).join(" · ")}`));
     if (title === "Learning") examples();
   }
 }
@@ -124,14 +94,12 @@ function charts() {
 function timeline() {
   const { rows, tids, bars } = data.timeline;
   if (!bars.length) return;
-  const node = el("div", { class: "chart", style: `height:${120 + 34 * rows.length}px` });
+  const node = el("div", { class: "chart timeline" });
   section("Timeline", "timeline").append(el("div", { class: "card" }, el("div", { class: "dim small" }, "the last iterations, a row for each process; the whole is timeline.json for ui.perfetto.dev"), node));
   const names = [...new Set(bars.map((bar) => bar[1]))].filter((name) => name !== "all");
-  drawn.push(() => Plotly.react(node, names.map((name, index) => {
-    const own = bars.filter((bar) => bar[1] === name);
-    return { type: "bar", orientation: "h", name, y: own.map((bar) => rows[tids.indexOf(bar[0])]), base: own.map((bar) => bar[3]), x: own.map((bar) => bar[4]),
-      marker: { color: COLORS[index % COLORS.length] }, customdata: own.map((bar) => bar[2]), hovertemplate: `${name}, iteration %{customdata}: %{x:.3f} s<extra></extra>` };
-  }), layout({ barmode: "overlay", hovermode: "closest", bargap: 0.35, xaxis: { title: { text: "s", font: { size: 11 } } }, yaxis: {} }), { responsive: true, displayModeBar: false }));
+  const color = (name) => COLORS[names.indexOf(name) % COLORS.length];
+  const shown = bars.filter((bar) => bar[1] !== "all").map(([tid, name, iteration, start, length]) => ({ row: tids.indexOf(tid), start, length, color: color(name), text: `${name}, iteration ${iteration}: ${length.toFixed(3)} s` }));
+  drawn.push(() => drawBars(node, rows, shown, names.map((name) => ({ label: name, color: color(name) }))));
 }
 
 // ---------------------------------------------------------------- before and after
@@ -304,7 +272,11 @@ const versions = data.runs[0].versions;
 document.body.append(el("footer", {}, Object.entries(versions).map(([name, version]) => `${name} ${version}`).join(" · ")));
 drawn.forEach((again) => again());
 // a phone settles its width after the page was laid out
-new ResizeObserver(() => document.querySelectorAll(".chart").forEach((node) => Plotly.Plots.resize(node))).observe(document.getElementById("main"));
+let width = document.getElementById("main").clientWidth;
+new ResizeObserver(() => {
+  const now = document.getElementById("main").clientWidth;
+  if (now !== width) { width = now; drawn.forEach((again) => again()); }
+}).observe(document.getElementById("main"));
 
 // ---------------------------------------------------------------- a page that follows its runs
 

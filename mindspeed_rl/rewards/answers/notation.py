@@ -34,7 +34,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             for infix in (rf"{_OPERAND}\s*\\{command}(?![a-zA-Z])\s*{_OPERAND}",)
         ),
         (r"\\(?:[lc]?dots[bcmio]?)(?![a-zA-Z])|…|(?<!\.)\.{3}(?!\.)", r"\\ldots "),
-        (r"(?i)(?<![A-Za-z\\])(?:positive\s+)?infinity(?![A-Za-z])", r"\\infty "),
+        (r"(?i)(?<![A-Za-z\\])(?:positive\s+)?infinity(?![A-Za-z])|^正?无穷大?$", r"\\infty "),
         (r"(?i)(?<![A-Za-z\\])(?:US\s?\\?\$|USD\s*\\?\$?(?=\s*-?\d))", "$"),
         (r"\\(?:boxed|fbox)\{(.*)\}", r"\1"),
         (r"^\*\*(.*)\*\*$", r"\1"),
@@ -44,7 +44,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
         (r"(?<=\d)(?:\\[,!:;]|\{,\}|,\\!)(?=\d{3})", ","),
-        (r"\\left\s*\.|\\right\s*\.|\\(?:left|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
+        (r"\\left\s*\.|\\right\s*\.|\\(?:left|middle|right|[bB]igg?[lr]?)(?![a-zA-Z])", ""),
         (r"\\(?:displaystyle|textstyle|mathbf|mathit|bf|rm|limits)(?![a-zA-Z])", ""),
         (r"(?<!\\)\\[!;,:> ]|~|\\q?quad(?![a-zA-Z])|\\hspace\*?\{[^{}]*\}|\\phantom\{[^{}]*\}", " "),
         (r"\\[dtc]frac(?![a-zA-Z])|(?<![\\A-Za-z])[dtc]?frac(?=\s*[{\d])", r"\\frac"),
@@ -94,6 +94,7 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\(?:dbinom|tbinom)(?![a-zA-Z])|\\choose(?=\{)", r"\\binom"),
         (r"(?<![A-Za-z\\])C\s*\(\s*(\d+)\s*,\s*(\d+)\s*\)", r"\\binom{\1}{\2}"),
         (r"(?<![A-Za-z\\])C_\{?(\d+)\}?\^\{?(\d+)\}?", r"\\binom{\1}{\2}"),
+        (r"(?:\{\s*\}|^|(?<=[=\s(+*/-]))_\{?(\d+)\}?\s*C_\{?(\d+)\}?", r"\\binom{\1}{\2}"),
         # before the rule for a single star, which would see two products
         (r"\*\*", "^"),
         (r"\^\s*\(([^()]*(?:\([^()]*\)[^()]*)*)\)", r"^{\1}"),

@@ -41,8 +41,12 @@ _EITHER, _BOTH = (" or ", ",", "或", r"\lor ", r"\vee "), (" and ", "且", r"\l
 #: \{x \in \mathbb{R} : x > 3\}
 _BUILDER = re.compile(r"\\?\{\s*([A-Za-z])\s*(?:\\in\s*\\mathbb\{R\}\s*)?(?:\||:)\s*(.*?)\\?\}")
 _REMOVED = re.compile(
-    r"(?:\\mathbb\{R\}|all real numbers)\s*(?:\\setminus|\\backslash|-|except|without)\s*(?:\\?\{(.*?)\\?\}|([^{}]+))"
+    r"(?:(?:\\mathbb\{R\}|all real numbers)\s*(?:\\setminus|\\backslash|-|except|without)"
+    r"|[A-Za-z]\s*(?:\\notin|\\not\s*\\in|∉))"
+    r"\s*(?:\\?\{(.*?)\\?\}|([^{}]+))"
 )
+#: a comma before a word that joins relations
+_COMMA = re.compile(r"\s*,\s*(?=(?:or|and)\s)")
 _REAL = re.compile(r"^[A-Za-z]\s*\\in\s*\\mathbb\{R\}\s*,\s*")
 _INFINITE = re.compile(r"([+-]?)\s*\\infty\s*")
 
@@ -52,8 +56,10 @@ def read_region(text: str) -> Region | None:
 
     Tuples such as (1, 2) may be intervals as well, see `as_interval`.
     """
+    if text.endswith("}") and len(split_outside(text, (r"\cup",))) > 1:
+        return _read_union(text)
     builder = _BUILDER.fullmatch(text)
-    condition = _REAL.sub("", builder[2].strip() if builder else text)
+    condition = _COMMA.sub(" ", _REAL.sub("", builder[2].strip() if builder else text))
     removed = _REMOVED.fullmatch(condition)
     if removed is not None:
         outside = _read_complement(removed[2] or "")
@@ -82,10 +88,17 @@ def as_interval(opening: str, low: str, high: str, closing: str) -> Interval | N
 
 
 def _read_union(text: str) -> Region | None:
-    r"""Read (-\infty, 2) \cup [3, 5) \cup \{7\}; an interval alone only if it has an infinite end or different brackets."""
+    r"""Read (-\infty, 2) \cup [3, 5) \cup \{7\} \cup \{x : x > 9\}.
+
+    An interval alone has an infinite end or different brackets, or it is a tuple.
+    """
     intervals: list[Interval] = []
     parts = split_outside(text, (r"\cup",))
     for part in parts:
+        described = read_region(part) if len(parts) > 1 and _BUILDER.fullmatch(part) else None
+        if described is not None:
+            intervals += described.intervals
+            continue
         body = part.replace(r"\{", "{").replace(r"\}", "}")
         if len(body) < 3 or body[0] not in OPENING or body[-1] not in CLOSING or not closes_at_end(body):
             return None

@@ -258,25 +258,45 @@ _DOMAIN = (
     r"\\in(?![a-zA-Z])\s*(?:\\mathbb\{([ZN])\}|([ZN]))\s*"
     r"((?:\^\s*\{?\s*(?:\+|\*|\\ast)\s*\}?|_\s*\{?\s*(?:\+|0|>\s*0|\\geq?\s*0|≥\s*0)\s*\}?)?)"
 )
+#: words of a domain -> its letter
+_DOMAIN_WORDS = {
+    "integer": "Z", "positive integer": "N+", "non-negative integer": "N", "nonnegative integer": "N", "natural number": "N",
+    "整数": "Z", "正整数": "N+", "非负整数": "N", "自然数": "N",
+}  # fmt: skip
+_ENGLISH_DOMAIN = rf"({'|'.join(sorted((word for word in _DOMAIN_WORDS if word.isascii()), key=len, reverse=True))})s?"
+_CHINESE_DOMAIN = rf"({'|'.join(word for word in _DOMAIN_WORDS if not word.isascii())})"
+#: first values of a parameter, and its letter
+_FIRST_VALUES = {r"1,2": "N+", r"1,2,3": "N+", r"0,1,2": "N", r"0,1,2,3": "N", r"0,\pm1": "Z", r"0,\pm1,\pm2": "Z"}
 _PARAMETER = re.compile(
     rf"(.*?\S)(?:\s*[,;(]\s*(?:where |for |with |其中)?|\s+(?:where|for|with)\s)\s*(?:([a-z])\s*{_DOMAIN}"
-    r"|([a-z]) (?:is )?(?:an? |any |all )?(integers?)"
-    r"|(?:any |all |every )?(integers?) ([a-z])"
-    r"|([a-z])\s*(?:为|是)(?:任意)?(整数))\s*\)?",
+    rf"|([a-z]) (?:is )?(?:an? |any |all )?{_ENGLISH_DOMAIN}"
+    rf"|(?:any |all |every )?{_ENGLISH_DOMAIN} ([a-z])"
+    rf"|([a-z])\s*(?:为|是)(?:任意)?{_CHINESE_DOMAIN}"
+    r"|([a-z])\s*=\s*([01][\d,\s\\pm]*?)\s*,\s*\\ldots)\s*\)?",
     re.DOTALL,
 )
+#: \{ k\pi | k \in \mathbb{Z} \}, \{ x | x = k\pi, k \in \mathbb{Z} \}
+_FAMILY_SET = re.compile(r"\\?\{\s*((?:[^{}|]|\{[^{}]*\})+?)\s*(?:\||:)\s*(.*?)\s*\\?\}", re.DOTALL)
 #: a name that no answer has
 _PARAMETER_NAME = r"\ell "
 
 
 def _read_family(text: str, depth: int) -> Value | None:
-    r"""Read k\pi, k \in \mathbb{Z}, with any name of the parameter."""
+    r"""Read k\pi, k \in \mathbb{Z}, with any name of the parameter; also as a set."""
+    if (members := _FAMILY_SET.fullmatch(text)) is not None:
+        is_named = members[2].replace(" ", "").startswith(f"{members[1]}=")
+        text = members[2] if is_named else f"{members[1]}, {members[2]}"
     match = _PARAMETER.fullmatch(text)
     if match is None:
         return None
-    body, first, blackboard, plain, sign, second, _, _, third, fourth, _ = match.groups()
-    name, letter = next(name for name in (first, second, third, fourth) if name), blackboard or plain or "Z"
-    domain = letter if not sign else "N" if re.search(r"0", sign) and ">" not in sign else "N+"
+    body, first, blackboard, plain, sign, second, english, before, third, fourth, chinese, fifth, values = match.groups()
+    name = next(name for name in (first, second, third, fourth, fifth) if name)
+    if first is not None:
+        domain = (blackboard or plain) if not sign else "N" if re.search(r"0", sign) and ">" not in sign else "N+"
+    elif fifth is None:
+        domain = _DOMAIN_WORDS[english or before or chinese]
+    elif (domain := _FIRST_VALUES.get(re.sub(r"\s", "", values), "")) == "":
+        return None
 
     def rename(run: re.Match[str]) -> str:
         letters = run[0]

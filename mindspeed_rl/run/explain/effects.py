@@ -103,7 +103,7 @@ def _find_reason(run: Run, path: str, holder: object, name: str, key: Key) -> st
     if isinstance(holder, MsprobeConfig):
         return "" if name == "msprobe" else _find_dump_reason(run, holder, name)
     if isinstance(holder, MegatronConfig):
-        return _find_training_reason(cfg, holder, name)
+        return _find_training_reason(run, holder, name)
     return _find_rl_reason(run, name) if path == "rl_config" else ""
 
 
@@ -139,7 +139,8 @@ def _find_dump_reason(run: Run, dumps: MsprobeConfig, name: str) -> str:
     return "" if objective.has_critic else f"adv_estimator is {cfg.rl_config.adv_estimator}"
 
 
-def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> str:
+def _find_training_reason(run: Run, role: MegatronConfig, name: str) -> str:
+    cfg = run.config
     conditions = (
         (name == "num_npus" and not cfg.is_supervised, "rl_config.actor_resource.num_npus decides"),
         (name == "async_save" and role.save is None, "save is not set"),
@@ -155,6 +156,8 @@ def _find_training_reason(cfg: RunConfig, role: MegatronConfig, name: str) -> st
             name in ("reset_attention_mask", "no_pad_to_seq_lengths") and not cfg.is_supervised,
             "rollouts keep their length, and packed ones always attend only to themselves",
         ),
+        (name == "stream_ref_weights" and not run.has_reference, "there is no reference with weights of its own"),
+        (name == "stream_ref_weights" and not cfg.ref_config.stream_ref_weights, "ref_config has it false"),
         (
             name == "moe_token_dispatcher_type" and role.moe_token_dispatcher_type == "alltoall_seq",
             "alltoall_seq is read as alltoall, which sends the same tokens",
@@ -261,7 +264,8 @@ def _reads(run: Run, name: str) -> bool:
 
 
 def _scores_by(run: Run, function: str) -> bool:
-    return run.rl.rule_reward and function in run.rl.verifier_function
+    """Return True where the function scores, or the one with the scores of ms-swift's."""
+    return run.rl.rule_reward and not {function, f"swift_{function}"}.isdisjoint(run.rl.verifier_function)
 
 
 def _list_values(run: Run) -> dict[str, object]:

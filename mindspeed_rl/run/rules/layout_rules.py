@@ -195,7 +195,12 @@ def _rollout(run: Run) -> Iterator[Broken]:
     """Check the layout of the rollout engine."""
     generate, pipeline = run.generate, "generate_config.infer_pipeline_parallel_size"
     if generate.infer_pipeline_parallel_size != 1:
-        yield violate("rollout.pipeline", f"[{pipeline}] must be 1", {pipeline: 1})
+        yield violate(
+            "rollout.pipeline",
+            f"[{pipeline}] must be 1: the rollout engine has no pipeline; a model that one device does not hold takes more "
+            "infer_tensor_parallel_size or, with experts, infer_expert_parallel_size",
+            {pipeline: 1},
+        )
     if generate.infer_tensor_parallel_size < 1:
         yield violate("rollout.positive", f"[{_INFER_TENSOR}] must be at least 1", {_INFER_TENSOR: 1})
         return

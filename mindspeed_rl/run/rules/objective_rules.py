@@ -49,8 +49,9 @@ def _rewards(run: Run) -> Iterator[Broken]:
     if rl.filter_groups_enable:
         yield from _group_filter(run, functions_key)
     yield from _prompt_sampling(run)
-    if "soft_overlong" in given and rl.soft_cache_length is None:
-        text = "[soft_cache_length:name] is not set, but the reward function soft_overlong needs it"
+    overlong = next((name for name in ("soft_overlong", "swift_soft_overlong") if name in given), None)
+    if overlong is not None and rl.soft_cache_length is None:
+        text = f"[soft_cache_length:name] is not set, but the reward function {overlong} needs it"
         yield violate("soft_cache_length", text, keys={"verifier_function": given})
 
 

@@ -506,6 +506,21 @@ def _shared_backbone(run: Run) -> Iterator[Broken]:
         )
 
 
+@needs("rl_config")
+def _streamed_reference(run: Run) -> Iterator[Broken]:
+    """Check that the weights which a device sees layer by layer never change."""
+    group = "ref_config" if "ref_config" in run.config.set_keys else "actor_config"
+    if run.has_reference and run.config.ref_config.stream_ref_weights and run.rl.sync_ref_model:
+        key = f"{group}.stream_ref_weights"
+        yield violate(
+            "streamed_reference",
+            f"[{key}:name] and [sync_ref_model:name] exclude each other: the copy in host memory is made once, and does not "
+            "follow the actor",
+            {"sync_ref_model": False},
+            {key: False},
+        )
+
+
 def _split(run: Run) -> Iterator[Broken]:
     key, split = "actor_config.split", run.config.actor_config.split
     try:
@@ -591,6 +606,7 @@ RUN_RULES = (
     _adapters,
     _pushed_adapters,
     _shared_backbone,
+    _streamed_reference,
     _muon,
     _offloaded_optimizer,
     _mindspeed,

@@ -37,7 +37,7 @@ class OutcomeReward(Pairs):
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         scores = inputs.outputs[0][:, 0]
-        return pairwise_reward_loss(scores[0::PAIR], scores[1::PAIR])
+        return pairwise_reward_loss(scores[0::PAIR], scores[1::PAIR], centre=self.config.center_rewards_coefficient)
 
 
 class ProcessReward(Stage[ProcessRewardSample]):

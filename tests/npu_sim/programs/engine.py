@@ -7,6 +7,7 @@ tools/npu_smoke.sh runs this file without the simulator).
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import sys
@@ -132,6 +133,7 @@ def main() -> None:
     from mindspeed_rl.engine.build import batch_shape, build_model
     from mindspeed_rl.engine.checkpoint import CheckpointSaver, load_checkpoint
     from mindspeed_rl.engine.offload import Offloader
+    from mindspeed_rl.engine.streamed_weights import StreamedWeights
     from mindspeed_rl.engine.train_engine import TrainEngine
     from mindspeed_rl.engine.weights import list_model_ops, load_weights
     from mindspeed_rl.models.plan import plan_model
@@ -237,6 +239,23 @@ def main() -> None:
             if settings["steps"] == 0 and not torch.equal(value.cpu(), hf_tensors[name].to(dtype))
         ]
         result["stream"] = {"names": sorted(got) == sorted(hf_tensors), "wrong": wrong}
+    if settings.get("reference"):
+        reference = build_model(config, plan, trainable=False)
+        load_weights(reference, MemorySource(hf_tensors))
+        # in place of the trained model
+        del engine, offloader, model
+        engine = TrainEngine(config, reference, shape)
+        if config.stream_ref_weights:
+            engine.offloader = StreamedWeights(reference)
+        gc.collect()
+        engine.forward(whole.select([0]), MicroBatching(micro_batch_size=1))  # what the first pass leaves
+        platform.current().reset_peak_memory()
+        before = platform.current().memory_stats().allocated_gib
+        passes = [engine.forward(whole.select([0, 1, 2]), MicroBatching(micro_batch_size=1)) for _ in range(2)]
+        after = platform.current().memory_stats()
+        memory = [before, after.peak_gib, after.allocated_gib]
+        result["reference"] = {"memory": [round(gib * 2**30) for gib in memory], "resident": engine.offloader.resident_bytes()}
+        result["reference"]["passes"] = [outputs and [values.tolist() for values in outputs[0]] for outputs in passes]
     forward = engine.forward(whole.select([0, 1, 2]), MicroBatching(micro_batch_size=3))
     if forward is not None:
         result["log_probs"] = [values.tolist() for values in forward[0]]

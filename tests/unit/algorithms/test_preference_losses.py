@@ -192,6 +192,9 @@ def test_the_pairwise_reward_loss_by_hand_and_its_gradient():
     assert output.count.item() == 2
     assert output.metrics["rewards/accuracies"].result() == 0.5
     assert torch.autograd.gradcheck(lambda a, b: pairwise_reward_loss(a, b).loss_sum, (chosen, rejected))
+    # sums of scores: log 3 and 1
+    centred = pairwise_reward_loss(chosen, rejected, centre=0.5).loss_sum - output.loss_sum
+    assert centred.item() == pytest.approx(0.5 * (math.log(3.0) ** 2 + 1.0))
 
 
 def test_the_process_reward_loss_is_cross_entropy_at_the_placeholders():

@@ -238,7 +238,7 @@ FOLLOW_THE_BASE = {f"{role}_max_packing_token_size" for role in ("ref", "actor",
 # Fused permutation is on where it can be; a model's config.json has the weight of its balancing loss.
 OTHER_DEFAULTS = {
     SamplingConfig: {"top_k": -1},
-    RLConfig: {"kl_target": 0.1},
+    RLConfig: {"kl_target": 0.1, "use_remove_padding": None},  # derived, since the update is the same
     MegatronConfig: {"use_fused_moe_token_permute_and_unpermute": None, "moe_aux_loss_coeff": None},
 }
 

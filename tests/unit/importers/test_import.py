@@ -177,7 +177,7 @@ def test_every_option_of_the_guides_has_its_key_or_its_reason(tmp_path, monkeypa
         "rl_config.mini_batch_size": 8,
         "rl_config.epochs": 2,
         # the format of ms-swift has nothing but thought and answer
-        "rl_config.reward_funcs": ["swift_accuracy", "think_answer_alone", "soft_overlong"],
+        "rl_config.reward_funcs": ["swift_accuracy", "think_answer_alone", "swift_soft_overlong"],
         "rl_config.reward_weights": [1.0, 0.25, 0.5],
         "rl_config.soft_cache_length": 500,
         "rl_config.soft_max_length": 3000,

@@ -80,7 +80,6 @@ def test_thinking_of_the_template_is_a_key_of_rollouts_and_an_option_of_preproce
         ("--model OpenGVLab/InternVL3-8B", "models of images but Qwen2.5-VL and Qwen3-VL"),
         ("--model Qwen/Qwen2.5-Omni-7B", "data with video or audio"),
         ("--reward_model models/a models/b", "several reward models"),
-        ("--loss_type real", "the loss real next to a KL"),
         ("--advantage_reweight rlsd", "RLSD"),
         ("--fp16 true", "fp16"),
         ("--multi_turn_scheduler thinking_tips_scheduler", "scheduler thinking_tips_scheduler; math_tip_trick is available"),

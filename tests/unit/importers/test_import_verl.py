@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,7 +220,8 @@ LOSSES = {
 def test_a_policy_loss_is_its_like_here(name: str) -> None:
     run = imported(f"{A}.policy_loss.loss_mode={name} {A}.policy_loss.dro_beta=0.3 {A}.tau_pos=1.1")
     assert run.plans is not None
-    for plan in run.plans:
+    there = replace(run.plans[0], aggregation="sequence") if name == "gspo" else run.plans[0]
+    for plan in (there, run.plans[1]):
         assert (plan.loss, plan.level, plan.aggregation, plan.clip_c) == LOSSES[name]
     assert run.get("rl_config.dro_beta") == (0.3 if name == "dro" else None)
     assert run.get("rl_config.tau_pos") == (1.1 if name == "sapo" else None)
@@ -230,12 +232,88 @@ def test_a_policy_loss_is_its_like_here(name: str) -> None:
 def test_a_loss_whose_aggregation_is_its_own_keeps_it(name: str, loss: str, aggregation: str) -> None:
     changes = f"{A}.policy_loss.loss_mode={name} {A}.loss_agg_mode={aggregation}"
     run = imported(changes)
-    assert run.plans is not None and [plan.aggregation for plan in run.plans] == ["sequence", "sequence"]
+    assert run.plans is not None and run.plans[1].aggregation == "sequence"
+    assert run.plans[0].aggregation.startswith("sequence (main), " if name == "gspo" else "sequence")
     assert run.get("rl_config.loss_type") == loss
     # the KL and the entropy of the same loss are averaged as loss_agg_mode has it
     for term in (f"{A}.use_kl_loss=True", f"{A}.entropy_coeff=0.01"):
         assert f"next to the mean of sequences of {loss}" in refusal(f"{changes} {term}")
         assert imported(f"{changes} {A}.loss_agg_mode=seq-mean-token-mean {term}").plans is not None
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "loss", "average"),
+    [
+        ("token-mean", "dapo", "token"),
+        ("seq-mean-token-mean", "grpo", "sequence"),
+        ("seq-mean-token-sum-norm", "dr_grpo", "constant"),
+    ],
+)
+def test_gspo_of_release_0_9_1_averages_as_its_option_says(aggregation: str, loss: str, average: str) -> None:
+    changes = f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode={aggregation} {A}.use_kl_loss=True"
+    run = imported(changes, variables={"VERL_RELEASE": "0.9.1"})
+    assert run.plans is not None
+    for plan in run.plans:
+        assert (plan.loss, plan.level, plan.aggregation, plan.clip_c) == ("grpo", "sequence_token", average, None)
+    assert run.get("rl_config.loss_type") == loss
+    assert "must be 0.9.1 or main" in refusal(changes, variables={"VERL_RELEASE": "0.8"})
+
+
+def test_the_plan_has_both_averages_of_gspo() -> None:
+    text = imported(f"{A}.policy_loss.loss_mode=gspo").summarize()
+    assert "sequence (main), token (0.9.1)" in text and "--set VERL_RELEASE=0.9.1 takes that of the release" in text
+    assert "(0.9.1)" not in imported(f"{A}.policy_loss.loss_mode=gspo {A}.loss_agg_mode=seq-mean-token-mean").summarize()
+
+
+# --- the supervised trainer of releases before 0.9
+
+EARLIER = (
+    "torchrun --nnodes=1 --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=/data/rows.parquet "
+    "data.prompt_key=question model.partial_pretrain=Qwen/Qwen2.5-0.5B trainer.total_epochs=2 ulysses_sequence_parallel_size=2 "
+    "use_remove_padding=true data.micro_batch_size_per_gpu=8"
+)
+DIFFERENT = frozenset(("aggregation", "sample_borders"))
+
+
+def test_the_earlier_supervised_trainer_has_its_own_defaults() -> None:
+    run = imported("", EARLIER, accepted=DIFFERENT, rows=2560)
+    assert run.plans is not None
+    for plan in run.plans:
+        # 2560 rows in batches of 256, twice; int(0.1 * 20) steps of warm-up
+        assert (plan.total_steps, plan.step_samples, plan.lr_warmup_steps, plan.cp, plan.dp) == (20, 256, 2, 2, 2)
+    keys = {
+        "actor_config.lr": 1e-5,
+        "megatron_training.lr_decay_style": "cosine",
+        "megatron_training.adam_beta2": 0.95,
+        "megatron_training.micro_batch_size": 8,
+        "megatron_training.num_npus": 4,
+        "megatron_training.seed": 1,
+    }
+    assert {path: run.get(path) for path in keys} == keys
+    assert '"prompt": "question", "query": "", "response": "answer"' in run.translated["data.train_files"]
+
+
+def test_what_the_earlier_supervised_trainer_has_otherwise_is_accepted_by_name() -> None:
+    text = refusal("", EARLIER)
+    assert "--accept aggregation" in text and "--accept sample_borders" in text
+    # conversations end as the template has it
+    conversations = f"{EARLIER} data.multiturn.enable=true data.multiturn.messages_key=talk"
+    run = imported("", conversations, accepted=frozenset(("aggregation",)))
+    assert '"messages": "talk"' in run.translated["data.train_files"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ("'data.prompt_dict_keys=[question]'", "columns inside of a column"),
+        ("'data.prompt_key=[a,b]'", "several columns, a, b"),
+        ("optim.lr_scheduler=wsd", "cosine is"),
+        ("trainer.total_training_steps=10", "a run that ends before its cosine"),
+        ("data.truncation=left", "rows that are cut"),
+    ],
+)
+def test_the_earlier_supervised_trainer_is_refused_by_name(changes: str, message: str) -> None:
+    assert message in refusal(changes, EARLIER, accepted=DIFFERENT)
 
 
 def test_what_verl_saves_goes_into_its_own_folder_and_random_rows_are_named() -> None:

@@ -92,8 +92,8 @@ def test_megatron_counts_rows_of_a_step() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (f"{TEACHER} --lmbda 0.5", "--lmbda 0.5: not available here: steps on the answers of the data set, 50% of them"),
-        (f"{TEACHER} --lmbda 0", "steps on the answers of the data set, 100% of them"),
+        (f"{TEACHER} --lmbda 0.5", "sampled_steps would be all here, but is 50% of them by chance, the others are"),
+        (f"{TEACHER} --lmbda 0", "--lmbda 0: not available here: all steps on the answers of the data"),
         (f"{TEACHER} --seq_kd true", "sequence distillation"),
         (f"{TEACHER} --teacher_adapters a", "a teacher with adapters"),
         (f"{SERVER} --dataset AI-ModelScope/clevr_cogen_a_train", "images for a teacher on a server"),
@@ -105,12 +105,15 @@ def test_what_has_no_place_is_refused_by_name(options: str, sentence: str) -> No
 
 
 def test_half_of_the_steps_are_on_the_answers_unless_the_command_says_otherwise() -> None:
-    assert "steps on the answers of the data set, 50% of them" in fail(TEACHER, GKD.replace("--lmbda 1", ""))
+    sentence = "is 50% of them by chance, the others are on the answers of the data{} in ms-swift; --accept sampled_steps"
+    base = GKD.replace("--lmbda 1", "")
+    assert sentence.format("") in fail(TEACHER, base)
+    assert sentence.format(" and a supervised loss") in fail(f"{TEACHER} --sft_alpha 0.1", base)
 
 
 def test_rows_that_a_plug_in_makes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text("from swift.dataset import register_dataset\nregister_dataset(...)\n")
-    with pytest.raises(ConfigError, match=r"rows that plugin.py makes \(register_dataset\)"):
+    with pytest.raises(ConfigError, match=r"rows of rows.jsonl that its code makes \(register_dataset\).*--set dataset=FILE"):
         take(f"{TEACHER} --external_plugins plugin.py", folder=tmp_path)
 
 

@@ -77,6 +77,11 @@ def test_prompts_of_rollouts_are_in_the_chat_template_and_hybrid_models_do_not_t
     assert [run.get(f"megatron_training.{name}") for name in ("prompt_type", "enable_thinking", "system_prompt")] == expected
 
 
+def test_the_empty_thoughts_of_hybrid_models_do_not_train_with_the_name_and_without_it() -> None:
+    runs = [take(f"{SFT} zai-org/GLM-4.5-Air{loss}") for loss in ("", " --loss_scale ignore_empty_think")]
+    assert runs[0].tree == runs[1].tree
+
+
 @pytest.mark.parametrize(
     ("options", "feature"),
     [

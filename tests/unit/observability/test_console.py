@@ -55,7 +55,7 @@ def test_the_summary_has_iterations_time_figures_memory_speed_and_the_report():
         "  reward              0.500 (first 0.250)",
         "  loss                0.5000",
         "  memory              2.25 GiB at most, of the worker that has most",
-        "  speed               3.00 s an iteration, 1,500 tokens/s and device",
+        "  speed               3.00 s per iteration, 1,500 tokens/s and device",
         "  report              r/report.html",
     ]
 

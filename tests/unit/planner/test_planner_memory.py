@@ -22,6 +22,7 @@ from mindspeed_rl.models.costs import kv_bytes_per_token, read_draft_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.models.model_keys import infer_model_config
 from mindspeed_rl.models.plan import lay_out_model
+from mindspeed_rl.planner import advice
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
@@ -440,7 +441,136 @@ def test_states_that_the_host_updates_are_counted_there(fraction: float, folder:
     assert plan.host is not None
     assert plan.host.owners.get("optimizer", 0) == pytest.approx(fraction * states if folder is None else 0, rel=0.01)
     assert plan.host.disk == pytest.approx(states if folder else 0, rel=0.01)
-    assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in plan.host.format()) == (folder is not None)
+    assert ("Disk: 91.5 GiB for a device in optimizer_offload_path" in [*plan.host.list_lines()]) == (folder is not None)
+
+
+#: keys of a run of Qwen3-8B on one device whose optimizer is in host memory, and which saves
+SAVES = {
+    "actor_config__tensor_model_parallel_size": 1,
+    "actor_config__pipeline_model_parallel_size": 1,
+    "actor_config__swap_optimizer": True,
+    "rl_config__actor_resource": {"num_npus": 1},
+    "rl_config__init_kl_coef": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "bytes_each"),
+    [
+        ({}, 2),  # bf16 weights; the states are written from where they are
+        ({"no_save_optim": True}, 2),
+        ({"async_save": True}, 2 + 12),  # the next step changes states that are being written
+        ({"swap_optimizer": False}, 2 + 12),
+        ({"swap_optimizer": False, "no_save_optim": True}, 2),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False}, 2 + 12),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False, "optimizer_offload_fraction": 0.5}, 2 + 6),
+        ({"swap_optimizer": False, "use_distributed_optimizer": False, "optimizer_offload_fraction": 1.0}, 2),
+    ],
+    ids=str,
+)
+def test_a_save_copies_to_the_host_what_is_on_the_device(keys: dict[str, Any], bytes_each: int) -> None:
+    values = SAVES | {f"actor_config__{name}": value for name, value in keys.items()}
+    host = planned("grpo_qwen3_8b_A3", **values).host
+    assert host is not None
+    phases = {phase.name: phase for phase in host.phases}
+    staged = phases["save"].total - phases["iteration"].total
+    assert staged == pytest.approx(8.190735360e9 * bytes_each, rel=1e-6)
+    assert phases["save"].owners.get("tensors of the save") == staged
+    states = 0 if keys.get("no_save_optim") else 12
+    assert host.checkpoint == pytest.approx(8.190735360e9 * (2 + states), rel=1e-6)
+    assert host.total == phases["save"].total and "in save" in next(host.list_lines())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo_qwen3_8b_A2_1die",
+        "grpo_lora_qwen3_8b_A2_1die",
+        "grpo_qwen3_30b_a3b_A2_4dies",
+        "grpo_qwen3_30b_a3b_A3_8dies",
+    ],
+)
+def test_run_files_of_small_machines_leave_a_tenth_and_say_what_they_take(name: str) -> None:
+    plan, text = planned(name), (find_project_configs() / f"{name}.yaml").read_text()
+    assert plan.verdict == "fits" and plan.fullest.peak.total <= 0.9 * plan.capacity
+    assert plan.host is not None
+    peak = plan.fullest.peak
+    assert f"{peak.total / GIB:.0f} of 64 GiB in {peak.name}, {plan.host.total / GIB:.0f} GiB of host memory, " in text
+    for language, cell in (("", f"{peak.total / GIB:.0f}, in {peak.name}"), ("zh/", f"{peak.total / GIB:.0f}，{peak.name}")):
+        guide = (find_project_configs().parent / "docs" / language / "ascend.md").read_text()
+        row = next(line for line in guide.splitlines() if line.startswith(f"| `{name}`"))
+        assert f"| {cell} | {plan.host.total / GIB:.0f} GiB |" in row
+
+
+def test_an_export_gathers_a_file_of_weights_and_is_part_of_the_checkpoint() -> None:
+    plain, exported = (planned("grpo_qwen3_8b_A3", **SAVES, actor_config__save_hf=on).host for on in (False, True))
+    assert plain is not None and exported is not None
+    assert exported.peak.total - plain.peak.total == 5 * 10**9
+    assert exported.checkpoint - plain.checkpoint == pytest.approx(2 * 8.190735360e9, rel=1e-6)
+    unsaved = planned("grpo_qwen3_8b_A3", **SAVES, actor_config__save=None).host
+    assert unsaved is not None and unsaved.phases[-1].name == "iteration" and unsaved.checkpoint == 0
+
+
+def test_a_save_of_experts_copies_those_of_each_rank_and_a_part_of_what_all_ranks_have() -> None:
+    plan = planned("grpo_qwen3_30b_a3b_A2_4dies")
+    assert plan.host is not None
+    # of each of 128 experts in 48 layers three matrices of 2048 x 768, a quarter on each die; all others are on every die
+    expert = 48 * 128 * 3 * 2048 * 768
+    dense = 30_532_122_624 - expert
+    # the distributed optimizer of the experts is on one rank, whose states are in place; the others' are gathered
+    expected = 2 * expert // 4 + (2 + 12) * dense // 4
+    assert plan.host.phases[-1].owners["tensors of the save"] == pytest.approx(expected, rel=1e-4)
+
+
+#: of Qwen3-8B: embedding, head and last norm; a layer's projections of attention and MLP, and its four norms
+ENDS_8B = 2 * 151936 * 4096 + 4096
+LAYER_8B = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 12288) + 2 * 4096 + 2 * 128
+
+
+def test_a_streamed_reference_is_on_the_device_by_two_layers_and_in_its_pass_only() -> None:
+    one = {"actor_config__tensor_model_parallel_size": 1, "actor_config__pipeline_model_parallel_size": 1}
+    keys = one | {"rl_config__actor_resource": {"num_npus": 1}, "generate_config__offload_train_param": False}
+    keys |= {"rl_config__init_kl_coef": 0.01}
+    resident, streamed = (planned("grpo_qwen3_8b_A3", **keys, actor_config__stream_ref_weights=on) for on in (False, True))
+    before, after = ({phase.name: phase.owners for phase in plan.groups[0].phases} for plan in (resident, streamed))
+    assert {name for name, owners in before.items() if "reference" in owners} == {*before} - {"start"}
+    assert {name for name, owners in after.items() if "reference" in owners} == {"reference pass"}
+    assert before["update"]["reference"] == 2 * (ENDS_8B + 36 * LAYER_8B)
+    assert after["reference pass"]["reference"] == 2 * (ENDS_8B + 2 * LAYER_8B)
+    assert resident.host is not None and streamed.host is not None
+    assert "reference" not in resident.host.owners
+    assert streamed.host.owners["reference"] == 2 * (ENDS_8B + 36 * LAYER_8B)
+
+
+def test_a_streamed_reference_of_a_preference_stage_is_a_moment_of_its_step(tmp_path: Path) -> None:
+    saved_config(tmp_path, num_hidden_layers=6, hidden_size=64, intermediate_size=96, vocab_size=512)
+    tree: dict[str, Any] = {
+        "platform": "npu",
+        "megatron_training": {
+            "stage": "dpo", "load": str(tmp_path), "num_npus": 1, "global_batch_size": 8, "seq_length": 128, "train_iters": 2,
+        },
+    }  # fmt: skip
+    owners = []
+    for streams in (False, True):
+        tree["megatron_training"]["stream_ref_weights"] = streams
+        plan = plan_memory(draft(build_run_config(tree)), DEVICES["A2"])
+        owners.append(next(phase for phase in plan.groups[0].phases if phase.name == "update").owners)
+        assert plan.host is not None and ("reference" in plan.host.owners) == streams
+    # the update itself is fuller than the reference's pass over two of six layers
+    assert owners[0].pop("reference") and owners[0] == owners[1]
+
+
+def test_advice_takes_a_reference_off_the_device_or_out_of_the_run() -> None:
+    tree = compose(*locate("grpo_qwen3_8b_A3", None), [])
+    for coefficient, named in ((0.001, True), (0.05, False)):
+        values = {"rl_config.init_kl_coef": coefficient, "generate_config.offload_train_param": False}
+        run = draft(build_run_config(apply_values(tree, values)))
+        candidates = dict((*values, costs) for values, costs in advice._candidates_of_the_reference(run) if len(values) == 1)
+        assert "actor_config.stream_ref_weights" in candidates
+        assert ("rl_config.init_kl_coef" in candidates) == named
+    # without a KL there is no reference
+    values = {"rl_config.init_kl_coef": 0.0}
+    assert not list(advice._candidates_of_the_reference(draft(build_run_config(apply_values(tree, values)))))
 
 
 def test_the_engines_share_is_of_what_a_process_sees() -> None:

@@ -20,6 +20,7 @@ from mindspeed_rl.observability.report import write_report
 from mindspeed_rl.planner import published
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.efficiency import EFFICIENCIES, NPU
+from mindspeed_rl.planner.fit import FitRequest, _Search, read_block
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.planner.samples import Lengths, SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, calibrate, plan_time
@@ -48,11 +49,13 @@ def test_lengths_are_those_of_a_cut_lognormal() -> None:
 
 
 def test_an_update_is_its_operations_over_the_chips_share() -> None:
-    plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
+    plan = planned("dapo_qwen3_32b_A3", mean_response=1000.0, rl_config__use_prefix_grouper=False)
     # 32.8e9 parameters less the embedding, 6 operations a parameter and token, 256 responses of 1200 tokens, 16 devices
     weights = 32_762_123_264 - 151936 * 5120
     least = 6 * weights * 256 * 1200 / (16 * 354e12 * NPU.train)
     assert least < plan.parts["update"]["computing"] < 1.1 * least  # attention is on top
+    shared = planned("dapo_qwen3_32b_A3", mean_response=1000.0)
+    assert 0.8 * least < shared.parts["update"]["computing"] < plan.parts["update"]["computing"]  # prompts of 200 tokens once
 
 
 def test_recomputation_adds_a_third_of_the_update() -> None:
@@ -192,6 +195,41 @@ def test_fit_says_what_does_not_fit_and_which_model_was_meant(capsys: pytest.Cap
     assert "--npus: 0 must be at least 1" in capsys.readouterr().err
 
 
+def test_fit_takes_what_saves_memory_only_where_it_must_and_names_the_phase_that_is_too_large(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    lengths = ["--prompt", "1k", "--response", "1k", "--prompts", "16", "--samples", "4"]
+    asked = ["fit", "--npus", "1", "--model", "qwen3_8b", "--chip", "A2", *lengths]
+    found = {}
+    for memory in (48, 64, 400):
+        assert command.main([*asked, "--memory-gib", str(memory), "--json"]) == 0
+        found[memory] = json.loads(capsys.readouterr().out)["layouts"][0]
+        assert found[memory]["verdict"] == "fits" and found[memory]["bytes"] < memory * 2**30
+    # 8.19e9 weights in bf16, gradients in bf16, no states: 30.5 GiB; fp32 gradients would add 15.3 to what else is there
+    assert found[48]["values"]["actor_config.optimizer_offload_fraction"] == 1.0
+    assert found[48]["values"]["actor_config.grad_reduce_in_fp32"] is False
+    # with fp32 gradients and no states 45.8 GiB: nothing is rounded
+    assert "actor_config.grad_reduce_in_fp32" not in found[64]["values"]
+    # 8.19e9 x 18 bytes and four tenths for the engine fit into 400 GiB: nothing leaves, and so an iteration is faster
+    values = found[400]["values"]
+    assert not {"actor_config.optimizer_offload_fraction", "actor_config.grad_reduce_in_fp32"} & values.keys()
+    assert values["generate_config.offload_train_optimizer"] is False
+    seconds = [found[memory]["seconds"]["middle"] for memory in (48, 64, 400)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert command.main([*asked, "--memory-gib", "32"]) == 2
+    assert "the nearest layout takes 39 GiB in phase update" in capsys.readouterr().err
+    assert command.main([*asked, "--memory-gib", "14"]) == 2
+    assert "no engine does in phase generate; generate_config.gpu_memory_utilization 0.9 leaves" in capsys.readouterr().err
+
+
+def test_fit_streams_a_reference_that_would_stay_on_the_trainers() -> None:
+    request = FitRequest("qwen3_8b", read_block("qwen3_8b", None), 2, 1024, 1024, prompts=16, samples=4)
+    tight = replace(DEVICES["A2"], memory=52 * 2**30)
+    found = _Search(request, tight, None, None).find_layouts(1)
+    assert found and all(result.values["actor_config.stream_ref_weights"] is True for result in found)
+    assert all("reference" not in phase.owners or phase.name == "reference pass" for phase in found[0].memory.groups[0].phases)
+
+
 def test_the_smallest_machine_of_each_stage_and_what_fewer_devices_cost(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--prompt", "1k", "--response", "1k", "--prompts", "16", "--samples", "4"]
     assert command.main(["smallest", "--model", "qwen25_7b", "--chip", "A2", *lengths, "--json"]) == 0
@@ -200,6 +238,8 @@ def test_the_smallest_machine_of_each_stage_and_what_fewer_devices_cost(capsys: 
         seconds = [machine["seconds"]["middle"] for machine in stage["machines"]]
         counts = [machine["devices"] for machine in stage["machines"]]
         assert counts == [counts[0] * 2**index for index in range(len(counts))] and seconds == sorted(seconds, reverse=True)
+        costs = [(more, more + fewer) for fewer, more in zip(seconds[1:], [cost["seconds"] for cost in stage["costs"]])]
+        assert [total for _, total in costs] == pytest.approx(seconds[:-1]) and all(more > 0 for more, _ in costs)
     # adapters have a small optimizer: none of it leaves for the host
     assert stages["SFT with LoRA"]["machines"][0]["host_bytes"] == 0
     # bf16 weights of 15.2 GB, twice 4 bytes of moments and 4 of main weights for each of 7.6e9 parameters, of which all train

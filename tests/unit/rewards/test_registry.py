@@ -177,3 +177,20 @@ def test_only_functions_that_say_whether_an_answer_is_right_are_accuracies(tmp_p
         pool.check(RewardSample(response="2", response_ids=[5], label="2"))
         assert pool.accuracies == ["exact_match", "right", "marked"]
     assert ACCURACIES <= set(REWARDS)
+
+
+def test_functions_in_the_form_of_easyr1_have_the_score_overall():
+    def batch(reward_inputs, weight=0.1):
+        scores = [weight * item["response_length"] for item in reward_inputs]
+        seen = [item["ground_truth"] for item in reward_inputs]
+        return [{"overall": score, "format": 1.0, "seen": label} for score, label in zip(scores, seen)]
+
+    def single(reward_input):
+        return {"overall": float(reward_input["response"] == reward_input["ground_truth"]), "format": 0.5}
+
+    samples = [RewardSample(prompt="p", response="4", label=label, response_ids=[7, 8]) for label in ("4", "5")]
+    of_batch, of_one = Scorer.build("batch", batch, SETTINGS), Scorer.build("single", single, SETTINGS)
+    values = of_batch.to_values(of_batch.call(samples, SETTINGS), 2)
+    assert [value[0]["batch"] for value in values if value] == [0.2, 0.2]
+    assert values[0] is not None and values[0][1] == {"batch/seen": "4"}
+    assert [of_one.to_values(of_one.call([sample], SETTINGS), 1)[0][0]["single"] for sample in samples] == [1.0, 0.0]

@@ -18,7 +18,14 @@ from mindspeed_rl.run.explain.plan_page import explain, render
 from mindspeed_rl.run.rules.validation import unavailable, validate
 
 
-def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: str = "cpu", **actor: Any) -> Run:
+def run(
+    *,
+    devices: int = 2,
+    generate: dict[str, Any] | None = None,
+    platform: str = "cpu",
+    passes: dict[str, Any] | None = None,
+    **actor: Any,
+) -> Run:
     """16 prompts of 8 responses, prompts of at most 32 tokens and responses of at most 16; nothing else is written."""
     training = {"stage": "ray_grpo", "global_batch_size": 16, "micro_batch_size": 16, "bf16": False, **actor}
     rl = {
@@ -26,6 +33,7 @@ def run(*, devices: int = 2, generate: dict[str, Any] | None = None, platform: s
         "mini_batch_size": 16,
         "n_samples_per_prompt": 8,
         "max_prompt_length": 32,
+        **(passes or {}),
     }
     keys = {"dtype": "float32", "sampling_config": {"max_tokens": 16}, **(generate or {})}
     tree = {"platform": platform, "megatron_training": training, "rl_config": rl, "generate_config": keys}
@@ -52,8 +60,48 @@ def test_a_short_run_file_gets_a_rollout_engine_that_fits() -> None:
 
 
 def test_what_is_written_stays() -> None:
-    written = run(generate={"infer_tensor_parallel_size": 2, "max_model_len": 2048, "max_num_seqs": 1})
+    passes = {"use_remove_padding": False, "use_prefix_grouper": False}
+    written = run(generate={"infer_tensor_parallel_size": 2, "max_model_len": 2048, "max_num_seqs": 1}, passes=passes)
     assert rollout(written) == (2, 2048, 1) and written.config.derived == {}
+
+
+_RING = {"context_parallel_size": 2, "context_parallel_algo": "megatron_cp_algo"}
+_ULYSSES = {"context_parallel_size": 2, "context_parallel_algo": "ulysses_cp_algo"}
+
+
+@pytest.mark.parametrize(
+    ("passes", "actor", "packs", "shares"),
+    [
+        ({}, {}, True, True),
+        ({"use_remove_padding": True}, {}, True, True),
+        ({"use_remove_padding": False}, {}, False, False),
+        ({"use_prefix_grouper": True}, {}, True, True),
+        ({"use_prefix_grouper": False}, {}, True, False),
+        ({"use_dynamic_bsz": True}, {}, True, True),
+        ({}, _RING, True, False),
+        ({}, _ULYSSES, True, True),
+        ({}, {"mtp_num_layers": 1}, True, False),
+        ({"dropout_in_update": True}, {"hidden_dropout": 0.1}, True, False),
+        ({"n_samples_per_prompt": 1, "adv_estimator": "reinforce_plus_plus"}, {}, True, False),
+        ({}, {"engine": "fsdp"}, True, False),
+    ],
+)
+def test_padding_and_shared_prompts_are_computed_only_where_a_run_asks_or_cannot_do_without(
+    passes: dict[str, Any], actor: dict[str, Any], packs: bool, shares: bool
+) -> None:
+    drafted = run(passes=passes, **actor)
+    assert (drafted.rl.use_remove_padding, drafted.rl.use_prefix_grouper) == (packs, shares)
+    chosen = {name for name in ("use_remove_padding", "use_prefix_grouper") if name not in passes}
+    assert {f"rl_config.{name}" for name in chosen} == {name for name in drafted.config.derived if "use_" in name}
+    broken = {violation.rule for violation in validate(drafted)}
+    assert not broken & {"prefixes_are_whole", "prediction_prefixes", "groups_or_prefixes"}
+
+
+def test_a_loss_that_compares_the_samples_of_a_prompt_and_a_token_budget_leave_prompts_unshared() -> None:
+    assert run(passes={"loss_type": "real"}).rl.use_prefix_grouper is True
+    drafted = run(passes={"loss_type": "real", "use_dynamic_bsz": True})
+    assert drafted.rl.use_prefix_grouper is False
+    assert "compares the responses of a prompt" in render(explain(drafted))
 
 
 def test_heads_bound_the_split_of_a_replica(tmp_path: Path) -> None:

@@ -116,6 +116,19 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
         "share_backbone_sync",
         ["share_backbone", "sync_ref_model", "frozen base"],
     ),
+    (
+        {R: {"sync_ref_model": True}, M: {"stream_ref_weights": True}},
+        "streamed_reference",
+        ["actor_config.stream_ref_weights", "sync_ref_model", "does not follow the actor"],
+    ),
+    (
+        {
+            R: {"sync_ref_model": True, "use_integrated_worker": False},
+            "ref_config": {"stream_ref_weights": True, "micro_batch_size": 4},
+        },
+        "streamed_reference",
+        ["ref_config.stream_ref_weights", "sync_ref_model"],
+    ),
     ({M: {"lora_target_modules": ["linear_qvk"]}}, "lora_targets", ["'linear_qvk'", "linear_fc2", "did you mean 'linear_qkv'"]),
     (
         {M: {"lora_target_modules": ["linear_fc1"], "moe_alltoall_overlap_comm": True}},

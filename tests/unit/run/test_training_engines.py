@@ -54,6 +54,7 @@ _REFUSED: list[tuple[str, str, Any]] = [
     ("actor_config", "async_save", True),
     ("actor_config", "mtp_num_layers", 1),
     ("actor_config", "grad_reduce_in_fp32", False),
+    ("actor_config", "stream_ref_weights", True),
     ("rl_config", "use_prefix_grouper", True),
     ("rl_config", "router_replay", {"mode": "R2"}),
     ("msprobe_config", "msprobe", True),

@@ -85,6 +85,7 @@ ELSEWHERE: dict[str, str] = {
     "offload_train_param",
     "algorithms/preference_losses.py": "dpo_loss_type dpo_beta dpo_label_smoothing pref_ftx simpo_beta gamma_beta_ratio "
     "simpo_loss_type simpo_label_smoothing",
+    "workers/stages/reward_model.py": "center_rewards_coefficient",
     "workers/stages/preference.py": "cpo_beta cpo_alpha orpo_lambda kto_loss_type kto_beta "
     "kto_desirable_weight kto_undesirable_weight",
     "workers/stages/stage.py": "full_shuffle_instruction_dataset sft_loss_type",
@@ -112,7 +113,7 @@ ELSEWHERE: dict[str, str] = {
     "config/keys/deadlines.py": "wait_timeout_s vllm_server_timeout",
     "run/deadlines.py": "deadlines",
     "run/draft.py": "stage threads_per_worker",
-    "run/record.py": "fault_tolerance",
+    "run/record.py": "fault_tolerance share_backbone",
     "run/length.py": "train_epochs",
     "run/ref_model.py": "ref_model integrated_mode_config",
     "data/prompts.py": "prompt_type_path chat_template_kwargs image_folder",
@@ -164,7 +165,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/server_rollout.py": "longest_first",
     "trainers/rollout_modes.py": "over_sample_rate spare_samples_per_prompt blocking trainer_mode num_warmup_batches "
     "partial_rollout partial_rollout_max_split keep_spare_samples",
-    "run/models.py": "share_backbone refer_model_iter",
+    "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
@@ -179,7 +180,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
-    "use_remove_padding use_prefix_grouper",
+    "use_remove_padding use_prefix_grouper stream_ref_weights",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
     "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
     "structured_output repetition_penalty presence_penalty frequency_penalty",

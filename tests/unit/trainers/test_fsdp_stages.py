@@ -7,29 +7,61 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from supervised_samples import answers, instruction_row, pair_row, write_columns
+from supervised_samples import answers, instruction_row, pair_row, text, write_columns
 
 from mindspeed_rl.checkpoint.hf import HfFolder
 from mindspeed_rl.cli import engine_parity
+from mindspeed_rl.data.indexed import IndexedWriter, column_prefix
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
+_GOOD, _BAD = 90, 91
 #: stage -> its keys; adam_eps hides updates of gradients that are only rounding
 _STAGES: dict[str, dict[str, Any]] = {
     "sft": {},
     "dpo": {"dpo_loss_type": "sigmoid"},
     "simpo": {},
     "orpo": {},
+    "cpo": {},
+    "kto": {},
+    "pretrain": {"seq_length": 32},
+    "prm": {"reward_tokens": [text(_GOOD), text(_BAD)]},
 }
 
 
 def _write(folder: Path, stage: str) -> Path:
+    samples = answers(16, seed=2)
+    if stage == "pretrain":
+        return _write_documents(folder / "documents", [prompt + answer for prompt, answer in answers(200, seed=2)])
+    if stage == "prm":
+        rows = [{**instruction_row(prompt, answer), "labels": _judge(prompt, answer)} for prompt, answer in samples]
+        return write_columns(folder / "steps", rows)
+    if stage == "kto":
+        judged = [{**instruction_row(*sample), "desirable": [index % 3 > 0]} for index, sample in enumerate(samples)]
+        return write_columns(folder / "judged", judged)
     if stage == "sft":
-        return write_columns(folder / "rows", [instruction_row(*sample) for sample in answers(16, seed=2)])
+        return write_columns(folder / "rows", [instruction_row(*sample) for sample in samples])
     chosen, rejected = answers(16, seed=3), answers(16, seed=4)
     rows = [pair_row(prompt, good, bad) for (prompt, good), (_, bad) in zip(chosen, rejected)]
     return write_columns(folder / "pairs", rows)
+
+
+def _judge(prompt: list[int], answer: list[int]) -> list[int]:
+    """Labels of a process reward model: a judgement of the prompt's end and one of the answer's."""
+    judged = [-100] * (len(prompt) + len(answer))
+    judged[len(prompt) - 1], judged[-1] = _GOOD, _BAD
+    return judged
+
+
+def _write_documents(prefix: Path, documents: list[list[int]]) -> Path:
+    path = column_prefix(prefix, "text", packed=False)
+    writer = IndexedWriter(path)
+    for document in documents:
+        writer.add_documents(np.array(document, dtype=np.int32), [len(document)])
+    writer.close()
+    return Path(path)
 
 
 def _read(worker: SupervisedWorker) -> dict[str, torch.Tensor]:

@@ -104,6 +104,12 @@ def test_dpo_follows_transformers(start: Callable, tiny_model: Path, tmp_path: P
     assert torch.allclose(torch.tensor(result), torch.tensor(expected), rtol=1e-4, atol=1e-5)
     assert expected[0][0] == pytest.approx(math.log(2), abs=1e-6) and expected[-1][0] < 0.6
 
+    # the same bits where the reference comes layer by layer
+    streamed = start("dpo", prefix, dpo_beta=0.2, dpo_label_smoothing=0.1, stream_ref_weights=True, **KEYS)
+    assert streamed.resident_bytes()["reference"] == 0 < stage.resident_bytes()["reference"]
+    assert train_here(streamed) == result
+    assert streamed.resident_bytes()["reference"] == 0
+
 
 @pytest.mark.parametrize(
     ("stage", "keys"),
