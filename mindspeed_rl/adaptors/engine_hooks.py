@@ -56,6 +56,9 @@ class EngineHooks:
 
     sleeps = True
 
+    def patch_libraries(self) -> None:
+        """Patch vLLM's libraries in the process that is about to build a model, the engine's own or a worker's. Idempotent."""
+
     def before_build(self, run_id: str) -> None:
         """Prepare a rank for its `LLM(...)`; `run_id` is equal in all ranks of a run and unique to the run."""
 

@@ -7,10 +7,11 @@
 | no expandable segments | check before building | sleep mode's memory pool asserts on them; a colocated trainer must not export them either |
 | sleep level 2 | `release` | what a weight sync replaces is not copied to the host; see `vllm_ascend_sleep` |
 | expert layout | `before_load`, `after_load` | after loading, experts are transposed into new parameters without `weight_loader`; wake_up transposes them again |
-| placeholder of flash_attn | `before_build` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
+| placeholder of flash_attn | `patch_libraries` | MindSpeed leaves one that has a spec; vLLM's rotary embedding then imports parts of it |
 | int8 layout | `before_load`, `after_load` | the same for int8 matrices, whose scales become vectors, with a copy in float32 |
-| noise | `before_build` | see `vllm_ascend_sampling` |
-| head of drafts | `before_build` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
+| noise | `patch_libraries` | see `vllm_ascend_sampling` |
+| experts by a map | `patch_libraries` | see `vllm_ascend_experts` |
+| head of drafts | `patch_libraries` | vllm-ascend gives prediction layers the policy's head only where both have equal bits, which dummy weights do not; no weight sync fills a head of their own |
 | latent attention | `after_load` | its kernel multiplies with copies of parts of kv_b_proj, which nobody but the first load makes |
 
 Expert weights have two layouts: the checkpoint's (w13 [experts, 2 * inner, hidden], w2 [experts, hidden, inner]), which
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mindspeed_rl.adaptors import vllm_ascend_sampling
+from mindspeed_rl.adaptors import vllm_ascend_experts, vllm_ascend_sampling
 from mindspeed_rl.adaptors.engine_hooks import EngineHooks, refresh_latent_attention
 from mindspeed_rl.adaptors.vllm_ascend_sleep import KeptMemory
 from mindspeed_rl.config import GenerateConfig
@@ -215,11 +216,12 @@ class VllmAscendHooks(EngineHooks):
         self._asleep: set[str] = set()
         self._kept: KeptMemory | None = None
 
-    def before_build(self, run_id: str) -> None:
+    def patch_libraries(self) -> None:
         module: Any = importlib.import_module(_ROTARY_EMBEDDING)
         # only the name in this module: importlib's own stays as it is
         module.find_spec = _find_real_spec
         vllm_ascend_sampling.apply()
+        vllm_ascend_experts.look_up_places()
         proposers, name = _row_for(_DRAFT_PROPOSERS, self._release or _installed_release())
         _share_heads_of_drafts(getattr(importlib.import_module(proposers), name))
 

@@ -1,23 +1,30 @@
-"""vllm-ascend's exchange of tokens between experts that are spread over devices, as `infer_moe_token_dispatcher_type` says.
+"""vllm-ascend's exchange of tokens between experts that are spread over devices: which one, and by all-gather with a map.
 
 | patch | symbol | why |
 |---|---|---|
-| exchange | vllm_ascend.ascend_forward_context.select_moe_comm_method | vllm-ascend chooses MC2 by itself for small steps on \
-A3 and 950 (on A2 from 16 devices on), and has no setting for another |
+| exchange | vllm_ascend.ascend_forward_context.select_moe_comm_method | vllm-ascend chooses MC2 by itself for small steps \
+on A3 and 950 (on A2 from 16 devices on), and has no setting for another (`infer_moe_token_dispatcher_type`) |
+| places | TokenDispatcherWithAllGather of vllm_ascend.ops.fused_moe.token_dispatcher | with `expert_map_path` it gets places \
+of experts and looks them up in a table of experts, so that the weights of experts that a map moved become 0 |
 
 With all-gather each device gets all tokens of the group and keeps what its experts add to them: more bytes than MC2 or
-all-to-all, by plain collectives. Looked up in vllm-ascend 0.18 to 0.30. It can go when vllm-ascend has such a setting.
+all-to-all, by plain collectives. Looked up in vllm-ascend 0.18 to 0.30. The first can go when vllm-ascend has such a setting,
+the second when it looks places up among places; `tests/npu_sim/test_rollout.py` fails without them.
 
 Not verified on NPU hardware.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mindspeed_rl.platform.environment import EXPERTS_EXCHANGE_VARIABLE
 
@@ -44,3 +51,34 @@ def apply() -> None:
     for name in (_HOME, *_USERS):
         if name in sys.modules:
             setattr(sys.modules[name], _SELECTOR, select_moe_comm_method)
+
+
+def look_up_places() -> None:
+    """Let the exchange by all-gather look places of experts up in a table of places. Idempotent."""
+    module: Any = importlib.import_module("vllm_ascend.ops.fused_moe.token_dispatcher")
+    dispatcher = module.TokenDispatcherWithAllGather
+    dispatch: Callable[..., Any] = dispatcher.token_dispatch
+    if dispatch.__module__ == __name__:
+        return
+    tables = WeakTensorKeyDictionary()  # of each layer, whose map stays
+
+    def token_dispatch(self: Any, token_dispatch_input: Any) -> Any:
+        routing = token_dispatch_input.routing
+        if routing.expert_map is not None and routing.log2phy is not None:
+            if routing.log2phy not in tables:
+                tables[routing.log2phy] = order_by_place(routing.expert_map, routing.log2phy)
+            routing = dataclasses.replace(routing, expert_map=tables[routing.log2phy])
+            token_dispatch_input = dataclasses.replace(token_dispatch_input, routing=routing)
+        return dispatch(self, token_dispatch_input)
+
+    dispatcher.token_dispatch = token_dispatch
+
+
+def order_by_place(expert_map: Tensor, places: Tensor) -> Tensor:
+    """Return [experts] the index on this device of the expert at each place, -1 on other devices.
+
+    Args:
+        expert_map: [experts] the same by expert.
+        places: [experts] place of each expert, all different (`config.expert_map` takes no copies).
+    """
+    return expert_map.to(places.device)[places.argsort()]

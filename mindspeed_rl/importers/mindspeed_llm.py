@@ -190,38 +190,94 @@ _KEYS = (
     "use_fused_swiglu use_kv_cache variable_seq_lengths"
 )
 _FASTER = (
-    "adaptive_cp_dynamic_attn_mask adaptive_cp_manually_set_mask_list adaptive_cp_only_reschedule adaptive_cp_without_coarse "
-    "adaptive_memory_optimization adaptive_recompute_device_size adaptive_recompute_device_swap "
-    "adaptive_recompute_profiling_step additional_config alibi_diagonal_opposite ampipe_degree ampipe_tp_sp_comm_overlap "
-    "async_log_allreduce attention_mask_on_cpu auto_parallel auto_parallel_mm auto_parallel_profile auto_settings "
-    "auto_settings_log_level auto_settings_ranks auto_settings_type auto_settings_work_dir auto_tuning auto_tuning_log_level "
-    "auto_tuning_ranks auto_tuning_work_dir automated_pipeline automated_pipeline_perf balanced_moe_experts "
-    "balanced_moe_hot_expert_num compress_dense context_parallel_cache_interval context_parallel_kv_cache_policy "
-    "cp_window_size disable_gloo_group distributed_optimizer_no_replica dualpipev_dw_detach "
-    "enable_backward_overlap_ag_with_matmul enable_elastic_training enable_expert_placement "
-    "enable_fine_grained_expert_placement enable_hbmfault_repair enable_hf2mg_convert enable_optimizer_state_local_copy "
-    "enable_overlap_ag_with_matmul enable_overlap_matmul_with_rs enable_recompute_layers_per_pp_rank enable_share_memory "
-    "enable_token_rearrange_opt enable_worker_reboot enable_zero3 expert_placement_freq fine_grained_expert_placement_thre "
-    "fsdp2_config_path hccl_ep_group_buffer_adaptive_factor hccl_group_buffer_adaptive hccl_slice_size jit_compile "
-    "kv_head_repeat_before_uly_alltoall layerzero layerzero_config lora_register_forward_hook master_addr master_port mbs_idx "
-    "md5_validate megatron_cp_in_bnsd memory_fragmentation mg_save_dir mla_fa_divide_qk mla_fa_without_pad mla_mm_split "
-    "mla_swap_core_attn_out mla_up_proj_tp_overlap mla_zero_memory model_type_hf moe_adaptive_recompute_activation "
-    "moe_adaptive_recompute_activation_scale moe_allgather_overlap_comm moe_bmm_mc2 moe_dynamic_padding "
-    "moe_experts_pipeline_degree moe_fb_overlap moe_hierarchical_alltoallv moe_unperm2_mem_optim moe_unperm2_mem_optim_swap "
-    "moe_zerc moe_zero_memory moe_zero_memory_num_layers mtp_mem_efficient_logits next_tockens "
-    "nnodes no_enable_linear_qkv no_use_rts node_rank nproc_per_node nd1_dim1_size nd2_dim1_size num_samples_per_step "
-    "o2_gradient o2_optimizer op_cal_tflops optimization_level optimize_send_recv_comm optimize_vpp_send_recv_comm "
-    "optimized_mbs_list optimized_mbs_mode output_layer_slice_num padded_base_length param_and_grad_buffer_pad "
-    "pipe_experts_multi_data pipe_experts_multi_stream pipeline_num_transformer_layers pp_schedule_list pre_tockens "
-    "print_expert_load prof_file profile_data_simplification profile_memory profile_operator "
-    "recompute_activation_function_num_layers recompute_in_advance recompute_in_bubble recompute_mla_up_proj "
-    "recompute_module_list recompute_mtp_layer recompute_mtp_norm recompute_norm recompute_norm_num_layers recompute_type "
-    "reset_bucket_group_order save_memory_ratio schedules_method smart_swap sparse_mode "
-    "swap_modules target_nnodes tp_2d tp_x tp_y trans_hot_expert_group_num ulysses_degree_in_cp "
-    "unaligned_linear use_fused_mlp use_fusion_attn_v2 use_mc2 use_multiparameter_pipeline_model_parallel use_nanopipe "
-    "use_nanopipe_swap use_nd_matmul use_pipe_experts use_triton_gdn use_ulysses_allgather_kv virtual_optimizer workers "
-    "fill_neg_inf padded_samples return_document_ids no_cut_token tokenizer_kwargs"
+    "adaptive_cp_dynamic_attn_mask adaptive_cp_manually_set_mask_list adaptive_cp_only_reschedule "
+    "adaptive_cp_without_coarse additional_config alibi_diagonal_opposite async_log_allreduce attention_mask_on_cpu "
+    "auto_parallel auto_parallel_mm auto_parallel_profile auto_settings auto_settings_log_level auto_settings_ranks "
+    "auto_settings_type auto_settings_work_dir auto_tuning auto_tuning_log_level auto_tuning_ranks auto_tuning_work_dir "
+    "compress_dense context_parallel_cache_interval context_parallel_kv_cache_policy cp_window_size disable_gloo_group "
+    "distributed_optimizer_no_replica enable_elastic_training enable_hbmfault_repair enable_hf2mg_convert "
+    "enable_optimizer_state_local_copy enable_share_memory enable_token_rearrange_opt enable_worker_reboot "
+    "hccl_ep_group_buffer_adaptive_factor hccl_group_buffer_adaptive hccl_slice_size jit_compile "
+    "kv_head_repeat_before_uly_alltoall lora_register_forward_hook master_addr master_port mbs_idx md5_validate "
+    "megatron_cp_in_bnsd memory_fragmentation mg_save_dir mla_fa_divide_qk mla_fa_without_pad mla_mm_split model_type_hf "
+    "moe_dynamic_padding next_tockens nnodes no_enable_linear_qkv no_use_rts node_rank nproc_per_node num_samples_per_step "
+    "op_cal_tflops optimization_level optimized_mbs_list optimized_mbs_mode output_layer_slice_num padded_base_length "
+    "param_and_grad_buffer_pad pipeline_num_transformer_layers pp_schedule_list pre_tockens prof_file "
+    "profile_data_simplification profile_memory profile_operator reset_bucket_group_order save_memory_ratio sparse_mode "
+    "target_nnodes unaligned_linear use_fused_mlp use_fusion_attn_v2 use_multiparameter_pipeline_model_parallel "
+    "use_triton_gdn use_ulysses_allgather_kv workers fill_neg_inf padded_samples return_document_ids no_cut_token "
+    "tokenizer_kwargs"
 )
+#: what it costs that a feature is off here -> its options; sizes are numbers of each token and layer on a device
+_COSTS: dict[str, str] = {
+    "memory: outputs of norms stay until the backward pass, 2 x hidden_size; actor_config.recompute_granularity: "
+    "selective with recompute_modules: [layernorm] frees them, for the time of the norms": (
+        "recompute_norm recompute_norm_num_layers recompute_mtp_norm"
+    ),
+    "memory: permuted tokens and inner states of experts stay until the backward pass, about moe_router_topk x (2 "
+    "x hidden_size + 3 x moe_ffn_hidden_size); actor_config.recompute_granularity: selective with "
+    "recompute_modules: [moe] frees them, for one more forward pass of the experts and their exchange, [moe_act] "
+    "the inner states alone, for an activation": (
+        "moe_zero_memory moe_zero_memory_num_layers moe_adaptive_recompute_activation "
+        "moe_adaptive_recompute_activation_scale"
+    ),
+    "memory: outputs of experts before their weighted sum stay until the backward pass, moe_router_topk x "
+    "hidden_size; actor_config.recompute_granularity: selective with recompute_modules: [moe] frees them, for one "
+    "more forward pass of the experts": "moe_unperm2_mem_optim moe_unperm2_mem_optim_swap",
+    "memory: keys and values that latent attention projects up stay until the backward pass, about 3 x "
+    "num_attention_heads x head size; actor_config.recompute_granularity: selective with recompute_modules: "
+    "[mla_up_proj] frees them, for one more product each": "mla_zero_memory recompute_mla_up_proj",
+    "memory: outputs of attention stay on the device, num_attention_heads x head size; "
+    "actor_config.recompute_granularity: selective with recompute_modules: [core_attn] frees what attention "
+    "keeps, for one more forward pass of it": "mla_swap_core_attn_out",
+    "memory: activations stay on the device, none is moved to the host; actor_config.recompute_granularity frees "
+    "them by computing them again, and swap_optimizer moves the state of the optimizer": (
+        "smart_swap swap_modules adaptive_memory_optimization adaptive_recompute_device_size "
+        "adaptive_recompute_device_swap adaptive_recompute_profiling_step"
+    ),
+    "memory: as much is computed again as recompute_granularity, recompute_method and recompute_num_layers say, "
+    "equally on all stages": (
+        "enable_recompute_layers_per_pp_rank recompute_in_advance recompute_in_bubble recompute_module_list "
+        "recompute_mtp_layer recompute_type recompute_activation_function_num_layers"
+    ),
+    "nothing: logits of the model and of prediction layers exist for loss_chunk_size tokens at a time": (
+        "mtp_mem_efficient_logits"
+    ),
+    "memory: weights and gradients are whole on each data-parallel rank; actor_config.use_distributed_optimizer: "
+    "true splits the optimizer's state alone, and more tensor, pipeline or expert parallelism the others": (
+        "layerzero layerzero_config enable_zero3 fsdp2_config_path"
+    ),
+    "memory: the optimizer's state is in float32, 12 bytes of a weight with its main copy; "
+    "actor_config.swap_optimizer or optimizer_offload_fraction move it to the host": (
+        "o2_gradient o2_optimizer virtual_optimizer"
+    ),
+    "time: the exchange of experts' tokens is not hidden behind the other micro-batch's computation, 4 exchanges "
+    "of moe_router_topk x hidden_size numbers of a token and layer": (
+        "moe_fb_overlap moe_allgather_overlap_comm moe_hierarchical_alltoallv moe_zerc ampipe_degree "
+        "ampipe_tp_sp_comm_overlap pipe_experts_multi_data pipe_experts_multi_stream use_pipe_experts "
+        "moe_experts_pipeline_degree moe_bmm_mc2 mla_up_proj_tp_overlap"
+    ),
+    "time: stages wait for (pipeline_model_parallel_size - 1) micro-batches of each step, divided by the virtual "
+    "stages of num_layers_per_virtual_pipeline_stage": (
+        "schedules_method dualpipev_dw_detach use_nanopipe use_nanopipe_swap automated_pipeline "
+        "automated_pipeline_perf optimize_send_recv_comm optimize_vpp_send_recv_comm"
+    ),
+    "time: experts with many tokens are not copied to other devices, so a step lasts as long as its fullest "
+    "device": (
+        "balanced_moe_experts balanced_moe_hot_expert_num trans_hot_expert_group_num enable_expert_placement "
+        "expert_placement_freq enable_fine_grained_expert_placement fine_grained_expert_placement_thre "
+        "print_expert_load"
+    ),
+    "time: attention goes around the full ring of context-parallel ranks, without exchanges of heads inside it": (
+        "ulysses_degree_in_cp"
+    ),
+    "memory and time: tensor parallelism splits a matrix in one direction, so more ranks exchange whole "
+    "activations": "tp_2d tp_x tp_y nd1_dim1_size nd2_dim1_size use_nd_matmul",
+    "time: products of tensor parallelism wait for their collectives": (
+        "use_mc2 enable_overlap_ag_with_matmul enable_overlap_matmul_with_rs "
+        "enable_backward_overlap_ag_with_matmul"
+    ),
+}
 _ELSEWHERE = (
     "add_eos_token alternative_prompt append_eod broadcast cache_dir chain_of_thought dataset_dir dataset_impl datasets "
     "eval_language evaluation_batch_size greedy handler_name hf_chat_template hf_datasets_params history_turns "
@@ -312,6 +368,7 @@ _LLM: dict[str, Option] = {
     **{f"rope_scaling_beta_{kind}": to(f"{ACTOR}.beta_{kind}") for kind in ("fast", "slow")},
     "cp_attention_mask_type": by(_mask_type, "causal"),
     **dict.fromkeys(_FASTER.split(), no_effect("it changes speed, memory or recovery, not numbers")),
+    **{name: no_effect(f"off here, for which the cost is {cost}") for cost, names in _COSTS.items() for name in names.split()},
     **dict.fromkeys(_ELSEWHERE.split(), no_effect("only preprocessing, generation and evaluation read it")),
     **{name: refused(feature) for feature, names in _REFUSED.items() for name in names.split()},
     **dict.fromkeys(

@@ -56,7 +56,6 @@ def adapt_environment(
     shares_device: bool = False,
     hccl_buffer_mib: int | None = None,
     deterministic: bool = False,
-    exact: bool = False,
     captures_graphs: bool = False,
     socket_ifname: str | None = None,
 ) -> dict[str, str]:
@@ -69,7 +68,6 @@ def adapt_environment(
         shares_device: another process of the run works on the same device.
         hccl_buffer_mib: `rl_config.hccl_buffersize`.
         deterministic: `npu_deterministic`.
-        exact: `rl_config.exact_log_probs`.
         captures_graphs: the rollout engine of the process captures graphs (`enforce_eager: false`).
         socket_ifname: network interface for all communication between nodes.
 
@@ -91,9 +89,6 @@ def adapt_environment(
             environment.setdefault("HCCL_DETERMINISTIC", "true")
             # shifts along the summed axis of a matrix product change the order of its sums
             environment.setdefault("CLOSE_MATMUL_K_SHIFT", "1")
-        if exact:
-            # operators of vllm-ascend whose sums do not depend on the batch, for the full process, and reductions in one order
-            environment |= {"VLLM_BATCH_INVARIANT": "1", "HCCL_DETERMINISTIC": "strict", "LCCL_DETERMINISTIC": "1"}
         if captures_graphs:
             if environment.get("ASCEND_LAUNCH_BLOCKING") == "1":
                 raise ValueError(

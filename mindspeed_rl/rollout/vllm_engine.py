@@ -93,6 +93,7 @@ class VllmEngine:
             image_rules: image rules of a model of images.
         """
         self.hooks = adaptors.engine_hooks()
+        self.hooks.patch_libraries()
         self.hooks.before_build(run_id)
         self.sampling, self.image_rules = sampling, image_rules
         distributed = torch.distributed.is_initialized()

@@ -87,7 +87,6 @@ def build_worker_environment(
         platform,
         hccl_buffer_mib=None if rl is None else rl.hccl_buffersize,
         deterministic=config.npu_deterministic,
-        exact=rl is not None and rl.exact_log_probs,
         captures_graphs=not supervised and generate is not None and not generate.enforce_eager,
     )
 

@@ -56,6 +56,7 @@ def _prepare() -> None:
     if name := os.environ.get(PLATFORM_VARIABLE):
         platform.select(name)
     adaptors.apply("rollout")
+    adaptors.engine_hooks().patch_libraries()
     if owner := os.environ.get(OWNER_VARIABLE):
         if str(os.getppid()) == owner.split()[0]:
             # a stopped process cannot watch; the kernel ends it with its parent

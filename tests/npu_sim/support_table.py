@@ -86,6 +86,8 @@ ROWS = (
      "change no token",
      "在 A2、A3、950 上单独运行 vllm-ascend 0.23：其选择的专家交换方式，及按配置改用 allgather；不改变 token 的键",
      ("test_rollout.test_each_device", "test_rollout.test_an_a3", "test_rollout.test_keys")),
+    ("vllm-ascend 0.23 by itself: the experts of each token that it reports are those of transformers",
+     "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
     ("vllm-ascend 0.23 by itself: a decoding step has at most 90 kernels, as many at any batch size",
      "单独运行 vllm-ascend 0.23：一步解码至多 90 个 kernel，与 batch 大小无关", ("test_rollout.test_a_decoding",)),
     ("vllm-ascend 0.23 by itself: latent attention (DeepSeek-V3), TP2",
@@ -95,7 +97,7 @@ ROWS = (
      "以命令运行 GRPO：Ray、MindSpeed、vllm-ascend、卸载、有校验的权重更新、续训",
      ("test_training.test_grpo", "test_training.test_a_run", "test_training.test_another")),
     ("GRPO with experts split in training and in rollout: Qwen3-MoE, DeepSeek-V3",
-     "训练与推理都切分专家的 GRPO：Qwen3-MoE、DeepSeek-V3", ("test_training.test_experts_split",)),
+     "训练与推理都切分专家的 GRPO：Qwen3-MoE、DeepSeek-V3", ("test_training.test_experts_",)),
     ("GRPO as a command with a prediction layer that trains (DeepSeek-V3), resume; the same layer makes drafts",
      "以命令运行 GRPO 并训练 MTP 层（DeepSeek-V3），续训；该层亦用于生成草稿",
      ("test_training.test_prediction", "test_training.test_drafts_of")),
@@ -110,7 +112,8 @@ HARDWARE = (
     ("Kernel numerics and speed", "算子精度与性能"),
     ("HCCL over real links, several nodes", "真实链路与多机 HCCL"),
     ("vllm-ascend's compiled operators, Triton kernels", "vllm-ascend 的编译算子、Triton 算子"),
-    ("ACL graphs, EPLB, swap_attention, reuse_fp32_param", "ACL 图、EPLB、swap_attention、reuse_fp32_param"),
+    ("vllm-ascend's graph mode, dynamic EPLB, swap_attention, reuse_fp32_param",
+     "vllm-ascend 的图模式、动态 EPLB、swap_attention、reuse_fp32_param"),
 )
 
 

@@ -17,6 +17,14 @@ def test_packed_attention_takes_ragged_lengths() -> None:
     assert got["packed"] < 2e-5
 
 
+def test_dropped_weights_have_their_gradients_and_the_others_are_scaled() -> None:
+    (got,) = run_ranks("attention", 1, {"lengths": [64], "dropout": 0.25})
+    dropout = got["dropout"]
+    assert dropout["gradients"] < 2e-5 and dropout["factors"] < 1e-4 and dropout["differs"]
+    # 8,320 weights: four standard deviations
+    assert abs(dropout["kept"] - 0.75) < 4 * (0.25 * 0.75 / 8320) ** 0.5
+
+
 def test_images_and_windows_of_a_vision_tower_are_attended_to_in_one_call() -> None:
     (got,) = run_ranks("attention", 1, {"lengths": [4, 16, 4, 36]})
     assert got["tower"] < 2e-5

@@ -124,6 +124,27 @@ def test_devices_that_share_experts_sample_the_tokens_of_a_single_process(
         assert report["equal"] == [True] and report["other_weights_differ"] == bool(numbers)
 
 
+#: of two layers, the experts of each of two devices; neither layer has them in their order
+PLACES = [[[0, 2], [1, 3]], [[3, 1], [0, 2]]]
+
+
+@pytest.mark.slow
+def test_experts_at_the_places_of_a_map_sample_the_tokens_of_a_single_process(all_experts: dict[str, Any]) -> None:
+    prompts = [[0, 1, 2], [3]]
+    layout = {"sharing": 2, "prompts": prompts, "rounds": 1, "experts_of_devices": PLACES}
+    keys = {"generate": {"expert_map_path": "expert_map.json"}}
+    for numbers, report in zip(prompts, run_ranks("rollout", 2, EXPERTS | layout | keys), strict=True):
+        assert report["tokens"] == [all_experts["tokens"][number] for number in numbers]
+        assert report["worst"] < 1e-4 and all(report["same_greedy"])
+        assert report["equal"] == [True] and report["other_weights_differ"]
+
+
+@pytest.mark.slow
+def test_the_experts_that_an_engine_reports_are_those_that_transformers_chooses() -> None:
+    (report,) = run_ranks("rollout", 1, EXPERTS | {"routing": True, "rounds": 0})
+    assert all(report["same_experts"]) and len(report["same_experts"]) == 4
+
+
 LATENT = {"model": "deepseek3_latent", "dtype": "float32", "cast_prompts": False}
 
 
@@ -137,6 +158,15 @@ def test_latent_attention_has_the_log_probs_of_transformers() -> None:
     assert prompts > 0 and tokens > 0
     assert calls["npu::npu_kv_rmsnorm_rope_cache"] == calls["npu::npu_interleave_rope"] == prompts + tokens
     assert calls["npu::npu_transpose_batchmatmul"] == tokens
+
+
+@pytest.mark.slow
+def test_latent_prompts_in_chunks_and_with_shared_prefixes_have_the_log_probs_of_transformers() -> None:
+    keys = {"enable_prefix_caching": True, "max_num_batched_tokens": 8}  # a prompt has 20
+    (report,) = run_ranks("rollout", 1, LATENT | {"rounds": 1, "generate": keys})
+    assert report["worst"] < 1e-4 and all(report["same_greedy"])
+    assert report["equal"] == [True] and report["other_weights_differ"]
+    assert report["calls"]["atb::npu_paged_cache_load"] == report["calls"]["npu::npu_attention_update"] > 0
 
 
 @pytest.mark.slow

@@ -240,3 +240,111 @@ def test_latent_keys_are_written_to_their_rows_and_padding_nowhere() -> None:
     torch_npu.npu_kv_rmsnorm_rope_cache(kv, gamma, cos, sin, slots, rotated, latent, epsilon=0.0, cache_mode="PA")
     assert rotated[..., 0].flatten().tolist() == [0, 3, 0, 0, 0, 0, 1, 0]
     assert latent[..., -1].flatten().tolist() == pytest.approx([0, 5, 0, 0, 0, 0, 5, 0])  # 5 x / rms(x), and all x are alike
+
+
+def test_a_graph_reads_the_addresses_that_it_captured() -> None:
+    weight, rows = torch.randn(8, 8).to("npu"), torch.zeros(4, 8).to("npu")
+
+    def compute() -> torch.Tensor:
+        product = rows @ weight
+        held = torch.empty_like(product)
+        held.copy_(product.relu() + 1)
+        return held.sum(-1)
+
+    compute()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        result = compute()
+    others = [torch.full((4, 8), 7.0).to("npu") for _ in range(20)]  # memory of what the capture made stays its own
+    rows.copy_(torch.randn(4, 8))
+    graph.replay()
+    assert torch.allclose(result.cpu(), compute().cpu()) and all((other == 7).all() for other in others)
+    weight.mul_(2)
+    graph.replay()
+    assert torch.allclose(result.cpu(), compute().cpu())
+    before, old, weight = result.cpu(), weight, weight * 3
+    graph.replay()
+    assert old is not weight and torch.equal(result.cpu(), before) and not torch.allclose(result.cpu(), compute().cpu())
+
+
+def test_a_graph_holds_neither_memory_nor_decisions_of_the_host() -> None:
+    rows = torch.zeros(4, 8).to("npu")
+    with pytest.raises(RuntimeError, match="needs a result on the host"), torch.npu.graph(torch.npu.NPUGraph()):
+        rows.sum().item()
+    with pytest.raises(RuntimeError, match="of the host's memory"), torch.npu.graph(torch.npu.NPUGraph()):
+        rows.copy_(torch.ones(4, 8))
+
+
+def test_a_graph_waits_for_its_event_and_has_the_parameters_of_the_update() -> None:
+    query, out, lse = torch.randn(1, 2, 16).to("npu"), torch.zeros(1, 2, 16).to("npu"), torch.zeros(1).to("npu")
+    key, value = (torch.randn(4, 128, 32).to("npu") for _ in range(2))
+    table = torch.tensor([[0, 1]], dtype=torch.int32).to("npu")
+    settings = {"block_table": table, "input_layout": "TND", "block_size": 128, "num_key_value_heads": 2, "num_heads": 2}
+    settings |= {"scale": 0.25, "sparse_mode": 3, "actual_seq_lengths": [1]}
+    attend, event, graph = torch_npu.npu_fused_infer_attention_score, torch.npu.ExternalEvent(), torch.npu.NPUGraph()
+
+    def write(length: int) -> None:
+        attend.out(query, key, value, **settings, actual_seq_lengths_kv=[length], workspace=out, out=[out, lse])
+
+    with torch.npu.graph(graph):
+        stream = torch.npu.current_stream()
+        event.wait(stream)
+        event.reset(stream)
+        torch.npu.graph_task_group_begin(stream)
+        write(5)
+        handle = torch.npu.graph_task_group_end(stream)
+        doubled = out * 2
+    beside = torch.npu.Stream()
+    for length in (9, 3):
+        graph.replay()
+        with pytest.raises(RuntimeError, match="nobody has recorded"):
+            query + 1
+        with torch.npu.stream(beside):
+            torch.npu.graph_task_update_begin(beside, handle)
+            write(length)
+            torch.npu.graph_task_update_end(beside)
+            event.record(beside)
+        expected = attend(query, key, value, **settings, actual_seq_lengths_kv=[length])[0]
+        assert torch.allclose(doubled.cpu(), 2 * expected.cpu())
+
+
+def test_attention_to_chunks_is_merged_to_attention_to_all_keys() -> None:
+    scores, values = torch.randn(6, 5), torch.randn(6, 5, 3)
+    chunks = [slice(0, 2), slice(2, 5)]
+    lse = [scores[:, chunk].logsumexp(-1) for chunk in chunks] + [torch.full((6,), float("inf"))]  # no keys
+    parts = [torch.einsum("nk,nkd->nd", scores[:, chunk].softmax(-1), values[:, chunk]) for chunk in chunks]
+    parts += [torch.zeros(6, 3)]
+    out, total = torch_npu.npu_attention_update([x.to("npu") for x in lse], [x.to("npu") for x in parts], 0)
+    assert torch.allclose(out.cpu(), torch.einsum("nk,nkd->nd", scores.softmax(-1), values), atol=1e-6)
+    assert torch.allclose(total.cpu(), scores.logsumexp(-1))
+
+
+def test_rows_of_a_cache_are_loaded_from_the_blocks_of_their_sequence() -> None:
+    cache = torch.arange(4 * 2 * 3.0).reshape(4, 2, 1, 3)
+    key, value = (torch.empty(5, 1, 3).to("npu") for _ in range(2))
+    integers = [torch.tensor(x, dtype=torch.int32).to("npu") for x in ([[3, 0], [1, 2]], [3, 2], [0, 2])]
+    table, lengths, starts = integers
+    load = torch_npu.atb.npu_paged_cache_load
+    load(cache.to("npu"), -cache.to("npu"), table, lengths, seq_starts=starts, key=key, value=value)
+    expected = torch.stack([cache[3, 0], cache[3, 1], cache[0, 0], cache[2, 0], cache[2, 1]])
+    assert torch.equal(key.cpu(), expected) and torch.equal(value.cpu(), -expected)
+
+
+def test_adapters_are_multiplied_with_the_rows_of_their_own() -> None:
+    rows, down, up = torch.randn(5, 8).bfloat16(), torch.randn(2, 1, 4, 8).bfloat16(), torch.randn(2, 1, 6, 4).bfloat16()
+    shrunk, out = torch.zeros(5, 4).to("npu"), torch.ones(5, 10).bfloat16().to("npu")
+    owners = [0, -1, 1, 1, 0]
+    torch.ops._C_ascend.bgmv_shrink(rows.to("npu"), down.to("npu"), torch.tensor(owners).to("npu"), shrunk, 0.5)
+    expected = torch.zeros(5, 4)
+    for row, owner in enumerate(owners):
+        if owner >= 0:
+            expected[row] = 0.5 * down[owner, 0].float() @ rows[row].float()
+    assert torch.allclose(shrunk.cpu(), expected, atol=1e-5)
+    # a batch of two sequences: two rows of adapter 1, three rows without one
+    batch = [torch.tensor(x).to("npu") for x in ([1, -1], [2, 3])]
+    torch.ops._C_ascend.sgmv_expand(shrunk, up.to("npu"), *batch, out, 3, 6)
+    grown = torch.ones(5, 10)
+    grown[:2, 3:9] += expected[:2] @ up[1, 0].float().t()
+    assert torch.allclose(out.float().cpu(), grown, atol=5e-2)
+    with pytest.raises(RuntimeError, match="only support half and bf16"):
+        torch.ops._C_ascend.bgmv_shrink(rows.to("npu"), down.float().to("npu"), torch.tensor(owners).to("npu"), shrunk, 0.5)

@@ -62,6 +62,7 @@ RUNS = {
     "TP2 to two engines": layout(2, tensor=2),
     "TP2 x DP2 to two engines of TP2": pytest.param(layout(4, tensor=2, rollout=2), marks=slow),
     "adapters": pytest.param(ADAPTERS, marks=slow),
+    "adapters pushed by themselves": pytest.param((*ADAPTERS, "generate_config.lora_push=adapter"), marks=slow),
     "DP2 with a swapped optimizer": pytest.param(layout(2, swap_optimizer=True, use_distributed_optimizer=True), marks=slow),
 }
 
@@ -141,6 +142,23 @@ def test_experts_split_in_training_and_in_rollout(tmp_path: Path, name: str, sha
         f"generate_config.infer_expert_parallel_size={sharing}",
     )
     check(finished(task, tmp_path / "command", *COMMON, *changes, timeout_s=LIMIT_S))
+
+
+@pytest.mark.slow
+def test_experts_of_rollouts_are_replayed_and_counted(tmp_path: Path) -> None:
+    from tiny_task import make_other_task
+
+    from mindspeed_rl.rollout.expert_counts import sum_counts
+
+    task, counts = make_other_task(tmp_path / "task", "qwen3-moe"), tmp_path / "counts"
+    keys = ["+model.tiny_qwen25.num_experts=4", "rl_config.mini_batch_size=4", "rl_config.router_replay.mode=R3"]
+    keys += ["generate_config.eplb_token_collects=true", f"generate_config.eplb_token_save_path={counts}"]
+    command = finished(task, tmp_path / "command", *COMMON, *layout(1), *keys, timeout_s=LIMIT_S)
+    check(command)
+    assert all(0.8 < record["router/agreement"] <= 1.0 for record in command.metrics)
+    # every token but the last of a response is sent to two of the four experts, in both layers
+    tokens = sum(32 * (record["prompt_length/mean"] + record["response_length/mean"] - 1) for record in command.metrics)
+    assert [sum(layer) for layer in sum_counts(counts)] == [round(2 * tokens)] * 2
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ LEFT_OFF_FEATURES = {
     "reuse_fp32_param": f"{_OWN_ARGUMENTS}; swap_optimizer frees more memory",
     "swap_attention": "its hooks are set only by Megatron-LM's own training program, and read its arguments at run time; "
     "recompute_granularity frees this memory by computing it again",
-    "use_ascend_coc": _OWN_ARGUMENTS,
-    "moe_alltoall_overlap_comm": _OWN_ARGUMENTS,
-    "gemm_gradient_accumulation_fusion": _OWN_ARGUMENTS,
+    "use_ascend_coc": f"{_OWN_ARGUMENTS}; products of tensor parallelism wait for their collectives",
+    "moe_alltoall_overlap_comm": f"{_OWN_ARGUMENTS}; the exchange of experts' tokens is not hidden behind computation",
+    "gemm_gradient_accumulation_fusion": f"{_OWN_ARGUMENTS}; each gradient is added up by a kernel of its own",
 }
 #: (key, another key, the value that it needs there where MindSpeed trains, reason)
 NEEDED_BY_MINDSPEED = (

@@ -234,8 +234,7 @@ def _describe_samples(run: Run) -> str:
     if rl.exact_log_probs:
         count = run.config.exact_slices
         slices = f", with sums over ranks in {count} slices" if count > 1 else ""
-        same = f"log-probs of trainer and rollout engine are equal bit for bit{slices}"
-        phrases.append(same if run.config.platform == "cpu" else "batch-invariant kernels in trainer and rollout engine")
+        phrases.append(f"log-probs of trainer and rollout engine are equal bit for bit{slices}")
     return "; ".join(phrases)
 
 

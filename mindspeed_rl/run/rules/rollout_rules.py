@@ -350,14 +350,22 @@ def _quantization(run: Run) -> Iterator[Broken]:
             yield violate("quantization", f"[{key}] is not available {reason}", {key: None}, keys=given)
 
 
+#: platform without `exact_log_probs` -> the reason
+_EXACT_ELSEWHERE = {
+    "cuda": "on cuda; cpu has it",
+    "npu": "on npu: trainer and engine have attention kernels of their own there, which add up in different orders, and "
+    "vllm-ascend's batch-invariant operators were never run; cpu has it, and actor_config.npu_deterministic fixes the "
+    "order of the trainer's sums",
+}
+
+
 def _exact_experts(run: Run) -> tuple[tuple[object, str | None, str], ...]:
     """Return what `exact_log_probs` cannot be used with where the actor has experts, as in `_exact_log_probs`."""
-    cfg, actor, generate, mode = run.config, run.config.actor_config, run.generate, run.rl.router_replay.mode
+    actor, generate, mode = run.config.actor_config, run.generate, run.rl.router_replay.mode
     tensor, infer = actor.tensor_model_parallel_size, generate.infer_tensor_parallel_size
     gathers = actor.moe_token_dispatcher_type == "allgather" and actor.expert_model_parallel_size > 1
     split = ": the experts of this model are computed on one tensor-parallel rank"
     return (
-        (cfg.platform == "npu", None, "with the experts of this model on npu"),
         (mode != "R3" and mode, _MODE, ": set R3, so that both sides choose the same experts"),
         (tensor > 1 and tensor, "actor_config.tensor_model_parallel_size", split),
         (infer > 1 and infer, "generate_config.infer_tensor_parallel_size", split),
@@ -381,13 +389,9 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
     uneven = 1 < min(ranks, infer) < slices and (ranks & (ranks - 1) or infer & (infer - 1))
     # (value that cannot be used, its key, the reason)
     obstacles: tuple[tuple[object, str | None, str], ...] = (
-        (cfg.platform == "cuda", None, "on cuda; cpu has it, and npu sets keys of its libraries"),
+        *((cfg.platform == name, None, reason) for name, reason in _EXACT_ELSEWHERE.items()),
         *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
-        (
-            cfg.platform == "npu" and not actor.npu_deterministic and "false",
-            *("actor_config.npu_deterministic", ": the trainer's kernels add up in a fixed order only with it"),
-        ),
         (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
         (

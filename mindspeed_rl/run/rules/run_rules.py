@@ -466,6 +466,8 @@ def _adapters(run: Run) -> Iterator[Broken]:
 
 
 _PUSH = "generate_config.lora_push"
+#: rank of adapters up to which vllm-ascend takes its own kernels for them: engines of larger ones are built for 128 and more
+_COMPILED_RANK = 64
 
 
 @needs("generate_config")
@@ -483,6 +485,8 @@ def _pushed_adapters(run: Run) -> Iterator[Broken]:
         "the engine takes no adapters of experts": bool(actor.num_experts),
         "the engine takes no adapters of a vision tower": bool(actor.trained_tower_parts),
         "the engine takes no adapters of gated delta nets": metadata is not None and metadata.shape.linear_heads is not None,
+        f"the engine's products with adapters of up to rank {_COMPILED_RANK} take bfloat16 on npu, and dtype is "
+        "float32": run.config.platform == "npu" and run.generate.dtype == "float32" and actor.lora_r <= _COMPILED_RANK,
         # the largest of vLLM's MaxLoRARanks
         f"the engine takes adapters of rank 512 at most, and lora_r is {actor.lora_r}": actor.lora_r > 512,
     }

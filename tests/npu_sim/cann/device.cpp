@@ -181,16 +181,38 @@ SIM_API aclError aclrtSynchronizeStream(aclrtStream) { return ACL_SUCCESS; }
 SIM_API aclError aclrtSynchronizeStreamWithTimeout(aclrtStream, int32_t) { return ACL_SUCCESS; }
 SIM_API aclError aclrtStreamWaitEvent(aclrtStream, aclrtEvent) { return ACL_SUCCESS; }
 SIM_API aclError aclrtSetStreamFailureMode(aclrtStream, uint64_t) { return ACL_SUCCESS; }
+SIM_API aclError aclrtSetStreamAttribute(aclrtStream, aclrtStreamAttr, aclrtStreamAttrValue*) { return ACL_SUCCESS; }
 SIM_API aclError aclrtSetStreamOverflowSwitch(aclrtStream, uint32_t) { return ACL_SUCCESS; }
 SIM_API aclError aclrtGetStreamOverflowSwitch(aclrtStream, uint32_t* flag) {
     *flag = 0;
     return ACL_SUCCESS;
 }
-SIM_API aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclmdlRI* model) {
-    *status = ACL_MODEL_RI_CAPTURE_STATUS_NONE;
-    *model = nullptr;
+// ---- graphs: the allocator of torch_npu sees a capture; what is captured, and its replay, are in simulator/graphs.py
+static aclmdlRI captured = nullptr;
+bool sim::capturing() { return captured != nullptr; }
+SIM_API aclError aclmdlRICaptureBegin(aclrtStream, aclmdlRICaptureMode) {
+    if (captured) return 107030;  // one capture at a time
+    captured = new char;
     return ACL_SUCCESS;
 }
+SIM_API aclError aclmdlRICaptureEnd(aclrtStream, aclmdlRI* model) {
+    if (!captured) return 107030;
+    *model = captured;
+    captured = nullptr;
+    return ACL_SUCCESS;
+}
+SIM_API aclError aclmdlRIDestroy(aclmdlRI model) {
+    delete static_cast<char*>(model);
+    return ACL_SUCCESS;
+}
+SIM_API aclError aclmdlRICaptureGetInfo(aclrtStream, aclmdlRICaptureStatus* status, aclmdlRI* model) {
+    *status = captured ? ACL_MODEL_RI_CAPTURE_STATUS_ACTIVE : ACL_MODEL_RI_CAPTURE_STATUS_NONE;
+    *model = captured;
+    return ACL_SUCCESS;
+}
+SIM_API aclError aclmdlRICaptureThreadExchangeMode(aclmdlRICaptureMode*) { return ACL_SUCCESS; }
+SIM_API aclError aclmdlRIExecuteAsync(aclmdlRI, aclrtStream) { sim::unhandled("a graph that is not replayed by simulator/graphs.py"); }
+
 SIM_API aclError aclrtLaunchHostFunc(aclrtStream, aclrtHostFunc function, void* argument) {
     function(argument);
     return ACL_SUCCESS;

@@ -165,6 +165,7 @@ HcclResult join(uint32_t size, const std::string& name, uint32_t rank, HcclComm*
 
 // Publishes this rank's call, waits for all, and compares what the others asked for.
 HcclResult meet(Communicator* comm, const void* address, const Call& call) {
+    if (sim::capturing()) sim::unhandled("a collective within a captured graph");
     Slot& slot = comm->mine();
     slot.address = address;
     slot.count = call.count;

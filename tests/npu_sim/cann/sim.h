@@ -32,6 +32,7 @@ void trace(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void complain(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
 int current_device();  // -1 before the first aclrtSetDevice of this thread
+bool capturing();      // a graph is captured
 
 size_t acl_element_size(aclDataType type);  // 0 for types that are not simulated
 double load_element(const void* base, size_t index, aclDataType type);

@@ -81,6 +81,35 @@ def tower_difference() -> float:
     return max((actual - other.cpu()).abs().max().item() for actual, other in zip(*results))
 
 
+def dropped(dropout: float) -> dict[str, float]:
+    """Dropout of attention weights: their factors, read off with unit vectors as values, and gradients with these factors."""
+    length = lengths[0]
+    # as wide as the unit vectors: the kernel takes one head size
+    wide = [torch.nn.functional.pad(tensor[:length], (0, length - dim)) for tensor in (query, key)]
+    unit = torch.eye(length)[:, None].expand(-1, groups, -1).contiguous()
+    leaves = [tensor.to(device).requires_grad_() for tensor in wide]
+    state = torch.npu.get_rng_state()
+    whole = npu_attention.packed_attention(*(leaf.detach() for leaf in leaves), unit.to(device), [length], scale).cpu()
+    torch.npu.set_rng_state(state)
+    out = npu_attention.packed_attention(*leaves, unit.to(device).requires_grad_(), [length], scale, dropout)
+    factors = torch.where(whole > 0, out.detach().cpu() / whole, 0.0)  # [q, n, k]
+    grad = torch.randn(length, heads, length, generator=generator)
+    got = torch.autograd.grad(out, leaves, grad.to(device))
+    q, k = (tensor.clone().requires_grad_() for tensor in wide)
+    repeated = k.repeat_interleave(heads // groups, 1)
+    scores = torch.einsum("qnd,knd->qnk", q, repeated) * scale
+    hidden = torch.ones(length, length).triu(1).bool()[:, None]
+    expected = torch.autograd.grad(scores.masked_fill(hidden, float("-inf")).softmax(-1) * factors, (q, k), grad)
+    again = npu_attention.packed_attention(*leaves, unit.to(device), [length], scale, dropout).detach().cpu()
+    seen = factors[(~hidden).expand(-1, heads, -1)]
+    return {
+        "gradients": max((mine.cpu() - theirs).abs().max().item() for mine, theirs in zip(got, expected)),
+        "kept": (seen > 0).float().mean().item(),
+        "factors": (seen[seen > 0] - 1 / (1 - dropout)).abs().max().item(),
+        "differs": float((again != out.detach().cpu()).any()),
+    }
+
+
 index = held() if size > 1 else torch.arange(total)
 q, k, v = (tensor[index].to(device).requires_grad_() for tensor in (query, key, value))
 results = {}
@@ -101,6 +130,8 @@ else:
     out = npu_attention.ring_attention(q, k, v, mine, scale, dist.group.WORLD)
     gradients = torch.autograd.grad(out, (q, k, v), upstream[index].to(device))
     results["ring"] = difference([out.detach(), *gradients], index)
+if "dropout" in rank_settings():
+    results["dropout"] = dropped(rank_settings()["dropout"])
 if size == 1:
     results["tower"] = tower_difference()
 results["updates"] = simulator.calls["npu::npu_ring_attention_update"]

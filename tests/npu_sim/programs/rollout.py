@@ -71,7 +71,8 @@ def main() -> None:
 
     Settings: model, dtype, tensor_parallel, rounds of sleep, drafts (`speculative_config`), cast_prompts (True as it is),
     generate (further keys of generate_config), sharing (replicas that share experts; without it each has all of them), prompts
-    (of each rank, the numbers of those it answers).
+    (of each rank, the numbers of those it answers), experts_of_devices (of each layer; for `expert_map_path`), routing (whether
+    the experts of each token are reported).
     """
     settings = rank_settings()
     rank = int(os.environ["RANK"])
@@ -87,6 +88,7 @@ def main() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from mindspeed_rl.adaptors.engine_hooks import DERIVED
+    from mindspeed_rl.config.expert_map import write_expert_map
     from mindspeed_rl.rollout.requests import Sampling
     from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 
@@ -116,7 +118,18 @@ def main() -> None:
         quantization=settings.get("quantization"),
     )
     config = dataclasses.replace(config, **settings.get("generate", {}))
-    engine = VllmEngine(folder, config, Sampling(1.0, NEW_TOKENS, (1,)), run_id="rollout", kv_bytes_per_token=4096)
+    if config.expert_map_path is not None:
+        path = folder / config.expert_map_path
+        path.write_text(write_expert_map(settings["experts_of_devices"]))
+        config = dataclasses.replace(config, **{"expert_map_path": str(path)})
+    engine = VllmEngine(
+        folder,
+        config,
+        Sampling(1.0, NEW_TOKENS, (1,)),
+        run_id="rollout",
+        kv_bytes_per_token=4096,
+        engine_arguments={"enable_return_routed_experts": True} if settings.get("routing") else None,
+    )
     if not settings.get("cast_prompts", True):
         keep_float32()
     numbers = settings["prompts"][rank] if "prompts" in settings else range(len(PROMPTS))
@@ -159,6 +172,15 @@ def main() -> None:
             wanted = reference(row).logits[0, len(prompt) - 1 : -1].argmax(-1)
         same_greedy.append(wanted.tolist() == completion.token_ids)
     result["same_greedy"] = same_greedy
+    if settings.get("routing"):  # of each token that was computed, the experts that transformers chooses
+        same_experts = []
+        for prompt, completion in zip(prompts, greedy):
+            with torch.no_grad():
+                row = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
+                logits = torch.stack(reference(row, output_router_logits=True).router_logits, 1)
+            wanted = logits.topk(reference.config.num_experts_per_tok).indices.sort(-1).values
+            same_experts.append(torch.equal(torch.from_numpy(completion.routing).long().sort(-1).values, wanted))
+        result["same_experts"] = same_experts
     if "drafts" in settings:
         from mindspeed_rl.adaptors import vllm_drafts
 

@@ -28,9 +28,10 @@ def install() -> None:
 
     if _installed:
         return
-    from simulator import aten, fused, rollout
+    from simulator import aten, fused, graphs, rollout
 
     aten.install()
     fused.install()
     rollout.install()
+    graphs.install()
     _installed = True

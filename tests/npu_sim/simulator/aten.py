@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,25 +10,14 @@ import torch_npu  # noqa: F401
 from torch.utils._pytree import tree_map
 
 from simulator import calls
-from simulator.memory import cpu_view, device_copy
+from simulator.graphs import recorded
+from simulator.memory import choose_seed, cpu_view, device_copy
 
 #: operators whose torch_npu kernels only deal with memory and metadata: they stay real
 KEPT = frozenset(
     "empty empty_strided as_strided view _reshape_alias unfold squeeze unsqueeze view_as_real view_as_complex set_ resize_ "
     "_to_copy to _pin_memory is_pinned record_stream contiguous is_set_to _resize_output_ npu_get_storage_size".split()
 )
-
-
-def _choose_seed(device: torch.device, given: torch.Generator | None) -> int:
-    """A CPU seed derived from a generator's state, the device's own where none is given; advances it as one kernel would."""
-    generator = torch.npu.default_generators[device.index or 0] if given is None else given
-    if generator.device.type != "npu":
-        raise RuntimeError(f"a generator of {generator.device} cannot draw on the device")
-    state = bytes(generator.get_state().tolist())
-    offset = int.from_bytes(state[-8:], "little") + 4
-    advanced = state[:-8] + offset.to_bytes(8, "little")
-    generator.set_state(torch.tensor(list(advanced), dtype=torch.uint8))
-    return int.from_bytes(hashlib.sha256(state).digest()[:6], "little")
 
 
 def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) -> Any:
@@ -65,7 +53,7 @@ def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) ->
     if is_random:
         with torch.random.fork_rng(devices=[]):
             # torch.manual_seed would give this seed to the device's generator too
-            torch.default_generator.manual_seed(_choose_seed(device, generator))
+            torch.default_generator.manual_seed(choose_seed(device, generator))
             result = op(*args, **kwargs)
     else:
         result = op(*args, **kwargs)
@@ -86,9 +74,14 @@ def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) ->
     return to_device(result)
 
 
-def _kernel(op: Callable, name: str) -> Callable:
+#: what a captured graph cannot have: the host, or the shape of the result, needs values
+_WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def _kernel(op: Any, name: str) -> Callable:
     is_random = torch.Tag.nondeterministic_seeded in op.tags
-    return lambda *args, **kwargs: _run(op, name, is_random, args, kwargs)
+    waits = not _WAITS.isdisjoint(op.tags)
+    return recorded(name, lambda *args, **kwargs: _run(op, name, is_random, args, kwargs), waits)
 
 
 def _matmul_backward(grad: torch.Tensor, left: torch.Tensor, right: torch.Tensor, mask: list[bool]) -> tuple:
@@ -130,7 +123,7 @@ def install() -> int:
         op = getattr(packet, overload or "default")
         _library.impl(op, _kernel(op, full_name), "PrivateUse1", allow_override=True)
         count += 1
-    _library.impl("matmul_backward", _matmul_backward, "PrivateUse1", allow_override=True)
+    _library.impl("matmul_backward", recorded("aten::matmul_backward", _matmul_backward), "PrivateUse1", allow_override=True)
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         _library.impl("scaled_dot_product_attention", _attention, key, allow_override=True)
     return count

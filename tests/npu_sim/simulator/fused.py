@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from simulator import calls
-from simulator.memory import cpu_view, device_copy
+from simulator.graphs import recorded
+from simulator.memory import choose_seed, cpu_view, device_copy
 
 Tensor = torch.Tensor
 _INT_MAX = 2147483647
@@ -107,15 +108,32 @@ def _scores(query: Tensor, key: Tensor, scale: float, mask: Tensor | None) -> Te
     return scores if mask is None else scores.masked_fill(mask, float("-inf"))
 
 
+def _draw_seed(keep_prob: float) -> int:
+    """A seed of the device's generator, for a call that drops weights; it moves the generator on."""
+    if keep_prob >= 1.0:
+        return 0
+    return choose_seed(torch.device("npu", torch.npu.current_device()))
+
+
+def _dropout(seed: int, keep_prob: float) -> Callable[[Tensor], Tensor | float]:
+    """Returns what gives the factors of weights, sequence after sequence: 1 / keep_prob, or 0 for what is dropped."""
+    if keep_prob >= 1.0:
+        return lambda weights: 1.0
+    generator = torch.Generator().manual_seed(seed)
+    return lambda weights: (torch.rand(weights.shape, generator=generator) < keep_prob) / keep_prob
+
+
 def _attention(
     query, key, value, head_num, input_layout, pse=None, padding_mask=None, atten_mask=None, scale=1.0, keep_prob=1.0,
     pre_tockens=_INT_MAX, next_tockens=_INT_MAX, inner_precise=0, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None,
     sparse_mode=0, gen_mask_parallel=True, sync=False, softmax_layout="", sink=None, **unused: Any,
 ) -> tuple:  # fmt: skip
-    if pse is not None or padding_mask is not None or keep_prob != 1.0 or prefix or sink is not None or any(unused.values()):
-        raise RuntimeError("npu_fusion_attention: pse, padding_mask, dropout, prefix and sink are not simulated")
+    if pse is not None or padding_mask is not None or prefix or sink is not None or any(unused.values()):
+        raise RuntimeError("npu_fusion_attention: pse, padding_mask, prefix, sink and a given mask are not simulated")
     layout = _Layout(input_layout, head_num, query, actual_seq_qlen, actual_seq_kvlen)
-    outputs, maxima, sums = [], [], []
+    seed = _draw_seed(keep_prob)
+    factors = _dropout(seed, keep_prob)
+    outputs, maxima, sums, drawn = [], [], [], 0
     for q, k, v in zip(
         layout.split(query, actual_seq_qlen), layout.split(key, actual_seq_kvlen), layout.split(value, actual_seq_kvlen)
     ):
@@ -126,12 +144,13 @@ def _attention(
         maximum = scores.amax(-1).clamp_min(torch.finfo(torch.float32).min)
         weights = torch.exp(scores - maximum.unsqueeze(-1))
         total = weights.sum(-1)
-        outputs.append(weights @ v / total.clamp_min(1e-30).unsqueeze(-1))
+        outputs.append(weights * factors(weights) @ v / total.clamp_min(1e-30).unsqueeze(-1))
+        drawn += weights.numel() if keep_prob < 1.0 else 0
         maxima.append(maximum)
         sums.append(total)
     empty = torch.empty(0, dtype=query.dtype)
     out = layout.join(outputs).to(query.dtype)
-    return out, layout.join_statistics(maxima), layout.join_statistics(sums), empty, 0, 0, 0
+    return out, layout.join_statistics(maxima), layout.join_statistics(sums), empty, seed, 0, drawn
 
 
 def _attention_backward(
@@ -142,6 +161,7 @@ def _attention_backward(
 ) -> tuple:  # fmt: skip
     layout = _Layout(input_layout, head_num, query, actual_seq_qlen, actual_seq_kvlen)
     gradients: list[tuple[Tensor, Tensor, Tensor]] = []
+    factors = _dropout(seed, keep_prob)
     sequences = zip(
         layout.split(query, actual_seq_qlen), layout.split(key, actual_seq_kvlen), layout.split(value, actual_seq_kvlen),
         layout.split(dy, actual_seq_qlen), layout.split(attention_in, actual_seq_qlen),
@@ -153,8 +173,9 @@ def _attention_backward(
         k, v = k.repeat_interleave(repeat, 0), v.repeat_interleave(repeat, 0)
         scores = _scores(q, k, scale_value, _mask(sparse_mode, atten_mask, q.shape[1], k.shape[1]))
         weights = torch.exp(scores - maximum.unsqueeze(-1)) / total.unsqueeze(-1)
-        grad_v = weights.transpose(1, 2) @ upstream
-        grad_weights = upstream @ v.transpose(1, 2)
+        kept = factors(weights)
+        grad_v = (weights * kept).transpose(1, 2) @ upstream
+        grad_weights = upstream @ v.transpose(1, 2) * kept
         grad_scores = weights * (grad_weights - (upstream * out).sum(-1, keepdim=True)) * scale_value
         grad_q, grad_k = grad_scores @ k, grad_scores.transpose(1, 2) @ q
         grad_k, grad_v = (g.unflatten(0, (groups, repeat)).sum(1) for g in (grad_k, grad_v))
@@ -371,7 +392,7 @@ def _kernel(name: str, function: Callable) -> Callable:
             return type(result)(device_copy(value, device) if isinstance(value, Tensor) else value for value in result)
         return device_copy(result, device)
 
-    return run
+    return recorded(f"npu::{name}", run)
 
 
 _library = torch.library.Library("npu", "IMPL")
@@ -382,4 +403,4 @@ def install() -> None:
     """Overrides the fused operators; one the wheel does not have is an error."""
     for name, function in KERNELS.items():
         _library.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
-    _aten.impl("_fused_adamw_", _fused_adamw, "PrivateUse1", allow_override=True)
+    _aten.impl("_fused_adamw_", recorded("aten::_fused_adamw_", _fused_adamw), "PrivateUse1", allow_override=True)

@@ -1,6 +1,8 @@
-"""CPU views of device tensors: the simulated device is host memory, so no byte moves."""
+"""CPU views of device tensors: the simulated device is host memory, so no byte moves; and seeds of its generators."""
 
 from __future__ import annotations
+
+import hashlib
 
 import torch
 
@@ -24,3 +26,15 @@ def device_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if tensor.numel():
         cpu_view(copy).copy_(tensor)
     return copy
+
+
+def choose_seed(device: torch.device, given: torch.Generator | None = None) -> int:
+    """A CPU seed derived from a generator's state, the device's own where none is given; advances it as one kernel would."""
+    generator = torch.npu.default_generators[device.index or 0] if given is None else given
+    if generator.device.type != "npu":
+        raise RuntimeError(f"a generator of {generator.device} cannot draw on the device")
+    state = bytes(generator.get_state().tolist())
+    offset = int.from_bytes(state[-8:], "little") + 4
+    advanced = state[:-8] + offset.to_bytes(8, "little")
+    generator.set_state(torch.tensor(list(advanced), dtype=torch.uint8))
+    return int.from_bytes(hashlib.sha256(state).digest()[:6], "little")

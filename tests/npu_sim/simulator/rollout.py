@@ -8,6 +8,8 @@
 | `npu::npu_interleave_rope`, `npu::npu_transpose_batchmatmul` | the same |
 | `npu::npu_dynamic_quant`, `npu::npu_quant_matmul` | the aclnn kernels of int8 products |
 | `npu::npu_grouped_matmul`, `npu::npu_moe_token_unpermute` | the aclnn kernels of experts |
+| `atb::npu_paged_cache_load`, `npu::npu_attention_update` | the kernels of latent attention's chunks |
+| `_C_ascend::bgmv_*`, `_C_ascend::sgmv_*` | vllm-ascend's products with adapters |
 | `_C_ascend::moe_gating_top_k`, `_C_ascend::npu_moe_init_routing_custom` | vllm-ascend's own operators of experts |
 | `vllm::triton_split_qkv_rmsnorm_mrope` | vllm-ascend's Triton kernel of attention with norms and three rotary axes |
 | slot mapping of the block table | vLLM's Triton kernel `_compute_slot_mapping_kernel`, for one context-parallel rank |
@@ -22,6 +24,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,6 +33,7 @@ import torch
 
 from simulator import calls
 from simulator.fused import Tensor, _kernel, _rms_norm, _rotary
+from simulator.graphs import recorded
 from simulator.memory import cpu_view, device_copy
 
 _ATB = {
@@ -38,6 +42,8 @@ _ATB = {
     "_npu_reshape_and_cache": "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
     "Tensor slot_indices) -> ()",
     "_npu_matmul_add_fp32": "(Tensor x, Tensor weight, Tensor(a!) C) -> ()",
+    "npu_paged_cache_load": "(Tensor key_cache, Tensor value_cache, Tensor block_table, Tensor context_lens, *, "
+    "Tensor? seq_starts=None, bool cumsum=False, Tensor(a!)? key=None, Tensor(b!)? value=None) -> ()",
 }
 _libraries: list[torch.library.Library] = []
 
@@ -74,6 +80,26 @@ def _reshape_and_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cach
 def _matmul_add_fp32(x: Tensor, weight: Tensor, C: Tensor) -> None:  # noqa: N803  (the name in the operator's schema)
     calls["atb::_npu_matmul_add_fp32"] += 1
     cpu_view(C).add_(cpu_view(x).float().t() @ cpu_view(weight).float())
+
+
+def _paged_cache_load(
+    key_cache: Tensor, value_cache: Tensor, block_table: Tensor, context_lens: Tensor, *, seq_starts: Tensor | None = None,
+    cumsum: bool = False, key: Tensor | None = None, value: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Rows of each sequence's blocks one after another, from its start on; a start lies at the begin of a block."""
+    calls["atb::npu_paged_cache_load"] += 1
+    if cumsum or key is None or value is None:
+        raise RuntimeError("npu_paged_cache_load: sums of lengths and results of its own are not simulated")
+    size, lengths = key_cache.shape[1], cpu_view(context_lens).tolist()
+    starts = [0] * len(lengths) if seq_starts is None else cpu_view(seq_starts).tolist()
+    if any(start % size for start in starts):
+        raise RuntimeError(f"npu_paged_cache_load: seq_starts {starts} lie within blocks of {size} tokens")
+    for cache, out in ((key_cache, key), (value_cache, value)):
+        rows = [
+            _gathered(cpu_view(cache), blocks[start // size :], length, cache.shape[2])
+            for blocks, start, length in zip(cpu_view(block_table), starts, lengths)
+        ]
+        cpu_view(out).copy_(torch.cat(rows))
 
 
 # ---------------------------------------------------------------- attention over a cache
@@ -146,6 +172,41 @@ def _infer_attention(query: Tensor, key: Tensor, value: Tensor, **settings: Any)
             out[start:end], lse[start:end, :, 0] = result.to(out.dtype), denominator
         start = end
     return out, lse if settings.get("softmax_lse_flag") else torch.zeros(1)
+
+
+def _workspace(query: Tensor, *others: Any, **settings: Any) -> Tensor:
+    """Memory that a kernel within a graph works in; the simulated one needs none."""
+    return torch.empty(1, dtype=torch.uint8)
+
+
+def _into(function: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., list[Tensor]]:
+    """The form of an operator that writes into given memory, which a captured graph has."""
+
+    def run(*args: Any, out: list[Tensor], workspace: Tensor | None = None, **settings: Any) -> list[Tensor]:
+        on_cpu = lambda item: cpu_view(item) if isinstance(item, Tensor) else item  # noqa: E731
+        results = function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in settings.items()})
+        cpu_view(out[0]).copy_(results[0].reshape(out[0].shape))
+        if settings.get("softmax_lse_flag"):
+            cpu_view(out[1]).copy_(results[1].reshape(out[1].shape))
+        return out
+
+    return run
+
+
+def _attention_update(lse: list[Tensor], local_out: list[Tensor], update_type: int) -> tuple[Tensor, Tensor]:
+    """Attention on several parts of the keys from attention on each: out = sum_i exp(lse_i - lse) out_i.
+
+    Args:
+        lse: [N] float32 each, the log of a part's denominator; +inf for a part without keys, as attention returns it.
+        local_out: [N, D] float32 each.
+    """
+    if update_type:
+        raise RuntimeError(f"npu_attention_update: update_type {update_type} is not simulated")
+    parts = torch.stack(lse).float()
+    parts = parts.masked_fill(parts == float("inf"), float("-inf"))
+    total = parts.logsumexp(0)
+    weights = torch.exp(parts - total).nan_to_num(0.0)
+    return (weights[..., None] * torch.stack(local_out).float()).sum(0).to(local_out[0].dtype), total
 
 
 # ---------------------------------------------------------------- latent attention
@@ -372,7 +433,59 @@ def _quant_matmul(x1: Tensor, x2: Tensor, scale: Tensor, **settings: Any) -> Ten
     return out.to(types.get(settings.get("output_dtype"), settings.get("output_dtype")))
 
 
+# ---------------------------------------------------------------- adapters
+
+#: products with low-rank adapters, of vllm-ascend's own library
+_ADAPTERS = {
+    "bgmv_shrink": "(Tensor x, Tensor weight, Tensor indices, Tensor(a!) y, float scale) -> ()",
+    "sgmv_shrink": "(Tensor x, Tensor weight, Tensor lora_indices, Tensor seq_len, Tensor(a!) y, float scale) -> ()",
+    "bgmv_expand": "(Tensor x, Tensor weight, Tensor indices, Tensor(a!) y, int slice_offset, int slice_size) -> Tensor",
+    "sgmv_expand": "(Tensor x, Tensor weight, Tensor lora_indices, Tensor seq_len, Tensor(a!) y, int slice_offset, "
+    "int slice_size) -> Tensor",
+}  # fmt: skip
+
+
+def _adapter_rows(name: str, weight: Tensor, indices: Tensor, seq_len: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields each adapter's rows and its matrix; rows with index -1 have none."""
+    if weight.dtype not in (torch.float16, torch.bfloat16):
+        raise RuntimeError(f"{name}: only support half and bf16")  # as the compiled operator says
+    owners = cpu_view(indices).long()
+    if seq_len is not None:
+        owners = owners.repeat_interleave(cpu_view(seq_len).long())
+    matrices = cpu_view(weight).flatten(0, -3)
+    for adapter in owners[owners >= 0].unique().tolist():
+        yield (owners == adapter).nonzero()[:, 0], matrices[adapter].float()
+
+
+def _shrink(name: str, x: Tensor, weight: Tensor, indices: Tensor, seq_len: Tensor | None, y: Tensor, scale: float) -> None:
+    """y = scale x A^T for the rows of each adapter; y is float32."""
+    calls[f"_C_ascend::{name}"] += 1
+    for rows, matrix in _adapter_rows(name, weight, indices, seq_len):
+        cpu_view(y)[rows] = cpu_view(x)[rows].float() @ matrix.t() * scale
+
+
+def _expand(
+    name: str, x: Tensor, weight: Tensor, indices: Tensor, seq_len: Tensor | None, y: Tensor, offset: int, size: int
+) -> Tensor:
+    """y[:, offset : offset + size] += x B^T for the rows of each adapter."""
+    calls[f"_C_ascend::{name}"] += 1
+    for rows, matrix in _adapter_rows(name, weight, indices, seq_len):
+        part = cpu_view(y)[:, offset : offset + size]
+        part[rows] = (part[rows].float() + cpu_view(x)[rows].float() @ matrix.t()).to(y.dtype)
+    return y
+
+
+def _adapter_kernel(name: str) -> Callable[..., Tensor | None]:
+    function = _shrink if name.endswith("shrink") else _expand
+    if name.startswith("sgmv"):
+        return lambda x, weight, indices, seq_len, *others: function(name, x, weight, indices, seq_len, *others)
+    return lambda x, weight, indices, *others: function(name, x, weight, indices, None, *others)
+
+
 KERNELS = {
+    "npu_attention_update": _attention_update,
+    "_npu_fused_infer_attention_score_get_max_workspace": _workspace,
+    "_npu_fused_infer_attention_score_v2_get_max_workspace": _workspace,
     "npu_dynamic_quant": _dynamic_quant,
     "npu_quant_matmul": _quant_matmul,
     "npu_fused_infer_attention_score": _infer_attention,
@@ -381,6 +494,12 @@ KERNELS = {
     "npu_transpose_batchmatmul": _transpose_batchmatmul,
     "npu_moe_token_unpermute": _token_unpermute,
     "npu_grouped_matmul": _grouped_matmul,
+}
+
+#: those that have a form for graphs, which writes into given memory
+_INTO = {
+    "npu_fused_infer_attention_score": _infer_attention,
+    "npu_fused_infer_attention_score_v2": _infer_attention_v2,
 }
 
 #: operators of vllm-ascend's own library that its paths for experts call in any case
@@ -508,16 +627,25 @@ def install() -> None:
     atb = torch.library.Library("atb", "DEF")
     for name, schema in _ATB.items():
         atb.define(name + schema)
-        atb.impl(name, globals()[name.removeprefix("_npu")], "PrivateUse1")
+        function = globals()[f"_{name.removeprefix('_').removeprefix('npu_')}"]
+        atb.impl(name, recorded(f"atb::{name}", function), "PrivateUse1")
+        setattr(_atb_ops.ATB_MODULE, name, getattr(torch.ops.atb, name))
     npu = torch.library.Library("npu", "IMPL")
     for name, function in KERNELS.items():
         npu.impl(getattr(torch.ops.npu, name).default, _kernel(name, function), "PrivateUse1", allow_override=True)
     cached = torch.ops.npu.npu_kv_rmsnorm_rope_cache.default
-    npu.impl(cached, _kv_rmsnorm_rope_cache, "PrivateUse1", allow_override=True)
+    write = recorded("npu::npu_kv_rmsnorm_rope_cache", _kv_rmsnorm_rope_cache)
+    npu.impl(cached, write, "PrivateUse1", allow_override=True)
+    for name, function in _INTO.items():
+        write = recorded(f"npu::{name}.out", _into(function))
+        npu.impl(getattr(torch.ops.npu, name).out, write, "PrivateUse1", allow_override=True)
     custom = torch.library.Library("_C_ascend", "DEF")
     for name, (schema, function) in _CUSTOM.items():
         custom.define(name + schema)
         custom.impl(name, _kernel(name, function), "PrivateUse1")
+    for name, schema in _ADAPTERS.items():
+        custom.define(name + schema)
+        custom.impl(name, recorded(f"_C_ascend::{name}", _adapter_kernel(name)), "PrivateUse1")
     triton = torch.library.Library("vllm", "FRAGMENT")
     triton.define(_MROPE)
     name = _MROPE.partition("(")[0]

@@ -229,6 +229,33 @@ def test_mindspeed_llm_takes_devices_from_torchrun_and_dropout_from_megatron() -
     assert take("mindspeed-llm", LLM.replace("--hidden-dropout 0 ", "")).tree["megatron_training"]["hidden_dropout"] == 0.1
 
 
+#: option of MindSpeed that is off here -> words of what its absence costs, and of the key that saves as much
+OFF_HERE = {
+    "recompute_norm": ("memory", "recompute_modules: [layernorm]"),
+    "moe_zero_memory level0": ("memory", "3 x moe_ffn_hidden_size", "recompute_modules: [moe]"),
+    "moe_unperm2_mem_optim": ("memory", "moe_router_topk x hidden_size", "recompute_modules: [moe]"),
+    "mla_zero_memory": ("memory", "recompute_modules: [mla_up_proj]"),
+    "swap_modules mlp": ("memory", "swap_optimizer"),
+    "layerzero": ("memory", "use_distributed_optimizer: true"),
+    "moe_fb_overlap": ("time", "4 exchanges"),
+    "moe_allgather_overlap_comm": ("time", "4 exchanges"),
+    "schedules_method dualpipev": ("time", "pipeline_model_parallel_size - 1"),
+    "balanced_moe_experts": ("time", "fullest device"),
+    "ulysses_degree_in_cp 2": ("time", "full ring"),
+    "tp_2d": ("memory and time", "whole activations"),
+    "mtp_mem_efficient_logits": ("nothing", "loss_chunk_size"),
+}
+
+
+def test_mindspeed_llm_says_what_the_absence_of_its_features_costs() -> None:
+    options = " ".join(f"--{option.replace('_', '-')}" for option in OFF_HERE)
+    notes = take("mindspeed-llm", LLM + options).without_effect
+    texts = {option.lstrip("-").replace("-", "_"): text for option, text in notes.items()}
+    for option, words in OFF_HERE.items():
+        text = texts[option.partition(" ")[0]]
+        assert text.startswith(f"off here, for which the cost is {words[0]}: ") and all(word in text for word in words), option
+
+
 def test_mindspeed_llm_averages_the_micro_batches_of_sft() -> None:
     command = LLM.replace("--stage dpo", "--stage sft")
     fail("mindspeed-llm", command, "aggregation would be null here, but is token of a micro-batch")

@@ -350,6 +350,10 @@ def record_torch_npu(folder: Path, names: set[str]) -> dict[str, str]:
     return record | {f"{VARIABLE}{name}": "" for name in sorted(variables._NAMES) if b"\0" + name.encode() + b"\0" in library}
 
 
+#: class of vllm-ascend's exchange by all-gather
+ALL_GATHER = "TokenDispatcherWithAllGather"
+
+
 def record_vllm_ascend(folder: Path) -> dict[str, object]:
     """Keys of additional_config, environment variables and methods that the suite relies on, of one vllm-ascend."""
     sources = [path.read_text(errors="replace") for path in (folder / "vllm_ascend").rglob("*.py")]
@@ -373,6 +377,10 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
     defaults = re.search(r"class EplbConfig.*?_defaults = \{(.*?)\n    \}", text, re.DOTALL)
     balancer = _fields(config["EplbConfig"]) or re.findall(r"[\"'](\w+)[\"']:", defaults[1] if defaults else "")
     context = (folder / "vllm_ascend" / "ascend_forward_context.py").read_text()
+    fused = folder / "vllm_ascend" / "ops" / "fused_moe"
+    dispatchers = (fused / "token_dispatcher.py").read_text()
+    classes = [node for path in fused.rglob("*.py") for node in ast.parse(path.read_text()).body]
+    routing = next((fields for fields in map(set, map(_fields, classes)) if {"mc2_mask", "log2phy"} <= fields), set())
     proposers = [ast.parse(path.read_text()) for path in (folder / "vllm_ascend" / "spec_decode").glob("*proposer.py")]
     joins = [
         node.name
@@ -393,6 +401,8 @@ def record_vllm_ascend(folder: Path) -> dict[str, object]:
         "exchange": {
             "select_moe_comm_method": _arguments(_top_level(ast.parse(context))["select_moe_comm_method"]),
             "types": sorted(re.findall(r"^    (\w+) = \d", context, re.M)),
+            "token_dispatch": _arguments(_top_level(_top_level(ast.parse(dispatchers))[ALL_GATHER])["token_dispatch"]),
+            "routing": sorted({"expert_map", "log2phy"} & routing),
         },
         "latent_attention": {
             "process_weights_after_loading": _arguments(_top_level(kernel)["process_weights_after_loading"]),

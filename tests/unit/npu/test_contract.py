@@ -107,9 +107,9 @@ def test_a_guarded_file_uses_what_only_its_releases_have_and_nothing_else_does()
                 assert places <= {path}, version
 
 
-def test_our_code_imports_nothing_from_vllm_ascend_but_its_sampler() -> None:
+def test_our_code_imports_nothing_from_vllm_ascend_but_its_sampler_and_its_exchange() -> None:
     names = {use.name for use in USES if use.name.split(".")[0] == "vllm_ascend"}
-    assert names == {"vllm_ascend.sample.sampler"}
+    assert names == {"vllm_ascend.sample.sampler", "vllm_ascend.ops.fused_moe.token_dispatcher"}
     for version, record in RECORD["vllm_ascend"].items():
         assert record["sampler"] == {"random_sample": "(probs, generators)"}, version
 
@@ -124,6 +124,8 @@ def test_every_additional_config_key_exists_in_the_releases_that_get_it() -> Non
         assert "VLLM_ASCEND_ENABLE_NZ" in names["environment"] or "rl_config" in row, version
         assert vllm_ascend._row_for(vllm_ascend._DRAFT_PROPOSERS, release)[1] in names["drafts"], version
         assert "ALLGATHER" in names["exchange"]["types"], version
+        assert names["exchange"]["token_dispatch"] == "(token_dispatch_input)", version
+        assert names["exchange"]["routing"] == ["expert_map", "log2phy"], version
         assert names["worker"]["wake_up"] == "(tags=None)" and names["worker"]["sleep"] == "(level=1)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.machinery
 import json
 import random
@@ -34,6 +35,23 @@ class AscendExperts(nn.Module):
 
     def weight_loader(self, parameter: nn.Parameter, loaded: torch.Tensor, expert: int) -> None:
         parameter.data[expert].copy_(loaded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    expert_map: torch.Tensor | None
+    log2phy: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True)
+class DispatchInput:
+    routing: Routing
+
+
+class Dispatcher:
+    def token_dispatch(self, token_dispatch_input: DispatchInput) -> torch.Tensor:
+        assert token_dispatch_input.routing.expert_map is not None
+        return token_dispatch_input.routing.expert_map
 
 
 class Proposer:
@@ -349,9 +367,13 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     drafts.AscendSpecDecodeBaseProposer = Proposer  # type: ignore[attr-defined]
     for name in ("vllm_ascend.spec_decode", drafts.__name__):
         monkeypatch.setitem(sys.modules, name, drafts)
+    exchange = types.ModuleType("vllm_ascend.ops.fused_moe.token_dispatcher")
+    exchange.TokenDispatcherWithAllGather = Dispatcher  # type: ignore[attr-defined]
+    for name in ("vllm_ascend.ops", "vllm_ascend.ops.fused_moe", exchange.__name__):
+        monkeypatch.setitem(sys.modules, name, exchange)
     hooks = vllm_ascend.VllmAscendHooks((0, 23))
-    hooks.before_build("run")
-    hooks.before_build("run")  # of another engine in the process
+    hooks.patch_libraries()
+    hooks.patch_libraries()  # of another engine in the process
     proposer, policy = Proposer("mtp"), types.SimpleNamespace(lm_head=nn.Linear(HIDDEN, 3))
     proposer._maybe_share_lm_head(policy)
     assert proposer.model["layers"][1].shared_head.head is policy.lm_head and proposer.joined == 1
@@ -359,6 +381,14 @@ def test_what_is_patched_before_an_engine_is_built(monkeypatch: pytest.MonkeyPat
     proposer._maybe_share_lm_head(policy)
     assert proposer.model["layers"][1].shared_head.head is not policy.lm_head and proposer.joined == 1
     assert rotary.find_spec("flash_attn") is None
+    # experts 0 and 2 are on the first device, 1 and 3 on the second; each finds its own at their places
+    places = torch.tensor([0, 2, 1, 3])
+    for experts, expected in (([0, -1, 1, -1], [0, 1, -1, -1]), ([-1, 0, -1, 1], [-1, -1, 0, 1])):
+        for _ in range(2):
+            step = DispatchInput(Routing(torch.tensor(experts), places.clone()))
+            assert Dispatcher().token_dispatch(step).tolist() == expected
+    unmapped = DispatchInput(Routing(torch.tensor([0, -1]), None))
+    assert Dispatcher().token_dispatch(unmapped).tolist() == [0, -1]
     assert rotary.find_spec("json") is not None and rotary.find_spec("no_such_package") is None
 
 

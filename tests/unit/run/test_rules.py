@@ -92,6 +92,15 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: {"reward_resource": {"num_npus": 8}}}, "reward_group", ["reward_resource", "reward_config"]),
     ({"generate_config": {"lora_push": "adapter"}}, "lora_push_needs_lora", ["lora_push: adapter", "lora_target_modules"]),
     (
+        {
+            "platform": "npu",
+            G: {"lora_push": "adapter", "dtype": "float32"},
+            M: {"lora_target_modules": ["linear_qkv"], "lora_r": 64, "bf16": False},
+        },
+        "lora_push_adapter",
+        ["up to rank 64 take bfloat16", "dtype is float32"],
+    ),
+    (
         {"generate_config": {"lora_push": "adapter"}, M: {"lora_target_modules": ["linear_qkv"], "lora_r": 600}},
         "lora_push_adapter",
         ["rank 512 at most", "lora_r is 600"],
@@ -428,6 +437,7 @@ CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({R: EXACT, M: {"context_parallel_size": 2}}, *EXACT, ["context_parallel_size (2)"]),
     ({R: EXACT, G: {D: SUFFIX}}, *EXACT, [D, "several tokens"]),
     ({R: EXACT, G: {"kv_cache_dtype": "fp8"}}, *EXACT, ["kv_cache_dtype (fp8)"]),
+    ({"platform": "npu", R: EXACT}, *EXACT, ["on npu", "add up in different orders", "npu_deterministic"]),
     ({R: EXACT, M: EXPERTS}, *EXACT, ["router_replay.mode (disabled)", "set R3", "one tensor-parallel rank"]),
     ({M: EXPERTS, G: {"quantization": "int8"}}, "quantization", ["quantization (int8)", "experts of this model"]),
     ({G: {"quantization": "int8", D: {"method": "mtp"}}}, "quantization", ["draft model", "ngram and suffix work"]),

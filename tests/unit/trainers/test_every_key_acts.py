@@ -104,7 +104,7 @@ ELSEWHERE: dict[str, str] = {
     "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler use_tensorboard use_wandb use_swanlab "
     "use_mlflow",
-    "config/run.py": "max_total_response_length judge_max_tokens judge_max_model_len",
+    "config/run.py": "max_total_response_length exact_log_probs judge_max_tokens judge_max_model_len",
     "run/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     # tests/unit/run/test_distillation_keys.py has the keys of distillation
     "rollout_importance_sampling_threshold_min distillation",
@@ -178,7 +178,7 @@ ELSEWHERE: dict[str, str] = {
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
     "max_tool_response_length max_tool_response_characters tool_response_truncate_side",
     "workers/reward_group.py": "trajectory_reward trajectory_reward_weight verifier_reads",
-    "runtime/cluster.py": "runtime_env_path exact_log_probs",
+    "runtime/cluster.py": "runtime_env_path",
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
