@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypeVar, TypedDict
 
 import numpy as np
 
@@ -15,6 +15,16 @@ from mindspeed_rl.files import read_json
 
 class _WithImages(TypedDict, total=False):
     images: tuple[StoredImage, ...]
+
+
+_Sample = TypeVar("_Sample", bound=_WithImages)
+
+
+def _with_images(sample: _Sample, images: _WithImages) -> _Sample:
+    """Return a sample with the images of its row, where the model reads them."""
+    if "images" in images:
+        sample["images"] = images["images"]
+    return sample
 
 
 class StoredLogProbs:
@@ -230,13 +240,13 @@ class PreferenceDataset(_ShortRows):
         super().__init__(rows, lengths, seq_length, images)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        return PreferencePair(
+        pair = PreferencePair(
             chosen_input_ids=self.column(index, "chosen_input_ids"),
             chosen_labels=self.column(index, "chosen_labels"),
             rejected_input_ids=self.column(index, "rejected_input_ids"),
             rejected_labels=self.column(index, "rejected_labels"),
-            **self.images(index),
         )
+        return _with_images(pair, self.images(index))
 
 
 class JudgedAnswer(_WithImages):
@@ -313,14 +323,14 @@ class UnpairedDataset:
                 break
         else:
             raise ValueError("data_path: stage kto lends answers to other prompts, but all prompts of the data are equal.")
-        return JudgedAnswer(
+        answer = JudgedAnswer(
             input_ids=ids,
             labels=labels,
             desirable=is_desirable,
             mismatched_input_ids=np.concatenate([ids[:first], other_ids[start:]])[: self._seq_length],
             mismatched_labels=np.concatenate([labels[:first], other_labels[start:]])[: self._seq_length],
-            **images,
         )
+        return _with_images(answer, images)
 
 
 def _are_equal(first: _WithImages, second: _WithImages) -> bool:

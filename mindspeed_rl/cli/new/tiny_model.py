@@ -109,7 +109,7 @@ def _make_vision_config(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFas
         "fullatt_block_indexes": [1],
         "initializer_range": shape["initializer_range"],
     }
-    start, end, image, video = map(tokenizer.convert_tokens_to_ids, _IMAGE_TOKENS)
+    start, end, image, video = (tokenizer.get_vocab()[token] for token in _IMAGE_TOKENS)
     return Qwen2_5_VLConfig(
         text_config={**shape, "rope_parameters": rope},
         vision_config=tower,

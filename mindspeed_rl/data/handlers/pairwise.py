@@ -30,7 +30,7 @@ from mindspeed_rl.data.handlers.base import (
     Handler,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question
-from mindspeed_rl.data.images import build_image_columns
+from mindspeed_rl.data.images import StoredImage, build_image_columns
 from mindspeed_rl.data.indexed import UNPAIRED_COLUMNS
 from mindspeed_rl.data.messages import OPENAI, MessageForm, choose_form, read_messages, sharegpt_form
 from mindspeed_rl.data.templates import Rendering
@@ -278,6 +278,7 @@ class PairwiseHandler(_AnswerHandler):
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         columns: dict[str, np.ndarray | list[int]] = {}
+        images: tuple[StoredImage, ...] = ()
         for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
             # both sides have the images of the prompt, which are stored once
             expanded, images = self.expand_images(draft, turns)
