@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 
