@@ -234,7 +234,7 @@ class PromptSampler:
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as plain values."""
-        levels = {} if self._levels is None else {"levels": self._levels.state_dict()}
+        levels: dict[str, object] = {} if self._levels is None else {"levels": self._levels.state_dict()}
         return levels | {
             "next": self._next,
             "streams": [[stream.position, stream.num_taken] for stream in self._streams],

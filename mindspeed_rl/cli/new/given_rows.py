@@ -214,7 +214,7 @@ def read_reasoning_gym(source: Source) -> Given:
             f"--kind reasoning-gym needs the package reasoning-gym ({error.name} is not installed): pip install reasoning-gym"
         ) from None
     task = source.task
-    if task not in DATASETS:
+    if task is None or task not in DATASETS:
         near = registry.find_similar(str(task), DATASETS)
         hint = f"did you mean '{near}'?" if near else f"it has {len(DATASETS)}: {', '.join(sorted(DATASETS))}"
         raise ValueError(f"--task {task}: reasoning-gym has no task of this name; {hint}")
