@@ -109,7 +109,8 @@ def _make_vision_config(shape: dict[str, Any], tokenizer: PreTrainedTokenizerFas
         "fullatt_block_indexes": [1],
         "initializer_range": shape["initializer_range"],
     }
-    start, end, image, video = (tokenizer.get_vocab()[token] for token in _IMAGE_TOKENS)
+    vocabulary = tokenizer.get_vocab()
+    start, end, image, video = (vocabulary[token] for token in _IMAGE_TOKENS)
     return Qwen2_5_VLConfig(
         text_config={**shape, "rope_parameters": rope},
         vision_config=tower,
