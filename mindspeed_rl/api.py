@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import cloudpickle
 
@@ -30,6 +30,7 @@ from mindspeed_rl.cli.train import prepare_run
 from mindspeed_rl.config import RunConfig, build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, locate
 from mindspeed_rl.files import write_file
+from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
@@ -84,11 +85,12 @@ class Run:
     Attributes:
         config: all keys, typed.
         num_nodes: machines that the devices are spread over.
+        tree: the keys that the run file and the overrides set.
     """
 
     config: RunConfig
     num_nodes: int = 1
-    _tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    tree: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
     def load(cls, config_name: str | Path, overrides: Mapping[str, object] | None = None, *, num_nodes: int = 1) -> Run:
@@ -114,7 +116,7 @@ class Run:
         Raises:
             ValueError: an unknown key or a wrong type.
         """
-        tree, cfg = apply_values(self._tree, values), self.config
+        tree, cfg = apply_values(self.tree, values), self.config
         cfg = build_run_config(tree, config_name=cfg.config_name, config_dir=cfg.config_dir)
         return Run(draft(cfg, self.num_nodes).config, self.num_nodes, tree)
 
@@ -156,8 +158,39 @@ def train(
         KeyboardInterrupt: Ctrl-C, or "interrupt" in a notebook; all workers were ended.
     """
     if reward is not None:
-        run = _set_rewards(run, [reward] if isinstance(reward, str) or callable(reward) else list(reward))
-    observer = _CallbackObserver(on_iteration)
+        run = set_rewards(run, [reward] if isinstance(reward, str) or callable(reward) else list(reward))
+    return run_to_end(run, _CallbackObserver(on_iteration))
+
+
+class EndingObserver(Protocol):
+    """Follow a run as a `trainers.run_logger.RunObserver`, and end it early.
+
+    Attributes:
+        end: saves and ends the run after this iteration; set before `on_loop`.
+        has_ended: it was called.
+    """
+
+    end: Callable[[], None]
+    has_ended: bool
+
+    def on_start(self) -> None:
+        """Take note that the run starts its processes."""
+
+    def on_loop(self, num_iterations: int) -> None:
+        """Take note that all processes run and the loop begins."""
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Take the samples of an iteration."""
+
+    def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
+        """Take the figures of an iteration; 0: evaluation before the first one."""
+
+    def close(self) -> None:
+        """Take note that no iteration follows."""
+
+
+def run_to_end(run: Run, observer: EndingObserver) -> Result:
+    """Train to the end of the run, or until the observer ends it; raises what `train` raises."""
     with _as_command(), prepare_run(run.config, run.num_nodes) as resolved:
         # by name: these import torch and Ray, which read the environment
         launch, recovery_class, terminated, predict = (
@@ -174,6 +207,7 @@ def train(
             for attempt in recovery.attempts():
                 with recovery.retry_on_fault(), launch(attempt, predict(attempt), [observer]) as trainer:
                     observer.end = lambda termination=trainer.termination: setattr(termination, "requested", True)
+                    observer.on_loop(trainer.train_iters)
                     trainer.fit()
         except terminated as error:
             if error.signum == signal.SIGINT:
@@ -181,6 +215,29 @@ def train(
             if not observer.has_ended:
                 raise
     return _read_result(resolved, ended_early=observer.has_ended)
+
+
+def evaluate(run: Run) -> dict[str, float]:
+    """Evaluate the weights that a run starts from on its held-out data; nothing trains.
+
+    Returns:
+        The figures of the evaluation, such as eval/reward or eval/loss.
+
+    Raises:
+        ValueError: a key or a file is wrong, or there is nothing to evaluate on.
+        RuntimeError: a worker died or raised.
+        KeyboardInterrupt: Ctrl-C, or "interrupt" in a notebook; all workers were ended.
+    """
+    if not run.config.actor_config.has_held_out_data:
+        raise ValueError("megatron_training.eval_data_path: there is nothing to evaluate on; set it, or split")
+    with _as_command(), prepare_run(run.config, run.num_nodes) as resolved:
+        launch = registry.load("mindspeed_rl.trainers.launch:launch", "evaluate")
+        terminated = registry.load("mindspeed_rl.trainers.termination:Terminated", "evaluate")
+        try:
+            with launch(resolved) as trainer:
+                return trainer.evaluate()
+        except terminated as error:
+            raise KeyboardInterrupt(str(error)) from None
 
 
 class _CallbackObserver:
@@ -194,6 +251,12 @@ class _CallbackObserver:
     def on_start(self) -> None:
         """Do nothing."""
 
+    def on_loop(self, num_iterations: int) -> None:
+        """Do nothing."""
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Do nothing."""
+
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Call the function; iteration 0 is the evaluation before the first one."""
         if self._callback is not None and self._callback(iteration, dict(results)) is False and iteration:
@@ -204,8 +267,13 @@ class _CallbackObserver:
         """Do nothing."""
 
 
-def _set_rewards(run: Run, rewards: list[RewardFunction | str]) -> Run:
+def set_rewards(run: Run, rewards: list[RewardFunction | str], weights: Sequence[float] | None = None) -> Run:
     """Return the run with these reward functions; functions of this program go to a plug-in file next to the run folder.
+
+    Args:
+        run: from `Run.load`.
+        rewards: functions or names.
+        weights: weight of each; 1 when not given.
 
     Raises:
         ValueError: the run has no reward functions, or a function cannot be written.
@@ -213,6 +281,8 @@ def _set_rewards(run: Run, rewards: list[RewardFunction | str]) -> Run:
     cfg = run.config
     if cfg.rl_config is None or cfg.is_supervised:
         raise ValueError(f"reward: stage {cfg.stage} has no reward functions")
+    if weights is not None and len(weights) != len(rewards):
+        raise ValueError(f"reward_weights: {len(weights)} weights for {len(rewards)} reward functions")
     functions: dict[str, RewardFunction] = {}
     names: list[str] = []
     for reward in rewards:
@@ -228,7 +298,8 @@ def _set_rewards(run: Run, rewards: list[RewardFunction | str]) -> Run:
         path = folder.parent / f".{folder.name}_rewards.py"
         write_file(path, _PLUGIN.format(folders=[str(Path.cwd())], content=_pickle_functions(functions)), makes_folder=True)
         plugins.append(str(path))
-    values = {"verifier_function": names, "verifier_weight": [1.0] * len(names), "external_plugins": plugins}
+    numbers = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
+    values = {"verifier_function": names, "verifier_weight": numbers, "external_plugins": plugins}
     values |= {"rule_reward": True, "reward_funcs": None, "reward_weights": None}
     return run.with_values({f"rl_config.{name}": value for name, value in values.items()})
 

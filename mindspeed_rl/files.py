@@ -55,6 +55,8 @@ class FileWriteError(OSError):
 def describe_missing(path: str | os.PathLike[str]) -> str:
     """Describe a path where nothing is: its absolute form, the folder that it is relative to, and the nearest name there."""
     text = os.fspath(path)
+    if "\\" in text and os.path.exists(other := text.replace("\\", "/")):
+        return f"'{text}' does not exist; did you mean '{other}'? Paths have / between their parts here"
     try:
         full = Path(text).expanduser()
         absolute = Path(os.path.abspath(full))

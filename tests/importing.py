@@ -2,14 +2,15 @@
 
     python -m tests.importing FOLDER --project verl [--devices 8] [--each]
 
-The folder is the root of the checkout. A variable that a script leaves open has
-a value by its name; a number that differs by its nature is accepted, and counted. For verl the numbers of each run file are
-compared with the configuration that its own files compose. Nothing of a script is executed.
+The folder is the root of the checkout. A variable that a script leaves open has a value by its name; a number that differs by
+its nature is accepted, and counted. For verl and EasyR1 the numbers of each run file are compared with the configuration that
+their own files compose. Nothing of a script is executed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import io
 import os
@@ -32,13 +33,18 @@ from mindspeed_rl.importers.shell_text import read_script
 from mindspeed_rl.importers.source_plan import SourcePlan
 
 #: files of a checkout that may hold a command; a file of options is named, not read
-PATTERNS: dict[str, tuple[str, ...]] = {"llama-factory": ("examples/**/*.yaml",), "trl": ("**/*.sh", "**/*.yaml")}
+PATTERNS: dict[str, tuple[str, ...]] = {
+    "llama-factory": ("examples/**/*.yaml",),
+    "roll": ("examples/**/*.yaml",),
+    "trl": ("**/*.sh", "**/*.yaml"),
+}
 _SCRIPTS = ("**/*.sh",)
 #: part of a variable's name -> value that it has here, the first that fits
 _GUESSES = (
     (r"^DEVICE(_NAME|_TYPE)?$", "npu"),
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
+    (r"^REWARD$", "accuracy"),
     (r"UTIL|FRACTION|RATIO", "0.8"),
     (r"^(LOCAL_)?(NODE_)?RANK$|INDEX", "0"),
     (r"PORT", "29500"),
@@ -53,6 +59,8 @@ _GUESSES = (
     (r"DATA|TRAIN|TEST|FILE", "/data/{}.parquet"),
     (r"", "/given/{}"),
 )
+#: project -> where its own configuration is
+_CONFIGURATIONS = {"verl": "verl/trainer/config", "easyr1": "verl/trainer/config.py"}
 #: rounds of questions and answers
 _MAX_ROUNDS = 12
 
@@ -209,10 +217,87 @@ def compose_verl(root: Path, path: Path, variables: Mapping[str, str]) -> tuple[
     return None
 
 
-def find_different(composed: tuple[bool, DictConfig], here: SourcePlan, accepted: frozenset[str]) -> Iterator[str]:
+# ---------------------------------------------------------------------------------------------------- EasyR1's own composition
+
+#: number of the plan -> its value in a composed configuration of EasyR1; None is not compared
+_OF_EASYR1: dict[str, Callable[[DictConfig], object]] = {
+    "rollout_prompts": lambda c: c.data.rollout_batch_size,
+    "rollout_completions": lambda c: c.data.rollout_batch_size * c.worker.rollout.n,
+    "step_samples": lambda c: c.worker.actor.global_batch_size * c.worker.rollout.n,
+    "steps_per_rollout": lambda c: c.data.rollout_batch_size // c.worker.actor.global_batch_size * c.worker.actor.ppo_epochs,
+    "lr_last": lambda c: c.worker.actor.optim.lr if c.worker.actor.optim.lr_scheduler_type == "constant" else None,
+    "weight_decay": lambda c: c.worker.actor.optim.weight_decay,
+    "clip_grad": lambda c: c.worker.actor.max_grad_norm,
+    "clip_low": lambda c: None if c.worker.actor.loss_type == "sapo" else c.worker.actor.clip_ratio_low,
+    "clip_high": lambda c: None if c.worker.actor.loss_type == "sapo" else c.worker.actor.clip_ratio_high,
+    "clip_c": lambda c: None if c.worker.actor.loss_type in ("sapo", "cispo") else c.worker.actor.clip_ratio_dual,
+    "kl_coef": lambda c: 0.0 if c.algorithm.disable_kl else c.algorithm.kl_coef,
+    "kl_place": lambda c: None if c.algorithm.disable_kl else "loss" if c.algorithm.use_kl_loss else "reward",
+    "kl_estimator": lambda c: None if c.algorithm.disable_kl else c.algorithm.kl_penalty,
+    "temperature": lambda c: c.worker.rollout.temperature,
+    "top_p": lambda c: c.worker.rollout.top_p,
+    "top_k": lambda c: c.worker.rollout.top_k,
+    "prompt_length": lambda c: c.data.max_prompt_length,
+    "response_length": lambda c: c.data.max_response_length,
+    "infer_tp": lambda c: c.worker.rollout.tensor_parallel_size,
+    "lora_rank": lambda c: c.worker.actor.model.lora.rank,
+    "dp": lambda c: c.trainer.nnodes * c.trainer.n_gpus_per_node // c.worker.actor.ulysses_size,
+    "model": lambda c: c.worker.actor.model.model_path,
+}
+
+
+def _read_dataclasses(root: Path) -> dict[str, ast.ClassDef]:
+    """Return the classes of EasyR1's configuration; nothing of them is imported."""
+    files = [*root.glob("verl/trainer/config.py"), *root.glob("verl/workers/config.py"), *root.glob("verl/workers/*/config.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files]
+    return {item.name: item for tree in trees for item in tree.body if isinstance(item, ast.ClassDef)}
+
+
+def _read_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str, object]:
+    """Return the defaults of a dataclass, nested as it is."""
+    defaults: dict[str, object] = {}
+    for item in classes[name].body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name) or item.value is None:
+            continue
+        kind, value = ast.unparse(item.annotation), item.value
+        if kind in classes:
+            defaults[item.target.id] = _read_defaults(classes, kind)
+        elif not isinstance(value, ast.Call):
+            defaults[item.target.id] = ast.literal_eval(value)
+        elif not any(part.arg == "init" for part in value.keywords):
+            defaults[item.target.id] = {}
+    return defaults
+
+
+def compose_easyr1(root: Path, path: Path, variables: Mapping[str, str]) -> DictConfig | None:
+    """Return the configuration of a script as EasyR1 merges it; None without a command of its trainer."""
+    for command in read_script(path.read_text(encoding="utf-8"), variables, path.parent):
+        if "verl.trainer.main" not in command.words:
+            continue
+        words = OmegaConf.from_cli([word for word in command.words if _OVERRIDE.match(word)])
+        file = OmegaConf.load(root / str(words.pop("config")))
+        merged = OmegaConf.merge(OmegaConf.create(_read_defaults(_read_dataclasses(root), "PPOConfig")), file, words)
+        assert isinstance(merged, DictConfig)
+        return merged
+    return None
+
+
+def _compose(project: str, root: Path, path: Path, variables: Mapping[str, str]) -> Composed | None:
+    """Return what a project composes of a script, with the numbers that are compared."""
+    if project == "easyr1":
+        config = compose_easyr1(root, path, variables)
+        return None if config is None else (_OF_EASYR1, config)
+    composed = compose_verl(root, path, variables)
+    return None if composed is None else (_OF_SFT if composed[0] else _OF_PPO, composed[1])
+
+
+Composed = tuple[dict[str, Callable[[DictConfig], object]], DictConfig]
+
+
+def find_different(composed: Composed, here: SourcePlan, accepted: frozenset[str]) -> Iterator[str]:
     """Yield the numbers of a run file that are not those of the composed configuration."""
-    is_supervised, config = composed
-    for name, read in (_OF_SFT if is_supervised else _OF_PPO).items():
+    numbers, config = composed
+    for name, read in numbers.items():
         there, ours = read(config), getattr(here, name)
         if there is not None and name not in accepted and there != ours:
             yield f"{name} is {ours} here, {there} in the composed configuration"
@@ -224,13 +309,13 @@ def find_different(composed: tuple[bool, DictConfig], here: SourcePlan, accepted
 def judge_all(project: str, root: Path, devices: int) -> list[Outcome]:
     """Import every example below a folder, in its order of names."""
     outcomes: list[Outcome] = []
-    composes = project == "verl" and (root / "verl" / "trainer" / "config").is_dir()
+    composes = (root / _CONFIGURATIONS[project]).exists() if project in _CONFIGURATIONS else False
     for path in sorted({path for pattern in PATTERNS.get(project, _SCRIPTS) for path in root.glob(pattern)}):
         outcome, run, variables = judge(project, path, devices)
         outcomes.append(outcome)
         if not composes or run is None or run.plans is None:
             continue
-        if (composed := compose_verl(root, path, variables)) is not None:
+        if (composed := _compose(project, root, path, variables)) is not None:
             outcome.different = list(find_different(composed, run.plans[1], outcome.accepted))
     return outcomes
 

@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Optional packages over the CPU environment: bash envs/cpu/extras.sh [VENV_DIR [EXTRAS_DIR]]   (default: .venv .venv-extras)
 #
-# EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, msprobe and the site of the
-# documents. Some of it wants other versions than the CPU environment has, which stays as it is. EXTRAS_DIR/verifiers/bin/python
-# has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM. So have EXTRAS_DIR/agents
+# EXTRAS_DIR/bin/python has all of VENV_DIR and, before it, what extras.lock pins: SwanLab, MLflow, lm-eval, msprobe, reasoning-gym and
+# the site of the documents. Some of it wants other versions than the CPU environment has, which stays as it is. EXTRAS_DIR/verifiers/bin/python
+# has the verifiers library (verifiers.lock) and nothing else: it cannot be in one environment with vLLM. EXTRAS_DIR/verifiers4 has
+# its release 0.4, whose environments are others, and uv, with which it starts agents. So have EXTRAS_DIR/agents
 # (mini-swe-agent, a public agent program), EXTRAS_DIR/openenv (openenv-core) and EXTRAS_DIR/sandboxes (clients of E2B, Daytona and
 # SandboxFusion) theirs.
 # `tests/run.sh --all` uses both. Runs once: the second start sees the stamp and ends at once.
@@ -11,7 +12,7 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 lock_file="$root/envs/cpu/extras.lock"
-others=(verifiers agents openenv sandboxes)
+others=(verifiers verifiers4 agents openenv sandboxes)
 venv="${1:-$root/.venv}"
 extras="${2:-$root/.venv-extras}"
 
@@ -24,7 +25,7 @@ exec 9> "$extras/.install.lock"
 flock 9
 stamp="$extras/.installed"
 state="$({
-    cat "$lock_file" "$root"/envs/cpu/{verifiers,agents,openenv,sandboxes}.lock "$root/envs/cpu/extras.sh" "$venv/.installed"
+    cat "$lock_file" "$root"/envs/cpu/{verifiers,verifiers4,agents,openenv,sandboxes}.lock "$root/envs/cpu/extras.sh" "$venv/.installed"
     echo "$root $venv $extras"
 } | sha256sum | cut -d ' ' -f 1)"
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$state" ]]; then

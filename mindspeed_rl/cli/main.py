@@ -28,6 +28,7 @@ _ENVIRONMENT = ("torch", "ray", "vllm", "megatron", "transformers")
 _EXAMPLES: dict[str, str] = {
     "train": "--config-name grpo_tiny_cpu",
     "new": "my-task --kind maths",
+    "recipe": "list",
     "explain": "--config-name grpo_qwen3_8b_A3",
     "import": "verl run_grpo.sh -o my_run.yaml",
     "plan": "--config-name grpo_qwen3_8b_A3",
@@ -54,6 +55,7 @@ _EXAMPLES: dict[str, str] = {
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("mindspeed_rl.cli.train", "train with a run file: GRPO, PPO, SFT, DPO ..."),
     "new": ("mindspeed_rl.cli.new", "write the files of a task of your own, ready to train"),
+    "recipe": ("mindspeed_rl.cli.recipe", "complete runs: run files, data, planned figures, expected curve"),
     "explain": ("mindspeed_rl.cli.explain", "print the plan of a run without claiming a device"),
     "import": ("mindspeed_rl.importers.command", "write a run file from a command of ms-swift or verl"),
     "audit": ("mindspeed_rl.cli.audit", "look for faults in the data and the reward of a run"),

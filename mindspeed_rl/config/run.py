@@ -129,7 +129,7 @@ class RunConfig:
             lora_push="merged",
             expert_map_path=None,
             engine_kwargs=None,
-            sampling_config=replace(generate.sampling_config, stop=[], structured_output=None),
+            sampling_config=replace(generate.sampling_config, stop=[], stop_token_ids=[], structured_output=None),
         )
 
     def read_teacher_keys(self, folder: str) -> MegatronConfig:

@@ -8,7 +8,7 @@ names is encoded as if this module did not exist.
 - Messages of the system, the user and tools, and schemas of tools: all special tokens, and the marks of turns.
 - Answers of the model, with their thoughts and calls: the marks of turns. Its other special tokens (of thoughts, channels and
   calls) are parts of its text.
-- A template that writes nothing around a message (`empty`, `trl`): none. The data has written its marks itself.
+- A template that writes nothing around a message (`empty`, `completion`, `trl`): none. The data has written its marks itself.
 
 The marks of turns are the added tokens that the template writes around messages, such as DeepSeek's `<｜User｜>`, which its
 tokenizer does not call special; marks of thoughts are none of them.

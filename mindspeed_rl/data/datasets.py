@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages
+from mindspeed_rl.data.images import ImageRules, StoredImage, StoredImages, read_image
 from mindspeed_rl.data.indexed import IGNORE_INDEX, SAMPLE_LENGTHS, UNPAIRED_COLUMNS, IndexedColumns, is_paired
 from mindspeed_rl.files import read_json
 
@@ -178,8 +178,11 @@ class InstructionDataset:
         return sample
 
 
-class PreferencePair(TypedDict):
-    """One pair; each array is [tokens] int64. Labels are unshifted and hold IGNORE_INDEX on the full prompt."""
+class PreferencePair(_WithImages):
+    """One pair; each array is [tokens] int64. Labels are unshifted and hold IGNORE_INDEX on the full prompt.
+
+    images: of the prompt, in the order of their tokens; for a model of images.
+    """
 
     chosen_input_ids: np.ndarray
     chosen_labels: np.ndarray
@@ -190,8 +193,10 @@ class PreferencePair(TypedDict):
 class _ShortRows:
     """Rows with at most `seq_length` tokens; None keeps all. `num_too_long` counts the others."""
 
-    def __init__(self, rows: IndexedColumns, lengths: np.ndarray, seq_length: int | None) -> None:
-        self._rows = rows
+    def __init__(
+        self, rows: IndexedColumns, lengths: np.ndarray, seq_length: int | None, images: StoredImages | None = None
+    ) -> None:
+        self._rows, self._images = rows, images
         limit = np.iinfo(np.int32).max if seq_length is None else seq_length
         self._row_indices = np.flatnonzero(lengths <= limit)
         self.num_too_long = len(lengths) - len(self._row_indices)
@@ -203,6 +208,10 @@ class _ShortRows:
         """Return a column of a row that is left, [tokens] int64."""
         return self._rows.row(int(self._row_indices[index]), name).astype(np.int64)
 
+    def images(self, index: int) -> _WithImages:
+        """Return the images of a row that is left, by the key of a sample; empty for a model of text."""
+        return {} if self._images is None else {"images": self._images.row(int(self._row_indices[index]))}
+
 
 class PreferenceDataset(_ShortRows):
     """Rows of `<prefix>_packed_{chosen,rejected}_{input_ids,labels}_document`.
@@ -210,19 +219,28 @@ class PreferenceDataset(_ShortRows):
     Args:
         prefix: the --output-prefix of preprocessing.
         seq_length: pairs with a longer sample are left out; `num_too_long` counts them. None keeps all.
+        image_rules: image rules of the model; None for a model of text.
     """
 
-    def __init__(self, prefix: str | Path, *, seq_length: int | None = None) -> None:
+    def __init__(self, prefix: str | Path, *, seq_length: int | None = None, image_rules: ImageRules | None = None) -> None:
         sides = [(f"{side}_input_ids", f"{side}_labels") for side in ("chosen", "rejected")]
         rows = IndexedColumns(prefix, [name for pair in sides for name in pair], same_length=sides)
-        super().__init__(rows, np.maximum(rows.lengths("chosen_input_ids"), rows.lengths("rejected_input_ids")), seq_length)
+        images = None if image_rules is None else StoredImages.open(prefix, image_rules, rows)
+        lengths = np.maximum(rows.lengths("chosen_input_ids"), rows.lengths("rejected_input_ids"))
+        super().__init__(rows, lengths, seq_length, images)
 
     def __getitem__(self, index: int) -> PreferencePair:
-        return PreferencePair(**{name: self.column(index, name) for name in PreferencePair.__annotations__})
+        return PreferencePair(
+            chosen_input_ids=self.column(index, "chosen_input_ids"),
+            chosen_labels=self.column(index, "chosen_labels"),
+            rejected_input_ids=self.column(index, "rejected_input_ids"),
+            rejected_labels=self.column(index, "rejected_labels"),
+            **self.images(index),
+        )
 
 
-class JudgedAnswer(TypedDict):
-    """One answer, judged by itself; arrays are [tokens] int64, labels as in `PreferencePair`.
+class JudgedAnswer(_WithImages):
+    """One answer, judged by itself; arrays are [tokens] int64, labels and images as in `PreferencePair`.
 
     desirable: bool.
     mismatched_input_ids, mismatched_labels: the same prompt with the answer to another one, cut at seq_length.
@@ -242,17 +260,26 @@ class UnpairedDataset:
         prefix: the --output-prefix of preprocessing.
         seq_length: longer answers (of pairs: pairs with one) are left out; `num_too_long` counts them. None keeps all.
         seed: seed for the order in which answers are lent to other prompts.
+        image_rules: image rules of the model; None for a model of text.
     """
 
-    def __init__(self, prefix: str | Path, *, seq_length: int | None = None, seed: int = 1234) -> None:
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        seq_length: int | None = None,
+        seed: int = 1234,
+        image_rules: ImageRules | None = None,
+    ) -> None:
         self._pairs: PreferenceDataset | None = None
         self._seq_length = seq_length
         if is_paired(prefix):
-            self._pairs = PreferenceDataset(prefix, seq_length=seq_length)
+            self._pairs = PreferenceDataset(prefix, seq_length=seq_length, image_rules=image_rules)
             self.num_too_long, size = 2 * self._pairs.num_too_long, 2 * len(self._pairs)
         else:
             rows = IndexedColumns(prefix, UNPAIRED_COLUMNS, same_length=[UNPAIRED_COLUMNS[:2]])
-            self._singles = _ShortRows(rows, rows.lengths("input_ids"), seq_length)
+            images = None if image_rules is None else StoredImages.open(prefix, image_rules, rows)
+            self._singles = _ShortRows(rows, rows.lengths("input_ids"), seq_length, images)
             self.num_too_long, size = self._singles.num_too_long, len(self._singles)
         self._order = BatchSampler(size, seed=seed).permute(0) if size else np.empty(0, np.int64)
         self._places = np.argsort(self._order)
@@ -272,13 +299,17 @@ class UnpairedDataset:
             is_desirable = bool(judgement[0])
         return ids, labels, is_desirable, int((labels != IGNORE_INDEX).argmax())
 
+    def _read_images(self, index: int) -> _WithImages:
+        return self._singles.images(index) if self._pairs is None else self._pairs.images(index // 2)
+
     def __getitem__(self, index: int) -> JudgedAnswer:
         ids, labels, is_desirable, first = self._read(index)
-        place = int(self._places[index])
+        images, place = self._read_images(index), int(self._places[index])
         # answers to the same prompt, such as the other one of a pair, are no mismatch
         for step in range(1, len(self)):
-            other_ids, other_labels, _, start = self._read(int(self._order[place - step]))
-            if not np.array_equal(other_ids[:start], ids[:first]):
+            other = int(self._order[place - step])
+            other_ids, other_labels, _, start = self._read(other)
+            if not np.array_equal(other_ids[:start], ids[:first]) or not _are_equal(self._read_images(other), images):
                 break
         else:
             raise ValueError("data_path: stage kto lends answers to other prompts, but all prompts of the data are equal.")
@@ -288,7 +319,14 @@ class UnpairedDataset:
             desirable=is_desirable,
             mismatched_input_ids=np.concatenate([ids[:first], other_ids[start:]])[: self._seq_length],
             mismatched_labels=np.concatenate([labels[:first], other_labels[start:]])[: self._seq_length],
+            **images,
         )
+
+
+def _are_equal(first: _WithImages, second: _WithImages) -> bool:
+    """Return True for equal images, which each row stores for itself."""
+    pairs = [[image.key for image in side.get("images", ())] for side in (first, second)]
+    return [read_image(key) for key in pairs[0]] == [read_image(key) for key in pairs[1]]
 
 
 class ProcessRewardSample(TypedDict):

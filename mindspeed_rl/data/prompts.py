@@ -39,6 +39,7 @@ from mindspeed_rl.data.templates import (
     HfTemplate,
     Template,
     Thinking,
+    check_templates,
     choose_thinking,
     join_text,
     load_template,
@@ -111,6 +112,8 @@ class PromptSettings:
         if actor.map_keys is not None:
             columns = {name: column for name, column in asdict(actor.map_keys).items() if column is not None}
         templates = actor.prompt_type_path
+        if templates != type(actor).prompt_type_path:  # the default is upstream's, and need not be there
+            check_templates(actor.prompt_type, templates)
         return cls(
             prompt_type=actor.prompt_type,
             # without such a file the built-in templates are read
@@ -426,11 +429,28 @@ def check_prompt_files(data_path: str | Path, key: str = "data_path") -> None:
     """
     path, _, _ = split_slice(str(data_path))
     if not list_packed_columns(path) and not path.startswith(HUBS) and not has_files(path):
+        if reason := _describe_other(path):
+            raise ValueError(f"{key}={path!r}: {reason}")
         raise ValueError(
             f"{key}={path!r} is neither a raw file or folder, nor a prefix of files named"
             f" {path}_packed_input_ids_document.bin: {describe_missing(path)}; give the --output-prefix of preprocessing, raw"
             " data (also data/*.jsonl, or a.jsonl,b.jsonl), hf://owner/name or ms://owner/name"
         )
+
+
+def _describe_other(path: str) -> str | None:
+    """Describe what is written in place of a path or a name on a hub; None where it is a path."""
+    if path.startswith(("http://", "https://", "s3://", "oss://", "obs://")):
+        return "addresses are not read: download the file, or name a data set of a hub (hf://owner/name, ms://owner/name)"
+    if match := re.match(r"(hf|ms):/*(.*)", path):
+        return f"a data set of a hub is written {match[1]}://owner/name; did you mean '{match[1]}://{match[2]}'?"
+    if path.startswith("[") and path.endswith("]"):
+        return f"several files are written with commas and without brackets: {path[1:-1].replace(', ', ',')}"
+    parts = [part.strip() for part in path.split(",")]
+    missing = [part for part in parts if part and not has_files(part)]
+    if len(parts) > 1 and len(missing) < len(parts):
+        return f"of the files with commas between them {describe_missing(missing[0])}"
+    return None
 
 
 def open_rows(data_path: str) -> Source:

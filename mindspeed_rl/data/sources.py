@@ -35,13 +35,20 @@ _FORMATS = {
     ".ndjson": "jsonl",
     ".json": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".txt": "txt",
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
 #: suffixes of files of text, which may be compressed
-_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".txt")
+_TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".txt")
 _READABLE = _FORMATS | {suffix + compression: _FORMATS[suffix] for suffix in _TEXT_SUFFIXES for compression in COMPRESSIONS}
+#: files of spreadsheets, and what to do with them
+_WORKBOOKS = (".xlsx", ".xls", ".xlsm", ".ods", ".numbers")
+_SAVE_SHEET = (
+    "it is a workbook: save the sheet as CSV (UTF-8), or in Python pandas.read_excel(...).to_json('rows.jsonl', lines=True,"
+    " orient='records', force_ascii=False); look at cells such as 3/4 and 1-2 first, which may have become dates in the sheet"
+)
 #: names of configurations in a message
 _MAX_NAMES = 12
 _PATTERN = re.compile(r"[*?\[]")
@@ -277,8 +284,9 @@ def _is_data(file: Path) -> bool:
 def _detect_format(path: Path) -> str:
     kind = _READABLE.get(read_suffix(path))
     if kind is None:
+        advice = f"{_SAVE_SHEET}; " if read_suffix(path) in _WORKBOOKS else ""
         raise ValueError(
-            f"input={str(path)!r} has the unknown format {read_suffix(path) or 'without suffix'!r}; known: "
+            f"input={str(path)!r} has the unknown format {read_suffix(path) or 'without suffix'!r}; {advice}known: "
             f"{', '.join(_FORMATS)}, and {', '.join(_TEXT_SUFFIXES)} with {', '.join(COMPRESSIONS)} after it"
         )
     # files with either suffix may have arrays or lines
@@ -701,7 +709,16 @@ def _json_row(line: bytes) -> Row | MalformedRowError:
         byte = error.object[error.start]
         return MalformedRowError(f"is {describe_foreign(line) or f'not UTF-8 (byte {byte:#04x}): save the file as UTF-8'}")
     except ValueError as error:
-        return MalformedRowError(f"is {describe_foreign(line) or f'not valid JSON ({error})'}")
+        advice = next((f"; {text}" for test, text in _JSON_ADVICE if test(line.strip())), "")
+        return MalformedRowError(f"is {describe_foreign(line) or f'not valid JSON ({error}){advice}'}")
+
+
+#: test of a line that is not JSON, and what to change
+_JSON_ADVICE: tuple[tuple[Callable[[bytes], bool], str], ...] = (
+    (lambda line: line.endswith(b"},"), "remove the comma after the row: JSON lines have none"),
+    (lambda line: re.match(rb"\{\s*'", line) is not None, "it has single quotes, as Python prints them (json.dumps)"),
+    (lambda line: line[:1] == b"{" and not line.endswith(b"}"), "a row must be on one line (json.dumps)"),
+)
 
 
 def _limit_rows(chunks: Iterator[Chunk], max_rows: int | None) -> Iterator[Chunk]:

@@ -59,7 +59,7 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.messages import THOUGHT_KEYS
 from mindspeed_rl.data.tools import get_tool_style
-from mindspeed_rl.files import read_json_value
+from mindspeed_rl.files import describe_missing, read_json_value
 from mindspeed_rl.thoughts import THINK, build_marks, find_marks, find_template_marks, remove_thought, split_thought
 
 if TYPE_CHECKING:
@@ -918,6 +918,17 @@ def load_template(
         return Template(entries[name], str(path or _TEMPLATE_FILE.name))
     except (AttributeError, TypeError) as error:
         raise ValueError(f"prompt_type={name!r} in {path}: a value has another type than is expected: {error}") from error
+
+
+def check_templates(name: str | None, path: str | None) -> None:
+    """Check that the file of templates is there where a name is none of the built-in ones.
+
+    Raises:
+        ValueError: it is not; the message names both.
+    """
+    if name in (None, HF_TEMPLATE) or not path or Path(path).is_file() or name in _load_template_file(str(_TEMPLATE_FILE)):
+        return
+    raise ValueError(f"prompt_type={name!r} is no built-in template, and prompt_type_path: {describe_missing(path)}")
 
 
 def find_end_token(name: str | None, path: str | Path | None = None) -> str | None:

@@ -1,7 +1,7 @@
 """Simulation of the trainer modes: seconds an iteration, event by event, from published phase times.
 
-`python -m mindspeed_rl.diagnostics.mode_simulation` prints the table of docs/modes.md. Nothing is measured here: the order of
-events is applied to known phase times, so that modes can be compared before a cluster is reserved.
+`python -m mindspeed_rl.diagnostics.mode_simulation` prints the tables of docs/mode_figures.md. Nothing is measured here: the
+order of events is applied to known phase times, so that modes can be compared before a cluster is reserved.
 
 The model. All responses in flight grow by a token in (fixed + varying x active) seconds: reading the weights takes the fixed
 part however many responses there are, the varying part is the work for each. Lengths are lognormal, cut at a limit. On a
@@ -329,7 +329,7 @@ def simulate_modes(times: PhaseTimes) -> dict[str, tuple[Mode, Outcome]]:
     return outcomes
 
 
-#: docs/modes.md names the sources
+#: docs/mode_figures.md names the sources
 _PUBLISHED = (
     PhaseTimes("DeepSeek-R1, 128 A3 cards", 495.4, 134.0 + 116.7 + 495.1, 67.6 + 20.3, 32, 8),
     PhaseTimes("DeepSeek-R1, optimised", 318.3, 104.7 + 328.8, 11.2 + 24.5, 32, 8),

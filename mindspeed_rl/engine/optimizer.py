@@ -33,8 +33,13 @@ from mindspeed_rl.engine.muon import use_muon
 from mindspeed_rl.engine.offloaded_optimizer import EmptyMainWeights, OffloadedOptimizer, offload_states
 from mindspeed_rl.models.vision import TOWER, get_tower_part
 
-#: every parameter's state has its own name, whatever the data-parallel size
-_FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+#: every parameter's state has its own name, whatever the data-parallel size; the states of all data-parallel ranks are gathered
+#: in host memory, on the first of them: Megatron's default has them on every rank, and on the way there a part on the devices
+_FORMAT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
 _STATE = "optimizer.state."
 
 #: by index of a parameter on this rank: its state's tensors, or their sharded form in Megatron's checkpoints
@@ -308,9 +313,9 @@ def _shard_part(part: MegatronOptimizer, weights: ShardedStateDict, *, is_loadin
         if part.init_state_fn is not None:
             part.init_state_fn(part.optimizer, part.config)
         sharded = part.sharded_state_dict(weights, is_loading=is_loading, metadata=_FORMAT)
-        if isinstance(part, DistributedOptimizer):  # copies, gathered from its ranks
+        if isinstance(part, DistributedOptimizer):  # copies, gathered on the first of its ranks
             states = {}
-            for index, tensors in sharded["param_state"].items():
+            for index, tensors in (sharded["param_state"] or {}).items():
                 states[index] = {name: tensors[name] for name in ("exp_avg", "exp_avg_sq")}
                 if part.config.bf16:  # an fp32 model's main weights are its weights
                     key = tensors["param"].key.removeprefix(f"{_STATE}param.")

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import nn
 
 from mindspeed_rl import platform
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.offload import Offloader, Storages, collect_storages
 from mindspeed_rl.platform.base import SideStream
@@ -46,6 +47,11 @@ class _Part:
 
 class StreamedWeights(Offloader):
     """The weights of a model, off the device except for the layers that compute; nothing else brings them there."""
+
+    @staticmethod
+    def is_configured(config: MegatronConfig) -> bool:
+        """Return True where the keys of a reference keep its weights in host memory."""
+        return config.stream_ref_weights
 
     def __init__(self, model: BuiltModel) -> None:
         """Move the weights, which are loaded, to host memory."""

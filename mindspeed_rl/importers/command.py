@@ -20,6 +20,7 @@ from mindspeed_rl.importers.mindspeed_llm import PROJECT as MINDSPEED_LLM
 from mindspeed_rl.importers.openrlhf import PROJECT as OPENRLHF
 from mindspeed_rl.importers.options import SourceProject
 from mindspeed_rl.importers.result import ASSUMED_ROWS, ImportSettings
+from mindspeed_rl.importers.roll import PROJECT as ROLL
 from mindspeed_rl.importers.slime import PROJECT as SLIME
 from mindspeed_rl.importers.swift import PROJECT as SWIFT
 from mindspeed_rl.importers.trl import PROJECT as TRL
@@ -32,6 +33,7 @@ PROJECTS: dict[str, SourceProject] = {
     "llama-factory": LLAMA_FACTORY,
     "mindspeed-llm": MINDSPEED_LLM,
     "openrlhf": OPENRLHF,
+    "roll": ROLL,
     "slime": SLIME,
     "swift": SWIFT,
     "trl": TRL,

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
 from mindspeed_rl.catalogue.records import Level
 from mindspeed_rl.config.errors import ConfigError
@@ -98,7 +100,7 @@ _LOSSES = {
 #: average of the losses there -> the plan's; the means of micro-batches are weighted by their tokens
 _AVERAGES = {"token": "token", "seq": "sequence means of a micro-batch, by its tokens"}
 _IS_BF16: dict[object, object] = {"bf16": True, "bfloat16": True, "fp32": False, "float32": False}
-_FORMATS = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
+_FORMATS: dict[str | None, str | None] = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
 
 # ----------------------------------------------------------------------------------------------------------------- options
 
@@ -242,19 +244,19 @@ _TABLE: dict[str, Option] = {
     **_under(f"{_C}model.", {**{name: no_effect(_ROLE) for name in _MODEL}, "model_path": part("load")}),
     **_under(f"{_C}optim.", _OPTIM),
     **_under(f"{_C}fsdp.", _ROLE_FSDP),
-    **_under(_C, {name: no_effect(_ROLE) for name in (*_UPDATES, "strategy", "ulysses_size")}),
+    **_under(_C, {name: no_effect(_ROLE) for name in (*_UPDATES, "strategy", "ulysses_size") if name != "use_torch_compile"}),
     **_list("offload.offload_params offload.offload_optimizer", no_effect(_ROLE), _C),
     **_list("global_batch_size ppo_epochs loss_avg_mode cliprange_value max_grad_norm", with_others("the critic's"), _C),
     "worker.reward.reward_function": part("verifier_function verifier_weight"),
     "worker.reward.reward_function_kwargs": refused("arguments of the reward function"),
     "worker.reward.skip_special_tokens": same("reward functions read texts without special tokens", True),
     "worker.reward.num_cpus": no_effect("rl_config.num_reward_workers"),
+    f"{_R}val_override_config": no_effect("held-out prompts are sampled greedily or as in training, which changes no update"),
 }
 #: groups whose names are any -> their record
-_OPEN: tuple[tuple[str, Option], ...] = (
-    (f"{_R}val_override_config", no_effect("held-out prompts are sampled greedily or as in training, which changes no update")),
-    ("worker.reward.reward_function_kwargs", _TABLE["worker.reward.reward_function_kwargs"]),
-    (f"{_A}model.override_config", _TABLE[f"{_A}model.override_config"]),
+_OPEN: tuple[tuple[str, Option], ...] = tuple(
+    (name, _TABLE[name])
+    for name in (f"{_R}val_override_config", "worker.reward.reward_function_kwargs", f"{_A}model.override_config")
 )
 
 # -------------------------------------------------------------------------------------------------------------------- read
@@ -313,8 +315,6 @@ def _read_value(text: str) -> object:
 
 
 def _read_mapping(text: str) -> object:
-    import yaml
-
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:
@@ -624,7 +624,7 @@ def _read_rate(command: SourceCommand, prefix: str, clip: str, rollouts: int, gr
 
 def _read_format(run: Import, command: SourceCommand) -> str | None:
     """Return the format of weights and optimizer state, where it is another one than float32."""
-    name = command.get(f"{_A}fsdp.torch_dtype")
+    name = command.text(f"{_A}fsdp.torch_dtype") or None
     if name not in _FORMATS:
         raise ConfigError([f"{_A}fsdp.torch_dtype={name}: not available here; fp32 and bf16 are"])
     strategy = command.text(f"{_A}optim.strategy", "adamw")
@@ -632,7 +632,7 @@ def _read_format(run: Import, command: SourceCommand) -> str | None:
         raise ConfigError([f"{_A}optim.strategy={strategy}: not available here; adamw is"])
     for option in run.list_given(f"{_A}fsdp.torch_dtype {_A}optim.strategy"):
         run.note(option, "see weights of the plan", changes_nothing=False)
-    return "bfloat16" if strategy == "adamw_bf16" else _FORMATS[name]  # type: ignore[index]
+    return "bfloat16" if strategy == "adamw_bf16" else _FORMATS[name]
 
 
 def _read_model(run: Import, command: SourceCommand) -> tuple[dict[str, object], Adapters | None, int]:

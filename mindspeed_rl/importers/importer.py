@@ -50,6 +50,18 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
         command = project.read(commands, settings.devices)
     except ConfigError as error:
         raise ConfigError([*error.errors, *list_absent_scripts(commands)]) from None
+    run, recipe = translate(project, command, settings)
+    if recipe is not None:
+        _ask_planner(run, _compare_plans(run, recipe))
+    return run
+
+
+def translate(project: SourceProject, command: SourceCommand, settings: ImportSettings) -> tuple[Import, Recipe | None]:
+    """Return the run file of a command that was read, whose plan is not compared yet, and the record of the run.
+
+    Raises:
+        ConfigError: an option is unknown or needs a feature that is not available.
+    """
     run = Import(project.title, settings, project.prefix, command.options)
     # the table of the program is what a project's own functions read defaults from
     table = command.table or project.tables[command.program]
@@ -90,9 +102,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
             run.refuse(project.prefix + name, "this importer reads it in no place")
     if run.refused:
         raise ConfigError(_list_refused(run))
-    if recipe is not None:
-        _ask_planner(run, _compare_plans(run, recipe))
-    return run
+    return run, recipe
 
 
 def _ask_planner(run: Import, resolved: Run) -> None:

@@ -107,20 +107,16 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
     if devices is None and program == "ppo_ray":
         devices = parsed.count("actor.num_nodes", 1) * parsed.count("actor.num_gpus_per_node", 8)
     elif devices is None:
-        name = next((name for name in ("num_gpus", "nproc_per_node") if name in launcher), None)
-        devices = 1 if name is None else read_count(f"--{name}", read_scalar(launcher[name][0]))
+        counts = {name: read_scalar(words[0]) for name, words in launcher.items() if words}
+        per_node = next((name for name in ("num_gpus", "nproc_per_node") if name in counts), None)
+        nodes = next((name for name in ("num_nodes", "nnodes") if name in counts), None)
+        devices = 1
+        for name in (per_node, nodes) if per_node else ():
+            devices *= read_count(f"--{name}", counts[name]) if name else 1
     return replace(parsed, devices=devices)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
-
-
-def _truncated(run: Import, option: str, value: object) -> None:
-    if value is None:
-        run.note(option, "truncated responses keep their reward", changes_nothing=False)
-    else:
-        # 0 is a factor too
-        run.refuse(option, "rewards of truncated responses that are scaled or replaced")
 
 
 _ENGINE_OF_TRAINING = no_effect("it changes where weights are, not numbers; use_distributed_optimizer spreads optimizer state")
@@ -198,7 +194,7 @@ _PPO: dict[str, Option] = {
     "actor.gradient_checkpointing_reentrant": no_effect("it changes memory, not numbers"),
     "ds.use_liger_kernel": _ENGINE_OF_TRAINING,
     "actor.aux_loss_coef": to(f"{ACTOR}.moe_aux_loss_coeff"),
-    "actor.freeze_visual_encoder": refused("models of images"),
+    "actor.freeze_visual_encoder": part("freeze_vit freeze_aligner", off="there are no images"),
     **dict.fromkeys(
         "actor.num_nodes actor.num_gpus_per_node ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gpus_per_node "
         "critic.num_nodes critic.num_gpus_per_node train.colocate_actor_ref train.colocate_critic_reward train.colocate_all "
@@ -253,7 +249,7 @@ _PPO: dict[str, Option] = {
         ("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
         part(OVERLONG, off="see --reward.overlong_buffer_len"),
     ),
-    "reward.stop_properly_penalty_coef": by(_truncated, "null: truncated responses keep their reward"),
+    "reward.stop_properly_penalty_coef": with_others("the plan's reward_scale"),
     "train.async_enable": part("trainer_mode", off="off"),
     "train.async_queue_size": refused("more than one rollout ahead", unless=(1,)),
     "train.partial_rollout_enable": refused("responses that continue under new weights"),
@@ -270,8 +266,8 @@ _PPO: dict[str, Option] = {
     "data.label_key": to(f"{ACTOR}.map_keys.response"),
     "data.input_template": refused("a text around each prompt"),
     "data.apply_chat_template": part("prompt_type"),
-    "data.image_key": no_effect("text models only"),
-    "data.max_images_per_prompt": refused("images"),
+    "data.image_key": same("images are in the column of this name", "images", "image"),
+    "data.max_images_per_prompt": part("limit_mm_image_per_prompt", off="there are no images"),
     **dict.fromkeys("eval.temperature eval.n_samples_per_prompt".split(), no_effect("held-out prompts are evaluated greedily")),
 }
 
@@ -386,9 +382,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             **_read_adam(command, prefix),
         },
         notes={"use_wandb": "the key comes from WANDB_API_KEY"},
-        defaults=(
-            *list_expert_defaults(model, "OpenRLHF"),
-        ),
+        defaults=(*list_expert_defaults(model, "OpenRLHF"),),
     )
     recipe = (_describe_ppo if program == "ppo_ray" else _describe_dataset)(run, command, shared)
     recipe = replace(recipe, defaults=(*recipe.defaults, *_choose_engine(run, command, recipe)))
@@ -402,6 +396,7 @@ def _choose_engine(run: Import, command: SourceCommand, recipe: Recipe) -> tuple
         "adapters": recipe.lora_rank > 0,
         "tensor parallelism": recipe.tp > 1,
         "sequences that several devices share": recipe.cp > 1,
+        "images": command.number("data.max_images_per_prompt", 0) >= 1,
     }
     divides = "ZeRO-3" if command.number("ds.zero_stage", 2) == 3 else ""
     stage, model, kept = recipe.stage, recipe.model or "", "optimizer state is spread by use_distributed_optimizer"
@@ -550,6 +545,7 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
         keys={
             **shared.keys,
             **(_read_adam(command, "critic.", "critic_config") if has_critic else {}),
+            **_read_images(command, shared.lora_rank),
             f"{ENGINE}.max_model_len": length,
             f"{SAMPLING}.max_tokens": response,
             f"{RL}.max_prompt_length": length - response,
@@ -569,6 +565,16 @@ def _describe_ppo(run: Import, command: SourceCommand, shared: Recipe) -> Recipe
             *((("critic_config.load", rewards.model or shared.model, "the default of OpenRLHF"),) if has_critic else ()),
         ),
     )
+
+
+def _read_images(command: SourceCommand, lora_rank: int) -> dict[str, object]:
+    """Return the keys of a model of images: OpenRLHF trains its tower unless it is frozen, and adapters reach it anyway."""
+    limit = int(command.number("data.max_images_per_prompt", 0))
+    if limit < 1:
+        return {}
+    frozen = command.flag("actor.freeze_visual_encoder") and not lora_rank
+    keys: dict[str, object] = {f"{ACTOR}.{name}": frozen for name in ("freeze_vit", "freeze_aligner")}
+    return {**keys, f"{ENGINE}.limit_mm_image_per_prompt": limit}
 
 
 def _read_placement(command: SourceCommand, *, has_critic: bool, has_model: bool) -> Placement:
@@ -635,10 +641,16 @@ def _read_correction(command: SourceCommand) -> Correction | None:
 
 
 def _read_scale(run: Import, command: SourceCommand, rewards: Rewards) -> str | None:
-    """Return what the scores of a reward model are divided by."""
+    """Return what the scores of a reward model are divided by, and what becomes of those of truncated responses."""
     run.note_given("reward.normalize_enable", "no reward model scores" if not rewards.model else "off", changes_nothing=False)
     scaled = command.flag("reward.normalize_enable") and bool(rewards.model)
-    return "mean and deviation that are saved with the reward model" if scaled else None
+    parts = ["mean and deviation that are saved with the reward model"] if scaled else []
+    # 0 is a factor too
+    if (factor := command.maybe("reward.stop_properly_penalty_coef")) is not None:
+        parts.append(f"truncated responses have {f'{factor:g} times theirs' if factor >= 0 else f'{factor:g}'}")
+    reason = "see reward_scale of the plan" if factor is not None else "truncated responses keep their reward"
+    run.note_given("reward.stop_properly_penalty_coef", reason, changes_nothing=False)
+    return "; ".join(parts) or None
 
 
 def _read_rewards(run: Import, command: SourceCommand, response: int) -> Rewards:

@@ -158,7 +158,7 @@ class SourceCommand:
         value = default if value is None else value
         if unknown := list_unknown(value):
             raise request_variables(unknown)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise ConfigError([f"{name} is {value!r}, but must be a number"])
         return value
 

@@ -151,6 +151,11 @@ class Import:
             self.added.pop(_place(path), None)
         return value
 
+    def find_option(self, key: str) -> str | None:
+        """Return the option, as it was written, that sets a dotted key of the run file; None where none does."""
+        found = (option for option, (values, _) in self._sources.items() if key in map(_place, values))
+        return next(found, None)
+
     def name_dropped(self) -> None:
         """Name the keys that options set and that are not in the run file after all, as nothing in it reads them."""
         for option, (values, note) in self._sources.items():

@@ -15,6 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -70,6 +71,29 @@ def request_variables(unknown: list[tuple[str, int]]) -> ConfigError:
     return ConfigError(
         f"line {line}: the value of {name} is not in the script; say it with --set {name}=VALUE" for name, line in lines.items()
     )
+
+
+def _read_launcher_variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a launcher gives its command: `env NAME=VALUE`, `docker run -e NAME=VALUE` and the like."""
+    found: list[str] = []
+    for place, word in enumerate(words):
+        name = Path(word).name
+        if name == "env":
+            rest = list(words[place + 1 :])
+            while rest and (rest[0].startswith("-") or "=" in rest[0]):
+                found.append(rest.pop(0))
+                rest = rest[1:] if found[-1] in ("-u", "-C") else rest  # which have a word
+        if name in _SHELLS or name.startswith("python") or name == "env":
+            break  # what follows is of the command
+        options = _VARIABLE_OPTIONS.get(name, ())
+        for index, option in enumerate(words[place + 1 :], place + 1) if options else ():
+            if Path(option).name in _SHELLS:
+                break
+            if option in options:
+                found += words[index + 1 : index + 2]
+            found += [option.partition("=")[2] for item in options if item.startswith("--") and option.startswith(f"{item}=")]
+    pairs = [pair.partition("=") for item in found for pair in (item.split(",") if item.startswith("ALL,") else [item])]
+    return {name: value for name, equals, value in pairs if equals and _NAME.fullmatch(name)}
 
 
 def _name_condition(kind: str, line: int, unknown: Sequence[tuple[str, int]]) -> str:
@@ -370,7 +394,10 @@ class _Parser:
     def _parse_case(self, link: str) -> _Node:
         line = self.tokens[self.place].line
         self.place += 1
-        words = self._take_words()
+        subject = self.tokens[self.place].text
+        self.place += 1
+        self._skip_separators()
+        self._take("in")
         self._skip_separators()
         bodies, patterns = [], []
         while self.place < len(self.tokens) and self.tokens[self.place].text != "esac":
@@ -386,7 +413,7 @@ class _Parser:
                 self.place += 1
             self._skip_separators()
         self._take("esac")
-        return _Node("case", line, words[:1], link, tuple(bodies), tuple(patterns))
+        return _Node("case", line, (subject,), link, tuple(bodies), tuple(patterns))
 
     def _take_words(self) -> tuple[str, ...]:
         words = []
@@ -424,6 +451,12 @@ _ARITHMETIC: dict[type[ast.operator] | type[ast.cmpop] | type[ast.boolop], Calla
     ast.GtE: operator.ge, ast.And: lambda a, b: int(bool(a and b)), ast.Or: lambda a, b: int(bool(a or b)),
     ast.LShift: operator.lshift, ast.RShift: operator.rshift,
 }  # fmt: skip
+#: launcher -> its options that give the command a variable
+_VARIABLE_OPTIONS = {
+    **dict.fromkeys(("docker", "podman", "nerdctl", "nvidia-docker"), ("-e", "--env")),
+    **dict.fromkeys(("mpirun", "mpiexec"), ("-x",)),
+    "srun": ("--export",),
+}
 _SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 #: options of ssh that take a word
 _SSH_WORDS = frozenset(f"-{letter}" for letter in "BbcDEeFIiJLlmOopQRSWw")
@@ -557,6 +590,8 @@ class _Interpreter:
         words = [word for word in node.words if not word.startswith("\1")]
         stdin, output = self._read_redirections([word for word in node.words if word.startswith("\1")])
         assignments = []
+        if words[:1] == ["time"]:  # a word of the shell, before variables of the command
+            words = words[2:] if words[1:2] == ["-p"] else words[1:]
         while words and (match := _ASSIGNMENT.fullmatch(words[0])):
             assignments.append(match)
             words.pop(0)
@@ -580,12 +615,16 @@ class _Interpreter:
             path = self.folder / expanded[1]
             # a file that is not here, such as a virtual environment of that machine, sets what the script may request
             if not list_unknown(expanded[1]) and path.is_file():
-                return self._include(path.read_text(encoding="utf-8"))
+                text = path.read_text(encoding="utf-8")
+                # with words behind it they are its arguments, without any it has the script's
+                follow = partial(self._include, text)
+                return self._with_arguments(expanded[2:], follow) if len(expanded) > 2 else follow()
         if (status := self._run_builtin(name, expanded[1:], stdin, output)) is not None:
             return status
         if self.depth < _MAX_DEPTH and (inner := self._find_inner(expanded, stdin)) is not None:
             text, arguments, keeps = inner
             front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
+            front |= _read_launcher_variables(expanded)
             return self._run_inner(text, arguments, front, keeps=keeps)
         if name == "shift":
             rest = self.variables.get("@", [])
@@ -597,6 +636,7 @@ class _Interpreter:
                 self.variables.pop(item, None)
             return True
         front = {match.group(1): " ".join(self.expand(match.group(4))) for match in assignments}
+        front |= _read_launcher_variables(expanded)
         exported = {key: self._value(key) for key in sorted(self.exported) if key in self.variables or key in self.known}
         environment = {**exported, **{key: self.known.get(key, value) for key, value in front.items()}}
         if name == "cd" and len(expanded) > 1 and not list_unknown(expanded[1]) and not expanded[1].startswith("-"):
@@ -757,11 +797,19 @@ class _Interpreter:
         return status
 
     def _call(self, name: str, arguments: list[str]) -> bool | None:
-        outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
-        self._set_arguments(arguments)
+        return self._with_arguments(arguments, partial(self._run_function, name))
+
+    def _run_function(self, name: str) -> bool | None:
         self.depth += 1
         status = self.run(self.functions[name])
         self.depth -= 1
+        return status
+
+    def _with_arguments(self, arguments: list[str], follow: Callable[[], bool | None]) -> bool | None:
+        """Follow what has arguments of its own; those of the script are as before afterwards."""
+        outer = {key: self.variables.get(key) for key in ("@", "*", "#", *map(str, range(1, 10)))}
+        self._set_arguments(arguments)
+        status = follow()
         for key, value in outer.items():
             self.variables.pop(key, None)
             if value is not None:
@@ -942,6 +990,19 @@ class _Interpreter:
             return list(self.variables.get("@", [])), "list", match.end()
         return [self._value(name, blank_unset=blank_unset)], "text", match.end()
 
+    def _change_items(self, name: str, items: list[str], rest: str) -> list[str]:
+        """Return the items of an array that a slice leaves, or with the change that an expansion makes in each."""
+        if cut := re.fullmatch(r":\s*(\d+|\$\w+)(?::\s*(\d+|\$\w+))?", rest):
+            bounds = [self._compute(bound) if bound else None for bound in cut.groups()]
+            if any(list_unknown(bound) for bound in bounds):
+                return [str(next(bound for bound in bounds if list_unknown(bound)))]
+            # the first of the arguments is $1, and $0 is the script
+            start = max(0, int(bounds[0] or 0) - (name in ("@", "*")))
+            return items[start : None if bounds[1] is None else start + int(bounds[1])]
+        if rest and rest[0] in "#%/^,":
+            return [" ".join(self._modify(name, item, rest, blank_unset=True)) for item in items]
+        return items
+
     def _expand_braces(self, text: str, *, blank_unset: bool) -> tuple[list[str], _Expansion]:
         match = re.match(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", text, re.DOTALL)
         if match is None:
@@ -961,6 +1022,7 @@ class _Interpreter:
             items = ([self._mark(name)] if value is None else [str(value)]) if items is None else items
             if flag == "#":
                 return [str(len(items))], "text"
+            items = self._change_items(name, items, rest)
             return (items, "list") if index == "@" else ([" ".join(items)], "text")
         if isinstance(value, list):
             computed = self._compute(index or "0")

@@ -125,6 +125,11 @@ def _stop(run: Import, option: str, value: object) -> None:
     run.translate(option, {f"{SAMPLING}.stop": [str(text) for text in texts]})
 
 
+def _stop_ids(run: Import, option: str, value: object) -> None:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    run.translate(option, {f"{SAMPLING}.stop_token_ids": ids})
+
+
 def _filter(run: Import, option: str, value: object) -> None:
     if value in _FILTERS:
         run.translate(option, {f"{RL}.dynamic_sample": True}, "groups whose rewards do not vary are replaced")
@@ -165,11 +170,16 @@ _SCRIPT, _SHAPE_ARGUMENTS = "script", "model_args"
 _ENGINE_OPTION = no_effect("a setting of SGLang; the rollout engine is vLLM")
 _OFFLOADED = "offload_train_param offload_train_grad offload_train_optimizer"
 _OWN_FUNCTION = refused("a function in slime's form; docs/rewards.md and docs/agents.md show ours")
+_TEACHER = " ".join(
+    f"distillation.{name}"
+    for name in "enabled teacher_models loss_mode use_policy_gradient use_task_rewards distillation_loss_coef".split()
+)
 _BATCH = part(BATCH)
 _KL = part(KL)
 
 _TABLE: dict[str, Option] = {
     **build_megatron_table(shapes=False),
+    **dict.fromkeys(("fp8_format", "fp8_param_gather"), with_others("the plan's weights")),
     _SCRIPT: same("train.py is synchronous, train_async.py one rollout ahead"),
     _SHAPE_ARGUMENTS: no_effect("shapes of the model, which its config.json has"),
     # batches, lengths, sampling
@@ -186,9 +196,7 @@ _TABLE: dict[str, Option] = {
     "rollout_max_context_len": to(f"{ENGINE}.max_model_len"),
     "rollout_max_prompt_len": part("max_prompt_length"),
     "rollout_stop": by(_stop, "stop"),
-    "rollout_stop_token_ids": refused(
-        "tokens that end a response; rl_config reads texts, generate_config.sampling_config.stop"
-    ),
+    "rollout_stop_token_ids": by(_stop_ids, "stop_token_ids"),
     "rollout_skip_special_tokens": no_effect("token ids are passed on, not text"),
     "rollout_shuffle": part("no_shuffle"),
     "rollout_seed": no_effect("megatron_training.seed draws prompts and samples"),
@@ -228,8 +236,8 @@ _TABLE: dict[str, Option] = {
     "use_rollout_logprobs": to(f"{RL}.old_log_probs", values={True: "rollout", False: "trainer"}),
     "use_routing_replay": to(f"{RL}.use_routing_replay"),
     "use_rollout_routing_replay": to(f"{RL}.use_rollout_routing_replay"),
-    "use_opd": refused("a teacher in a command of slime; rl_config.distillation has one (docs/distillation.md)"),
-    **dict.fromkeys("opd_type opd_kl_coef opd_teacher_load opd_teacher_ckpt_step".split(), no_effect("only use_opd reads it")),
+    **dict.fromkeys("use_opd opd_type opd_kl_coef opd_teacher_load".split(), part(f"{_TEACHER}", off="only use_opd reads it")),
+    "opd_teacher_ckpt_step": refused("a step of the teacher's checkpoint; write the folder of that step"),
     "reset_optimizer_states": refused("an optimizer that starts anew with each rollout"),
     "use_stateless_adam": refused("Adam without states"),
     "keep_old_actor": no_effect("log-probs of the old policy are computed before the update"),
@@ -432,6 +440,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         total_steps=rollouts * batch.steps,
         loss="cross_entropy",
         model=_find_weights(command),
+        weights=_name_formats(run, command),
         placement=Placement(actor=command.devices),
         batch=Batch(command.count("micro_batch_size", 1), batch.group),
         prediction=_read_prediction(run, command),
@@ -476,6 +485,14 @@ def _list_balancing(command: SourceCommand, folder: str) -> tuple[tuple[str, obj
     moves = command.flag("moe_router_enable_expert_bias")
     rate = (f"{ACTOR}.moe_router_bias_update_rate", 0.0, "the command has no bias of the routers")
     return (weight,) if moves else (weight, rate)
+
+
+def _name_formats(run: Import, command: SourceCommand) -> str | None:
+    """Return the format of the products of matrices where it is fp8; None for bf16."""
+    form = command.text("fp8_format")
+    kept = ", weights too" if command.flag("fp8_param_gather") else ""
+    run.note_given("fp8_format fp8_param_gather", "see weights of the plan" if form else "off", changes_nothing=False)
+    return f"products in fp8 ({form}{kept})" if form else None
 
 
 def _find_weights(command: SourceCommand) -> str:
@@ -621,6 +638,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
             **_read_evaluation(run, command),
             # groups are generated until there are enough
             f"{RL}.max_resample_times": _NO_LIMIT if command.get("dynamic_sampling_filter_path") in _FILTERS else None,
+            **_read_teacher(run, command),
             f"{RL}.max_prompt_length": limit,
             f"{RL}.off_policy_sequence_mask_delta": command.number("opsm_delta", 1e-4) if command.flag("use_opsm") else None,
             f"{ACTOR}.prompt_type": "hf" if command.flag("apply_chat_template") else "empty",
@@ -628,6 +646,7 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
         notes={
             **shared.notes,
             **notes,
+            "distillation.enabled": "the teacher's KL is in the advantage of each token",
             "adv_epsilon": "slime adds it to the standard deviation",
             "reward_funcs": "mathruler's rules for the last box"
             if rewards.functions == ["math_17k_acc"]
@@ -660,6 +679,27 @@ def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
     if command.number("n_samples_per_eval_prompt", 1) > 1:
         run.note("--n_samples_per_eval_prompt", "one sample of each held-out prompt; mindspeed-rl evaluate draws several")
     return {f"{RL}.eval_greedy": False}
+
+
+def _read_teacher(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the keys of a teacher: coef * (log-prob of the teacher - log-prob before the update) is added to the advantage."""
+    if not command.flag("use_opd"):
+        return {}
+    if command.text("opd_type") != "megatron":
+        form = "a teacher on a server of SGLang; distillation.teacher_models takes the /v1 address of a server of vLLM"
+        run.refuse("--opd_type", form)
+    elif not command.text("opd_teacher_load"):
+        run.refuse("--opd_teacher_load", "a teacher without a folder")
+    values: dict[str, object] = {
+        "enabled": True,
+        # the Hugging Face folder that the Megatron folder was converted from
+        "teacher_models": [command.text("opd_teacher_load").rstrip("/").removesuffix("_torch_dist")],
+        "loss_mode": "k1",
+        "use_policy_gradient": True,
+        "use_task_rewards": True,
+        "distillation_loss_coef": command.number("opd_kl_coef", 1.0),
+    }
+    return {f"{RL}.distillation.{name}": value for name, value in values.items()}
 
 
 def _find_scale(command: SourceCommand, batch: _Batch) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import yaml
@@ -14,6 +15,8 @@ from mindspeed_rl.importers.shell_text import Command, list_unknown, request_var
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
+#: larger files of JSON, which are read as a whole, are not
+_MAX_BYTES = 2**26
 #: verl's own file of Ray's variables, none of which switches training
 _RELEASED_ENVIRONMENT = "trainer/runtime_env.yaml"
 
@@ -78,6 +81,22 @@ def add_runtime_environment(command: Command) -> Command:
         if isinstance(listed, dict):
             variables |= {str(key): str(item) for key, item in listed.items()}
     return replace(command, environment={**command.environment, **variables}) if variables else command
+
+
+def read_first_row(path: Path | None) -> Mapping[str, object]:
+    """Return the first row of a file of JSON or JSON lines; empty for others."""
+    if path is None or path.suffix not in (".json", ".jsonl") or (path.suffix == ".json" and path.stat().st_size > _MAX_BYTES):
+        return {}
+    try:
+        if path.suffix == ".json":
+            rows = json.loads(path.read_text(encoding="utf-8"))
+            row = rows[0] if isinstance(rows, list) and rows else {}
+        else:
+            with path.open(encoding="utf-8") as file:
+                row = next((json.loads(line) for line in islice(file, 10) if line.strip()), {})
+    except ValueError:
+        return {}
+    return row if isinstance(row, Mapping) else {}
 
 
 def list_absent_scripts(commands: list[Command]) -> list[str]:

@@ -66,9 +66,14 @@ class SourcePlan:
         row_order: order of the rows where it is none of chance.
         expert_capacity: tokens of an expert beyond which further ones are dropped.
         answer_term: average of the supervised term of a preference loss where it is not that of single pairs.
+        trained_tokens: tokens of supervised rows that train if they are not those of the answers.
         kl_average: average of the KL in the loss where it is not that of the policy loss.
         sampled_steps: the steps whose responses are sampled where others train on the answers of the data.
         adapter_start: weights of fresh adapters where they are no random A next to a B of zeros.
+        adapter_form: what adapters are where they are not the products of LoRA, one for each layer.
+        tower: what of a model of images trains next to adapters where it is not adapters of the tower.
+        optimizer_state: what the moments of the optimizer are of where it is not the gradients themselves.
+        embedding_noise: noise that is added to the embeddings of training.
         early_stop: what ends the run before its last step.
         reward_scale: what rewards are divided by before all else.
         rewards: names of reward functions and models, sorted.
@@ -134,9 +139,14 @@ class SourcePlan:
     row_order: str | None = None
     expert_capacity: str | None = None
     answer_term: str | None = None
+    trained_tokens: str | None = None
     kl_average: str | None = None
     sampled_steps: str | None = None
     adapter_start: str | None = None
+    adapter_form: str | None = None
+    tower: str | None = None
+    optimizer_state: str | None = None
+    embedding_noise: str | None = None
     early_stop: str | None = None
     reward_scale: str | None = None
     rewards: tuple[str, ...] = ()
@@ -163,9 +173,14 @@ _ALWAYS_HERE = {
     "row_order": "by chance",
     "expert_capacity": "none, no token is dropped",
     "answer_term": "mean of the tokens of a pair",
+    "trained_tokens": "those of the answers",
     "kl_average": "that of the policy loss",
     "sampled_steps": "all",
     "adapter_start": "A by chance, B of zeros",
+    "adapter_form": "LoRA",
+    "tower": "adapters",
+    "optimizer_state": "of the gradients",
+    "embedding_noise": "none",
     "early_stop": "nothing",
     "reward_scale": "as they are scored",
     "weights": "float32",

@@ -16,7 +16,6 @@ from mindspeed_rl.importers.swift_commands import (
     MEGATRON,
     OTHER_PROGRAMS,
     OTHERS,
-    PAIRS,
     SERVING,
     STAGES,
     TABLES,
@@ -38,7 +37,16 @@ from mindspeed_rl.importers.swift_sizes import (
 )
 from mindspeed_rl.importers.swift_supervised import describe_dataset
 from mindspeed_rl.importers.swift_templates import find_unknown_weights, is_of_hermes
-from mindspeed_rl.importers.swift_weights import name_adapter_start, name_formats, name_positions, note_chat_template
+from mindspeed_rl.importers.swift_weights import (
+    name_adapter_form,
+    name_adapter_start,
+    name_embedding_noise,
+    name_formats,
+    name_optimizer_state,
+    name_positions,
+    name_tower,
+    note_chat_template,
+)
 from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import read_option_file
 from mindspeed_rl.importers.writer import (
@@ -61,8 +69,6 @@ def _describe(run: Import, command: SourceCommand) -> Recipe | None:
         for text in command.list_texts(name):
             if VISION.search(text) and not IMAGES.search(text):
                 run.refuse(f"--{name} {text}", "data with video or audio, and models of images but Qwen2.5-VL and Qwen3-VL")
-            elif name != "model" and kind in (*PAIRS, "kto") and IMAGES.search(text):
-                run.refuse(f"--{name} {text}", "images in preference data")
     if "diffusion" in (model := command.text("model")).lower():
         run.refuse(f"--model {model}", "a model that denoises; those that predict the next token are trained")
     if kind in SERVING:
@@ -110,6 +116,8 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
     if command.text("optimizer") in ("muon", "dist_muon"):
         muon = {"muon_momentum": 0.9, "muon_tp_mode": "blockwise"}
         defaults += [(f"{ACTOR}.{name}", value, "the default of Megatron-SWIFT") for name, value in muon.items()]
+    if tuner == "lora_llm" and not sizes.is_megatron:
+        defaults += [(f"{ACTOR}.{name}", False, "tower and projector train there") for name in ("freeze_vit", "freeze_aligner")]
     defaults += list_expert_defaults(command.text("mcore_model") or command.text("model"), "ms-swift")
     defaults += _choose_engine(run, command, kind, sizes)
     _read_agent_template(run, command)
@@ -133,6 +141,10 @@ def _describe_shared(run: Import, command: SourceCommand, kind: str, sizes: Size
         layers=name_positions(run, command),
         weights=name_formats(run, command, adapts=tuner != "full"),
         adapter_start=name_adapter_start(run, command, adapts=tuner != "full" and not adapters),
+        adapter_form=name_adapter_form(run, command, adapts=tuner != "full"),
+        tower=name_tower(run, command),
+        optimizer_state=name_optimizer_state(run, command),
+        embedding_noise=name_embedding_noise(run, command),
         early_stop=_name_early_stop(run, command),
         row_order=_read_order(run, command),
         expert_capacity=_read_capacity(run, command),
@@ -291,7 +303,7 @@ def _read_adapters(run: Import, command: SourceCommand) -> Adapters | None:
     if tuner == "full":
         run.note_given("tuner_type", "all weights train", changes_nothing=False)
         return None
-    if tuner != "lora":
+    if tuner not in ("lora", "lora_llm"):
         run.refuse("--tuner_type", f"{tuner}; lora and full are available")
         run.note_given(names, "see --tuner_type")
         return None

@@ -382,7 +382,7 @@ _REFUSED: dict[str, Option] = {
     "enable_dft_loss": part("sft_loss_type", off="off: -log p of each token"),
     "enable_channel_loss": no_effect("the loss is logged as a whole"),
     "is_binary_loss_scale": refused("another loss scale"),
-    "neftune_noise_alpha": refused("NEFTune noise"),
+    "neftune_noise_alpha": with_others("the plan's embedding_noise", off="off"),
     "label_smoothing_factor": refused("label smoothing of the cross entropy"),
     "fp16": refused("training in fp16"),
     **_each(
@@ -390,7 +390,9 @@ _REFUSED: dict[str, Option] = {
         with_others("formats of the plan's weights"),
     ),
     "vllm_quantization": by(set_rollout_format, "quantization, int8 or ascend"),
-    **_each("use_dora use_rslora use_galore use_swift_lora lorap_lr_ratio", refused("this form of adapters")),
+    "use_dora": with_others("the plan's adapter_form", off="off"),
+    "use_galore": with_others("the plan's optimizer_state", off="off"),
+    **_each("use_rslora use_swift_lora lorap_lr_ratio", refused("this form of adapters")),
     **_each("target_regex target_parameters modules_to_save init_strategy", refused("this choice of adapted layers")),
     "init_weights": with_others("the plan's adapter_start"),
     **_each(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.result import Import
@@ -42,8 +41,6 @@ def name_formats(run: Import, command: SourceCommand, *, adapts: bool) -> str | 
             run.refuse("--quant_bits", "quantized weights that train")
     names = "fp8_format fp8_param_gather fp4_format fp4_param_gather quant_method quant_bits bnb_4bit_compute_dtype"
     run.note_given(f"{names} {' '.join(_PARTS)}", "see weights of the plan" if parts else "off", changes_nothing=False)
-    if adapts and command.flag("linear_decoupled_in_proj"):
-        run.refuse("--linear_decoupled_in_proj", "adapters of each half of the input projection of linear attention")
     run.note_given("linear_decoupled_in_proj", "the same projections, in one matrix or two", changes_nothing=False)
     return "; ".join(parts) or None
 
@@ -59,6 +56,40 @@ def name_adapter_start(run: Import, command: SourceCommand, *, adapts: bool) -> 
     return None if is_default else f"{start}, by which the model computes the same"
 
 
+def name_adapter_form(run: Import, command: SourceCommand, *, adapts: bool) -> str | None:
+    """Return what adapters are where they are not LoRA's products for each layer; None for those and without adapters."""
+    parts = ["DoRA"] if command.flag("use_dora") else []
+    if command.flag("linear_decoupled_in_proj"):
+        parts.append("LoRA of each half of the input projection of linear attention")
+    run.note_given("use_dora", "see adapter_form of the plan" if parts and adapts else "off", changes_nothing=False)
+    return ", ".join(parts) if parts and adapts else None
+
+
+def name_tower(run: Import, command: SourceCommand) -> str | None:
+    """Return what trains of a tower next to adapters of the language model alone; None for other tuners."""
+    if command.text("tuner_type") != "lora_llm":
+        return None
+    run.note_given("tuner_type", "see tower of the plan", changes_nothing=False)
+    return "all its weights"
+
+
+def name_optimizer_state(run: Import, command: SourceCommand) -> str | None:
+    """Return what moments are of where gradients are projected; None where they are of the gradients."""
+    if not command.flag("use_galore"):
+        return None
+    run.note_given("use_galore", "see optimizer_state of the plan", changes_nothing=False)
+    rounded = ", quantized" if command.flag("galore_quantization") else ""
+    return f"of gradients that GaLore projects to rank {int(command.number('galore_rank', 128))}{rounded}"
+
+
+def name_embedding_noise(run: Import, command: SourceCommand) -> str | None:
+    """Return NEFTune's noise; None without it."""
+    if not (alpha := command.number("neftune_noise_alpha", 0.0)):
+        return None
+    run.note_given("neftune_noise_alpha", "see embedding_noise of the plan", changes_nothing=False)
+    return f"uniform, {alpha:g} / sqrt(tokens x width)"
+
+
 def name_positions(run: Import, command: SourceCommand) -> str | None:
     """Return rotary positions that a command stretches; None where config.json of the model decides, as it does here."""
     scaling = command.get("rope_scaling")
@@ -68,10 +99,10 @@ def name_positions(run: Import, command: SourceCommand) -> str | None:
     return f"rope_scaling {scaling}{reach}" if scaling else None
 
 
-def note_chat_template(run: Import, command: SourceCommand, family: Mapping[str, str] = _TEMPLATES) -> None:
+def note_chat_template(run: Import, command: SourceCommand) -> None:
     """Note the template that ms-swift has for the model anyway; another one is refused."""
     name, model = command.text("template"), command.text("model")
-    if name and re.search(family.get(name, "(?!)"), model, re.IGNORECASE):
+    if name and re.search(_TEMPLATES.get(name, "(?!)"), model, re.IGNORECASE):
         run.note_given("template", "the one that ms-swift has for this model", changes_nothing=False)
     elif name:
         form = f"{name}: the text of another family's chat template; prompt_type and prompt_type_path name ours"

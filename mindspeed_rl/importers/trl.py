@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell_text import Command
-from mindspeed_rl.importers.source_files import find_file, require_file
+from mindspeed_rl.importers.source_files import find_file, read_first_row, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
     count_accelerated,
@@ -789,8 +789,9 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
     program = command.program
     forms = command.list_texts("loss_type") or ["kto" if program == "kto" else "sigmoid"]
     keys: dict[str, object] = {}
+    trained: str | None = None
     if program == "sft":
-        _note_labels(run, command)
+        trained = _name_trained_tokens(run, command)
     elif program == "dpo":
         keys[f"{ACTOR}.dpo_loss_type"] = forms[0]
         if len(forms) > 1 or forms[0] not in ("sigmoid", "hinge", "ipo"):
@@ -803,6 +804,7 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
     return replace(
         shared,
         loss={"sft": "cross_entropy", "reward": "ranking"}.get(program, forms[0]),
+        trained_tokens=trained,
         beta=command.number("beta", 0.1) if program in ("dpo", "kto") else None,
         sequence_length=command.count("max_length", 1024),
         keys={**shared.keys, **keys},
@@ -813,17 +815,20 @@ def _describe_dataset(run: Import, command: SourceCommand, shared: Recipe) -> Re
     )
 
 
-def _note_labels(run: Import, command: SourceCommand) -> None:
-    """Note which tokens train; the stage sft trains the answers alone, TRL by default those of the whole row of a chat."""
-    if not (command.flag("completion_only_loss") or command.flag("assistant_only_loss")):
-        run.refuse(
-            "--assistant_only_loss",
-            "TRL trains the questions too where rows are messages or texts; write --completion_only_loss true where they have "
-            "prompt and completion, --assistant_only_loss true for answers of messages, or use stage pretrain for texts",
-        )
+def _name_trained_tokens(run: Import, command: SourceCommand) -> str | None:
+    """Return the tokens that train where TRL trains those of the whole row; None where it trains the answers alone.
+
+    Unless an option says otherwise TRL trains the completions of rows that have some, and all tokens of messages and texts.
+    """
+    file = find_file(Command((), {}, 0, folder=run.settings.folder), command.text("dataset_name"))
+    answers = command.flag("completion_only_loss", default="completion" in read_first_row(file))
     if command.flag("packing"):
         run.refuse("--packing", "rows that are joined into blocks, so that an optimizer step has another number of them")
     run.note_given("packing", "off")
+    given = command.has("completion_only_loss")
+    if answers or command.flag("assistant_only_loss"):
+        return None
+    return "those of the questions too" if given else "those of the questions too, unless rows have a completion"
 
 
 #: policy loss there -> key here, name of its formula
@@ -903,7 +908,13 @@ def _describe_rollout(run: Import, command: SourceCommand, sizes: _Sizes, shared
             correction=correction,
         ),
         rewarding=rewards,
-        keys={**shared.keys, **keys, f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1},
+        keys={
+            **shared.keys,
+            **keys,
+            f"{SAMPLING}.top_k": int(command.number("top_k", 0)) or -1,
+            # trainer and engine compute in one format
+            f"{ENGINE}.dtype": None if command.flag("bf16", default=True) else "float32",
+        },
         notes={
             **shared.notes,
             "adv_epsilon": "TRL adds it to the standard deviation",

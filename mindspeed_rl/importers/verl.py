@@ -10,9 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
-from mindspeed_rl.catalogue import ADVANTAGES, KL_ESTIMATORS
+from mindspeed_rl.catalogue import ADVANTAGES
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import collect_keys
 from mindspeed_rl.config.keys.ignored import IGNORED
@@ -60,6 +59,7 @@ from mindspeed_rl.importers.translators import (
 from mindspeed_rl.importers.verl_earlier import PLAIN, PROMPT, RESPONSE, TRAINER, name_differences, rename_options
 from mindspeed_rl.importers.verl_earlier import TABLE as EARLIER_TABLE
 from mindspeed_rl.importers.verl_files import Composition, References, is_key
+from mindspeed_rl.importers.verl_losses import AGGREGATIONS, OF_COVARIANCE, RELEASE, Kl, Loss, is_reinforce
 from mindspeed_rl.importers.verl_options import TABLES, TRACED, TRANSFORMER, list_words
 from mindspeed_rl.importers.writer import (
     RECOMPUTE_LAYERS,
@@ -109,18 +109,6 @@ _ESTIMATORS = {
     "gpg": "gpg",
     "optimal_token_baseline": "optimal_token_baseline",
     "tir_optimal_token_baseline": "optimal_token_baseline",
-}
-#: losses that mark tokens by a covariance -> their numbers under policy_loss, with verl's defaults
-_OF_COVARIANCE = {
-    "clip_cov": {"clip_cov_ratio": 0.0002, "clip_cov_lb": 1.0, "clip_cov_ub": 5.0},
-    "kl_cov": {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1},
-}
-#: aggregation of verl -> ours, and the clipped loss that has it
-_AGGREGATIONS = {
-    "token-mean": ("token", "dapo"),
-    "seq-mean-token-mean": ("sequence", "grpo"),
-    "seq-mean-token-sum-norm": ("constant", "dr_grpo"),
-    "seq-mean-token-sum": ("summed", "luspo"),
 }
 #: what verl's default reward computes for a source of data -> reward function here
 _REWARDS = {
@@ -592,146 +580,6 @@ def _count_warmup(command: SourceCommand, prefix: str, engine: str) -> float:
     return -1.0 if engine == "veomni" else command.number(f"{prefix}lr_warmup_steps", -1)
 
 
-@dataclass(frozen=True)
-class LossMode:
-    """What a `loss_mode` of verl is, as its function in core_algos.py computes it.
-
-    Attributes:
-        loss: policy loss here; empty for the clipped one that has the aggregation.
-        name: of its formula.
-        level: what the ratio is computed over.
-        aggregation: that its function has whatever loss_agg_mode says; None where it takes that of loss_agg_mode.
-        clips: it reads clip_ratio_low and clip_ratio_high.
-        has_dual: it reads clip_ratio_c.
-        takes: aggregations that the loss has here.
-    """
-
-    loss: str
-    name: str
-    level: Literal["token", "sequence_token"] = "token"
-    aggregation: str | None = None
-    clips: bool = True
-    has_dual: bool = False
-    takes: tuple[str, ...] = ("token",)
-
-
-LOSS_MODES = {
-    "vanilla": LossMode("", "grpo", has_dual=True, takes=("token", "sequence", "constant", "summed")),
-    "gspo": LossMode("gspo", "grpo", "sequence_token", "sequence"),
-    "sapo": LossMode("sapo", "sapo", aggregation="sequence", clips=False),
-    "geo_mean": LossMode("gmpo", "gmpo", aggregation="sequence"),
-    "cispo": LossMode("cispo", "cispo"),
-    "dppo_tv": LossMode("dppo_tv", "dppo_tv", has_dual=True),
-    "dppo_kl": LossMode("dppo_kl", "dppo_kl", has_dual=True),
-    "gpg": LossMode("gpg", "gpg", clips=False),
-    "dro": LossMode("dro", "dro", clips=False),
-    "clip_cov": LossMode("clip_cov", "clip_cov"),
-    "kl_cov": LossMode("kl_cov", "kl_cov", clips=False),
-}
-
-
-#: variable of the user: the verl whose GSPO is meant
-_RELEASE = "VERL_RELEASE"
-
-
-def _is_release(command: SourceCommand) -> bool:
-    """Return True where the user says that release 0.9.1 runs the command, and not verl's main branch.
-
-    Raises:
-        ConfigError: another release.
-    """
-    name = command.environment.get(_RELEASE, "main")
-    if name not in ("main", "0.9.1"):
-        raise ConfigError([f"--set {_RELEASE}={name}: must be 0.9.1 or main"])
-    return name != "main"
-
-
-@dataclass(frozen=True)
-class _Loss:
-    """The loss of verl's actor: names of the catalogue, and bounds of the ratio.
-
-    Attributes:
-        fixes: the aggregation is the function's own, which loss_agg_mode does not change.
-    """
-
-    loss_type: str
-    name: str
-    level: Literal["token", "sequence_token"]
-    aggregation: str
-    low: float | None
-    high: float | None
-    dual: float | None
-    fixes: bool
-
-    @classmethod
-    def from_command(cls, command: SourceCommand) -> _Loss:
-        """Read the loss; GSPO of release 0.9.1 averages as loss_agg_mode has it, verl's main branch does not.
-
-        Raises:
-            ConfigError: it, or its aggregation, is not available.
-        """
-        name, aggregation = (
-            "gpg" if _is_reinforce(command) else command.text(f"{_ACTOR}policy_loss.loss_mode", "vanilla"),
-            command.text(f"{_ACTOR}loss_agg_mode", "token-mean"),
-        )
-        if name not in LOSS_MODES:
-            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: this policy loss"])
-        if aggregation not in _AGGREGATIONS:
-            raise ConfigError([f"{_ACTOR}loss_agg_mode={aggregation}: not available here: this sum over tokens"])
-        mode, (normalizer, clipped) = LOSS_MODES[name], _AGGREGATIONS[aggregation]
-        if name == "gspo" and _is_release(command):
-            mode = LossMode(clipped, "grpo", "sequence_token", takes=LOSS_MODES["vanilla"].takes)
-        if mode.aggregation is None and normalizer not in mode.takes:
-            raise ConfigError([f"{_ACTOR}policy_loss.loss_mode={name}: not available here: with {aggregation}"])
-        scale, length = command.get(f"{_ACTOR}loss_scale_factor"), command.count("data.max_response_length", 512)
-        if scale is not None and normalizer == "constant" and scale != length:
-            raise ConfigError(
-                [f"{_ACTOR}loss_scale_factor={scale}: not available here: another divisor than max_response_length"]
-            )
-        # the defaults of the two sides are numbers, so that clip_ratio alone decides nothing
-        either = command.number(f"{_ACTOR}clip_ratio", 0.2)
-        low, high = (
-            either if command.has(side) and command.options[side] is None else command.number(side, 0.2)
-            for side in (f"{_ACTOR}clip_ratio_low", f"{_ACTOR}clip_ratio_high")
-        )
-        return cls(
-            mode.loss or clipped,
-            mode.name,
-            mode.level,
-            mode.aggregation or normalizer,
-            low if mode.clips else None,
-            high if mode.clips else None,
-            command.number(f"{_ACTOR}clip_ratio_c", 3.0) if mode.has_dual else None,
-            mode.aggregation is not None,
-        )
-
-
-@dataclass(frozen=True)
-class _Kl:
-    coefficient: float = 0.0
-    estimator: str | None = None
-    place: str | None = None
-
-    @classmethod
-    def from_command(cls, command: SourceCommand) -> _Kl:
-        """Read the KL.
-
-        Raises:
-            ConfigError: it has two places, or an estimator that is not available.
-        """
-        in_reward, in_loss = command.flag("algorithm.use_kl_in_reward"), command.flag(f"{_ACTOR}use_kl_loss")
-        if in_reward and in_loss:
-            raise ConfigError(["algorithm.use_kl_in_reward and actor.use_kl_loss are both true, but the KL has one place here"])
-        coefficient = command.number("algorithm.kl_ctrl.kl_coef" if in_reward else f"{_ACTOR}kl_loss_coef", 0.001)
-        if not (in_reward or in_loss) or not coefficient:
-            return cls()
-        option = "algorithm.kl_penalty" if in_reward else f"{_ACTOR}kl_loss_type"
-        estimator = command.text(option, "kl" if in_reward else "low_var_kl")
-        if estimator not in KL_ESTIMATORS:
-            raise ConfigError([f"{option}={estimator}: not available here; available are {', '.join(KL_ESTIMATORS)}"])
-        return cls(coefficient, estimator, "reward" if in_reward else "loss")
-
-
 def _read_estimator(command: SourceCommand) -> str:
     name = command.text("algorithm.adv_estimator", "gae")
     if name not in _ESTIMATORS:
@@ -747,11 +595,6 @@ def _is_single(command: SourceCommand) -> bool:
     return command.get("algorithm.adv_estimator") == "grpo" and command.count(f"{_ROLLOUT}n", 1) == 1 and not has_kl
 
 
-def _is_reinforce(command: SourceCommand) -> bool:
-    """Return True for the plain policy gradient with weights, which verl has in bypass_mode alone."""
-    return command.flag(f"{_CORRECTION}bypass_mode") and command.text(f"{_CORRECTION}loss_type", "ppo_clip") == "reinforce"
-
-
 def _read_correction(command: SourceCommand) -> Correction | None:
     """Return the rollout correction.
 
@@ -762,7 +605,7 @@ def _read_correction(command: SourceCommand) -> Correction | None:
         ConfigError: it is not available.
     """
     recorded, kind = command.flag(f"{_CORRECTION}bypass_mode"), command.get(f"{_CORRECTION}rollout_is")
-    kind = None if recorded and not _is_reinforce(command) else kind
+    kind = None if recorded and not is_reinforce(command) else kind
     if kind is not None and command.flag(f"{_CORRECTION}rollout_is_batch_normalize"):
         raise ConfigError([f"{_CORRECTION}rollout_is_batch_normalize: not available here: importance weights whose mean is 1"])
     if command.get(f"{_CORRECTION}rollout_rs") is not None:
@@ -1170,13 +1013,13 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout
 
 def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, has_critic: bool) -> Recipe:
     """Return the run with loss, estimator, KL and correction."""
-    estimator, loss, kl = _read_estimator(command), _Loss.from_command(command), _Kl.from_command(command)
+    estimator, loss, kl = _read_estimator(command), Loss.from_command(command), Kl.from_command(command)
     _refuse_objective(run, command, loss, kl, has_critic=has_critic)
-    normalizer = _AGGREGATIONS[command.text(f"{_ACTOR}loss_agg_mode", "token-mean")][0]
+    normalizer = AGGREGATIONS[command.text(f"{_ACTOR}loss_agg_mode", "token-mean")][0]
     average = loss.aggregation
     if loss.loss_type == "gspo" and normalizer != average:
         average = f"{average} (main), {normalizer} (0.9.1)"
-        run.reasons["aggregation"] = f"that of verl's main branch; --set {_RELEASE}=0.9.1 takes that of the release"
+        run.reasons["aggregation"] = f"that of verl's main branch; --set {RELEASE}=0.9.1 takes that of the release"
     reads, divides = ADVANTAGES[estimator].reads or (), command.flag("algorithm.norm_adv_by_std_in_grpo", default=True)
     has_scale = "scale_rewards" in reads
     single = _is_single(command)
@@ -1295,10 +1138,10 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
     )
 
 
-def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl, *, has_critic: bool) -> None:
+def _refuse_objective(run: Import, command: SourceCommand, loss: Loss, kl: Kl, *, has_critic: bool) -> None:
     """Refuse what the objective has and no loss here."""
     aggregation = command.text(f"{_ACTOR}loss_agg_mode", "token-mean")
-    if _is_reinforce(command):
+    if is_reinforce(command):
         run.translate(f"{_CORRECTION}loss_type", {f"{RL}.loss_type": loss.loss_type}, "-A log pi with weights")
     adds_terms = kl.place == "loss" or command.number(f"{_ACTOR}entropy_coeff", 0)
     if loss.fixes and adds_terms and aggregation != "seq-mean-token-mean":
@@ -1311,11 +1154,11 @@ def _refuse_objective(run: Import, command: SourceCommand, loss: _Loss, kl: _Kl,
         run.refuse(f"{_ACTOR}loss_agg_mode", "a value loss that is not the mean over tokens")
 
 
-def _read_loss_numbers(command: SourceCommand, loss: _Loss) -> dict[str, float]:
+def _read_loss_numbers(command: SourceCommand, loss: Loss) -> dict[str, float]:
     """Return the numbers that one loss has."""
     if loss.loss_type == "sapo":
         return {name: command.number(f"{_ACTOR}{name}", value) for name, value in (("tau_pos", 1.0), ("tau_neg", 1.05))}
-    numbers = {"dro": {"dro_beta": 0.0}, **_OF_COVARIANCE}.get(loss.loss_type, {})
+    numbers = {"dro": {"dro_beta": 0.0}, **OF_COVARIANCE}.get(loss.loss_type, {})
     return {name: command.number(f"{_ACTOR}policy_loss.{name}", value) for name, value in numbers.items()}
 
 

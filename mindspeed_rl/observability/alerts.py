@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from mindspeed_rl.observability.completions import CompletionRecord
+from mindspeed_rl.observability.completions import Completion, CompletionRecord
 from mindspeed_rl.observability.history import History, Series
 
 #: iterations that count as the present, and iterations after which a reward of 0 is not bad luck
@@ -366,6 +366,9 @@ class LiveAlerts:
 
     def on_start(self) -> None:
         """Begin with what the run has so far."""
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Do nothing: alerts of a run that goes are about its figures."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Show what these figures give rise to; of a long run every few iterations, because all of it is read again."""

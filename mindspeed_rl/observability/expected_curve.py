@@ -158,8 +158,7 @@ class Judgement:
             return f"too early: {curve.windows[0]} of {curve.metric} are not over yet {ends}"
         if self.departures:
             first, last = self.departures[0], max(passed, key=lambda window: window.last)
-            is_out = self.departures[-1].window == last or last in self.empty
-            back = "" if is_out else f"; inside again at iteration {last.last}"
+            back = f"; inside again at iteration {last.last}" if last in self.inside else ""
             return f"{curve.metric} left its band at iteration {first.window.last}: {first}{back} {ends}"
         without = f"no value in {self.empty[0]}" if self.empty else ""
         if not self.inside:
@@ -177,6 +176,6 @@ class Judgement:
                 "watch",
                 self.departures[0].window.last,
                 f"{self}.",
-                "Compare data, model, reward and batch with those of the source; with the same settings a seed may differ.",
+                "Compare model, data, reward, batch and learning rate with those of the source.",
             )
         ]

@@ -113,7 +113,7 @@ def find_device(cfg: RunConfig, name: str | None = None, memory_gib: float | Non
     if name is None:
         if cfg.platform == "cuda":
             raise ValueError(f"platform: the planner has no figures of cuda devices; give --chip {' or '.join(DEVICES)}.")
-        named = (device for device in DEVICES if f"_{device}" in cfg.config_name)
+        named = (device for device in DEVICES if f"_{device}" in f"_{cfg.config_name}")
         name = "cpu" if cfg.platform == "cpu" else next(named, "A3")
     return get_device(name, memory_gib)
 

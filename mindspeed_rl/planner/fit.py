@@ -68,6 +68,8 @@ _EXAMPLES = (
 
 #: values of keys, by dotted name
 _Values = dict[str, object]
+#: (index of a verdict, seconds, values) of a training layout
+_Ranked = tuple[int, float, _Values]
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,8 @@ class _Search:
                         seconds = time.phases["rollout"] + time.phases["resharding_to_infer"]
                         ranked.append((seconds, values | {_FRACTION: fraction}))
                         break  # with less of the device it would only be slower
+        if ranked:
+            self.engine_problem = ""
         return [values for _, values in sorted(ranked, key=lambda entry: entry[0])]
 
     def _find_training(self, tree: dict[str, Any], npus: int, engine: _Values) -> list[_Values]:
@@ -356,34 +360,39 @@ class _Search:
             npus: devices that train.
             engine: keys of any engine that fits; its memory is free while the model trains.
         """
-        ranked: list[tuple[int, float, _Values]] = []
-
-        def rank(variants: Iterable[_Values]) -> bool:
-            """Keep the variants of a layout that fit or are tight; return whether one fits."""
-            fits = False
-            for values in variants:
-                plans = self._plan(tree, values | engine)
-                if plans is None:
-                    continue
-                memory, time = plans[0].without(("generate",)), plans[1]
-                if memory.verdict in _ACCEPTED:
-                    seconds = sum(time.phases.get(name, 0.0) for name in _TRAINING)
-                    ranked.append((MemoryPlan.VERDICTS.index(memory.verdict), seconds, values))
-                else:
-                    self._note(memory)
-                fits = fits or memory.verdict == "fits"
-            return fits
-
-        keeps_reference = "rl_config" in tree and not tree["generate_config"]["offload_train_param"]
-        for base, layers, pp in _list_splits(self._request, npus, self._device):
-            if rank(_vary_memory(base, layers, pp, self._request)):
-                continue
-            if not rank(_save_memory(base, self._request, _SAVERS, streams=keeps_reference)):
-                rank(_save_memory(base, self._request, _ROUNDING_SAVERS, streams=keeps_reference))
+        ranked: list[_Ranked] = []
+        streams = "rl_config" in tree and not tree["generate_config"]["offload_train_param"]
+        request, fits = self._request, MemoryPlan.VERDICTS[0]
+        for base, layers, pp in _list_splits(request, npus, self._device):
+            stages: tuple[Iterable[_Values], ...] = (
+                _vary_memory(base, layers, pp, request),
+                _save_memory(base, request, _SAVERS, streams=streams),
+                _save_memory(base, request, _ROUNDING_SAVERS, streams=streams),
+            )
+            for index, variants in enumerate(stages):
+                # what does not fit with the least memory is not tried with more
+                if index == 1 and self._rank_training(tree, _save_most(base, request, streams=streams), engine) is None:
+                    break
+                tried = [self._rank_training(tree, values, engine) for values in variants]
+                accepted = [entry for entry in tried if entry is not None]
+                ranked += accepted
+                if any(MemoryPlan.VERDICTS[verdict] == fits for verdict, _, _ in accepted):
+                    break
         fastest: dict[tuple[object, ...], _Values] = {}
         for _, _, values in sorted(ranked, key=lambda entry: entry[:2]):
             fastest.setdefault(tuple(values.get(f"actor_config.{name}_parallel_size") for name in _SPLITS), values)
         return list(fastest.values())[:_MAX_TRAINING_LAYOUTS]
+
+    def _rank_training(self, tree: dict[str, Any], values: _Values, engine: _Values) -> _Ranked | None:
+        """Return the rank of a training layout; None where it breaks a rule or does not fit."""
+        plans = self._plan(tree, values | engine)
+        if plans is None:
+            return None
+        memory, time = plans[0].without(("generate",)), plans[1]
+        if memory.verdict not in _ACCEPTED:
+            self._note(memory)
+            return None
+        return MemoryPlan.VERDICTS.index(memory.verdict), sum(time.phases.get(name, 0.0) for name in _TRAINING), values
 
     def _combine(self, tree: dict[str, Any], train: _Values, serve: _Values, trainers: int | None) -> FitResult | None:
         """Return both with the largest fraction of memory for the engine with which they fit, else are tight."""
@@ -499,6 +508,11 @@ def _save_memory(base: _Values, request: FitRequest, savers: Sequence[_Values], 
     """
     for recompute, saver, streamed in itertools.product(({}, _RECOMPUTED), savers, ({}, _STREAMED) if streams else ({},)):
         yield {**base, **recompute, **_size_micro_batches(request, 1), **_CHUNKED_HEAD, **saver, **streamed}
+
+
+def _save_most(base: _Values, request: FitRequest, *, streams: bool) -> _Values:
+    """Return the layout with the least memory of those of `_save_memory`."""
+    return list(_save_memory(base, request, _ROUNDING_SAVERS[-1:], streams=streams))[-1]
 
 
 def _size_micro_batches(request: FitRequest, factor: int) -> _Values:

@@ -20,6 +20,11 @@ from mindspeed_rl.planner.shapes import Elements, count_all_elements
 EXPORT_SHARD = 5 * 10**9
 
 
+#: bytes beside the gathered states while a distributed optimizer's are gathered, as a multiple of them: a part on each rank,
+#: and one of the three (main weights and moments) twice as it arrives
+_GATHERED = 1 + 2 / 3
+
+
 @dataclass(frozen=True)
 class HostPhase:
     """Host memory of a device in one phase.
@@ -158,11 +163,18 @@ def _count_staged(model: Model) -> int:
         if only_adapters:
             dense, expert = (replace(part, dense=0, expert=0, buffers=0, frozen=0) for part in (dense, expert))
         parts = ((dense, model.dp), (expert, model.expert_dp))
-        count = sum(model.weights(part) // ranks for part, ranks in parts)
-        if model.trains and not model.config.no_save_optim:
-            count += sum(_count_staged_states(model, part, ranks) for part, ranks in parts)
-        staged.append(count)
+        weights = sum(model.weights(part) // ranks for part, ranks in parts)
+        has_states = model.trains and not model.config.no_save_optim
+        states = [_count_staged_states(model, part, ranks) if has_states else 0 for part, ranks in parts]
+        # the states of dense parameters and of experts are gathered one after the other, before weights are copied
+        gathered = max(states) * _GATHERED if model.config.use_distributed_optimizer and not _is_copied_whole(model) else 0
+        staged.append(sum(states) + int(max(weights, gathered)))
     return max(staged)
+
+
+def _is_copied_whole(model: Model) -> bool:
+    """Return True where the states of a distributed optimizer are copied from host memory without a gathering."""
+    return model.config.swap_optimizer and model.dp == model.expert_dp == 1
 
 
 def _count_staged_states(model: Model, elements: Elements, ranks: int) -> int:

@@ -301,7 +301,16 @@ def read_shape(run: Run, device: Device) -> RunShape:
     if objective.has_critic and cfg.critic_config is not None:
         add("critic", "critic", cfg.critic_config, trains=True)
     for folder, name in () if objective.distillation is None else objective.distillation.models.items():
-        add(name, "teacher", cfg.read_teacher_keys(folder), trains=False, is_scored=False)
+        add(name, "teacher", _read_teacher_keys(cfg, folder), trains=False, is_scored=False)
     if cfg.reward_model_keys is not None:
         add("reward model", "reward", cfg.reward_model_keys, trains=False)
     return shape
+
+
+def _read_teacher_keys(cfg: RunConfig, folder: str) -> MegatronConfig:
+    """Return the keys of a teacher; where its folder is not on this machine, with the shape that teacher_config states."""
+    keys, stated = cfg.read_teacher_keys(folder), cfg.teacher_config
+    states_shape = bool({"model", "num_layers"} & cfg.set_keys.get("teacher_config", frozenset()))
+    if stated is None or not states_shape or find_model_folder(folder) is not None:
+        return keys
+    return replace(keys, num_layers=stated.num_layers, padded_vocab_size=stated.padded_vocab_size)

@@ -94,6 +94,8 @@ class _PluginNames:
         Raises:
             ValueError: no such file, no valid Python, or it imports a missing module; the message has the line.
         """
+        if path.is_dir():
+            raise ValueError(f"'{path}' is a folder ({path.absolute()}); name a Python file in it (*.py)")
         if not path.is_file():
             raise ValueError(f"there is no file '{path}': {describe_missing(path)}")
         if path.suffix != ".py":

@@ -25,7 +25,8 @@ from mindspeed_rl.isolation.variables import expand_variables, select_variables
 from mindspeed_rl.tools.tasks import start_task
 
 PREFIX = "verifiers:"
-_HOST = Path(__file__).with_name("verifiers_host.py")
+#: file of the program
+HOST = Path(__file__).with_name("verifiers_host.py")
 _START_LIMIT_S, _CLOSE_LIMIT_S = 120.0, 5.0
 #: of a message of the program
 _MAX_LINE_BYTES = 4 << 20
@@ -78,7 +79,7 @@ class VerifiersProgram:
         if python is not None and shutil.which(python) is None:
             raise ValueError(f"there is no interpreter '{python}' for {target}")
         self._target = target
-        self._command = [python or sys.executable, str(_HOST), name, "--arguments", json.dumps(dict(arguments or {}))]
+        self._command = [python or sys.executable, str(HOST), name, "--arguments", json.dumps(dict(arguments or {}))]
         path = os.pathsep.join(path for path in (os.environ.get("PYTHONPATH", ""), *folders) if path)
         given = expand_variables(variables or {}, "the environment's env")
         self._variables = select_variables(os.environ) | {"PYTHONPATH": path} | given

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data import card
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.datasets import BatchSampler
+from mindspeed_rl.data.images import read_references
 from mindspeed_rl.data.prompts import PromptDataset, PromptItem, PromptSettings, open_prompts
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.metrics import Metrics
@@ -34,6 +37,11 @@ if TYPE_CHECKING:
 
 #: labels that are looked at, at equal distances
 _CHECKED_LABELS = 20_000
+#: how tables write a cell that has nothing
+_MISSING = frozenset(("nan", "null", "undefined", "#n/a", "<na>"))
+_MONTH = "(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)"
+#: what Excel writes for a cell such as 3/4 or 1-2 that it took for a date
+_EXCEL_DATE = re.compile(rf"\d{{1,2}}-{_MONTH}|{_MONTH}-\d{{2}}|\d{{4}}-\d{{2}}-\d{{2}} 00:00:00|\d{{1,2}}月\d{{1,2}}日")
 
 
 class PromptLoader:
@@ -143,6 +151,10 @@ def describe_prompts(prompts: PromptDataset, batch: int) -> list[str]:
             f"the data has {len(prompts)} prompts for rollouts of {batch} (global_batch_size): each rollout has every prompt"
             f" {repeats}"
         )
+    some = np.linspace(0, len(prompts) - 1, min(_COMPARED, len(prompts)), dtype=int)
+    different = len({hash(str(prompts[index])) for index in some})
+    if different * 2 <= len(some):
+        warnings.append(f"only {different} of {len(some)} prompts are different, with label and other columns")
     if prompts.num_too_long > len(prompts):
         warnings.append(
             f"{prompts.num_too_long} of {prompts.num_read} rows are left out: their prompts are too long; the longest has"
@@ -151,14 +163,63 @@ def describe_prompts(prompts: PromptDataset, batch: int) -> list[str]:
     if prompts.dropped:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(prompts.dropped.items()))
         warnings.append(f"{sum(prompts.dropped.values())} of {prompts.num_read} rows are left out: {reasons}")
+    return [*warnings, *_describe_labels(prompts)]
+
+
+def _describe_labels(prompts: PromptDataset) -> list[str]:
+    """Return warnings about labels that no answer is right for: empty, missing as tables write it, a spreadsheet's dates."""
     some = range(0, len(prompts), -(-len(prompts) // _CHECKED_LABELS))
-    empty = [index for index in some if (label := prompts[index]["label"]) is not None and not label.strip()]
+    labels = {index: label.strip() for index in some if (label := prompts[index]["label"]) is not None}
+    warnings = []
+    empty = [index for index, label in labels.items() if not label]
     if empty:
         warnings.append(
             f"{len(empty)} of {len(some)} prompts have an empty label, the first {prompts.where(empty[0])}: a reward that"
             " compares with it cannot be right"
         )
+    missing = [index for index, label in labels.items() if label.lower() in _MISSING]
+    if missing:
+        warnings.append(
+            f"{len(missing)} of {len(some)} labels are {labels[missing[0]]!r} or alike, as tables write a missing value, the"
+            f" first {prompts.where(missing[0])}"
+        )
+    dates = [index for index, label in labels.items() if _EXCEL_DATE.fullmatch(label)]
+    if 0 < len(dates) < len(some):  # where all are dates, the task is about them
+        warnings.append(
+            f"{len(dates)} of {len(some)} labels look like dates that a spreadsheet makes of 3/4 or 1-2, the first"
+            f" {prompts.where(dates[0])}: {labels[dates[0]]!r}; format such columns as text before they are filled"
+        )
     return warnings
+
+
+#: prompts that are compared with the held-out ones, and held-out ones that are looked for, at most
+_COMPARED, _HELD_OUT = 20_000, 2_000
+#: fraction of the held-out prompts that is worth a warning
+_LEAKED = 0.1
+
+
+def _sample_contents(prompts: PromptDataset, count: int) -> Iterator[tuple[object, ...]]:
+    """Yield what prompts are told apart by, of at most so many at equal distances."""
+    for index in np.linspace(0, len(prompts) - 1, min(count, len(prompts)), dtype=int):
+        item = prompts[index]
+        yield tuple(map(int, item["prompt_ids"])), item["label"], read_references(item["columns"])
+
+
+def describe_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> list[str]:
+    """Return a warning where held-out prompts, with the same label and images, are also trained on."""
+    if held_out is None:
+        return []
+    kept = Counter(_sample_contents(held_out, _HELD_OUT))
+    shared = set(_sample_contents(prompts, _COMPARED)) & kept.keys()
+    count, total = sum(kept[each] for each in shared), sum(kept.values())
+    if count <= _LEAKED * total:
+        return []
+    least = "at least " if len(prompts) > _COMPARED else ""
+    which = "all" if count == total else f"{least}{count} of {total}"
+    return [
+        f"{which} held-out prompts are also in data_path, with the same label: their reward says how well they are remembered;"
+        " hold out others (eval_data_path, or split)"
+    ]
 
 
 def describe_data(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from mindspeed_rl.data.prompts import PromptDataset
 
 #: assignments that are remembered, at least: more than the prompts that are on their way to training
 _REMEMBERED = 4096
+#: keys of levels, the last ones of a PromptOrder
+_NUM_LEVEL_KEYS = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class PromptOrder:
     prompt_skip_above: float | None
     prompt_skip_below: float | None
     prompt_pass_reward: float
+    prompt_level_key: str | None
+    prompt_level_pass_rate: float
+    prompt_level_prompts: int
 
     @classmethod
     def from_config(cls, rl: RLConfig) -> PromptOrder:
@@ -44,8 +50,11 @@ class PromptOrder:
     def describe(self) -> list[int]:
         """Return a number that differs for other keys; nothing where none of them changes the order."""
         values = dataclasses.astuple(self)
+        if self.prompt_level_key is None:
+            values = values[:-_NUM_LEVEL_KEYS]  # as they were before there were levels
         is_set = self.prompt_sources or self.prompt_curriculum is not None or self.prompt_replay_fraction is not None
         is_set = is_set or self.prompt_skip_above is not None or self.prompt_skip_below is not None
+        is_set = is_set or self.prompt_level_key is not None
         return [zlib.crc32(repr(values).encode())] if is_set else []
 
 
@@ -70,12 +79,59 @@ class _Stream:
         return int(self._order[1][place])
 
 
+class _Levels:
+    """The levels of prompts: those up to the highest open one train, and the next one opens when its prompts pass.
+
+    Args:
+        values: level of each row.
+        pass_rate: mean of the pass rates of the last `window` prompts of the highest open level from which on the next opens.
+    """
+
+    def __init__(self, values: np.ndarray, pass_rate: float, window: int) -> None:
+        self._steps, self._indexes = np.unique(values, return_inverse=True)
+        self._pass_rate = pass_rate
+        self._highest = 0
+        self._rates: deque[float] = deque(maxlen=window)
+
+    @property
+    def num_open(self) -> int:
+        """Number of open levels."""
+        return self._highest + 1
+
+    def is_open(self, row: int) -> bool:
+        """Return True where the prompt of a row may be sampled."""
+        return bool(self._indexes[row] <= self._highest)
+
+    def are_open(self, rows: np.ndarray) -> bool:
+        """Return True where one of these rows may be sampled."""
+        return bool((self._indexes[rows] <= self._highest).any())
+
+    def observe(self, row: int, rate: float) -> None:
+        """Take note of a pass rate, and open the next level where it is time."""
+        if self._indexes[row] != self._highest:
+            return
+        self._rates.append(rate)
+        is_full = len(self._rates) == self._rates.maxlen
+        if is_full and self.num_open < len(self._steps) and sum(self._rates) / len(self._rates) >= self._pass_rate:
+            self._highest += 1
+            self._rates.clear()
+
+    def state_dict(self) -> dict[str, object]:
+        """Return the state as plain values."""
+        return {"highest": self._highest, "rates": list(self._rates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self._highest = state["highest"]
+        self._rates = deque(state["rates"], maxlen=self._rates.maxlen)
+
+
 class PromptSampler:
     """Assign a row of the dataset to each index of a prompt, in the order of indexes.
 
     Sources get their shares to within one prompt at any time. A prompt with a pass rate outside of `prompt_skip_below` to
     `prompt_skip_above` is passed over once, and then tried again. A fraction of the indexes replays prompts with a pass rate
-    below `prompt_replay_below`, each once for every time that it was measured.
+    below `prompt_replay_below`, each once for every time that it was measured. Prompts of a level that is not open yet wait.
     """
 
     def __init__(self, order: PromptOrder, prompts: PromptDataset, *, seed: int, shuffle: bool) -> None:
@@ -87,7 +143,11 @@ class PromptSampler:
         self._keys, self._num_rows = order, len(prompts)
         easiness = None
         if (column := order.prompt_curriculum) is not None:
-            easiness = np.array([_read_number(prompts, index, column) for index in range(len(prompts))])
+            easiness = _read_numbers(prompts, "prompt_curriculum", column, "pass rate")
+        self._levels: _Levels | None = None
+        if (column := order.prompt_level_key) is not None:
+            values = _read_numbers(prompts, "prompt_level_key", column, "level")
+            self._levels = _Levels(values, order.prompt_level_pass_rate, order.prompt_level_prompts)
         names = np.array([_read_source(order, prompts, index) for index in range(len(prompts))])
         pairs = zip(order.prompt_sources, order.prompt_source_weights, strict=True) if order.prompt_sources else [("", 1.0)]
         self._streams = []
@@ -95,6 +155,8 @@ class PromptSampler:
             rows = np.flatnonzero(names == name)
             if not len(rows):
                 raise ValueError(f"rl_config.prompt_sources: no prompt has {name!r} in column {order.prompt_source_key}.")
+            if self._levels is not None and not self._levels.are_open(rows):
+                raise ValueError(f"rl_config.prompt_level_key: source {name!r} has no prompt of the lowest level.")
             values = None if easiness is None else easiness[rows]
             # the order within a source does not depend on the others
             mixed = seed if not name else seed + zlib.crc32(name.encode())
@@ -124,12 +186,21 @@ class PromptSampler:
             # the source that is farthest below its share
             lags = [stream.weight / self._total_weight * taken - stream.num_taken for stream in self._streams]
             stream = self._streams[lags.index(max(lags))]
-            while self._is_skipped(row := stream.next_row()):
-                self._counts["skipped"] += 1
-                del self._rates[row]
+            row = self._next_row(stream)
             stream.num_taken += 1
         self._hard.pop(row, None)
         return row
+
+    def _next_row(self, stream: _Stream) -> int:
+        """Return the next row of a source that is neither skipped nor of a level that is not open."""
+        while True:
+            row = stream.next_row()
+            if self._levels is not None and not self._levels.is_open(row):
+                continue
+            if not self._is_skipped(row):
+                return row
+            self._counts["skipped"] += 1
+            del self._rates[row]
 
     def _is_skipped(self, row: int) -> bool:
         low, high = self._keys.prompt_skip_below, self._keys.prompt_skip_above
@@ -144,19 +215,27 @@ class PromptSampler:
             if row is None or not scored:
                 continue
             rate = self._rates[row] = sum(scored) / len(scored)
+            if self._levels is not None:
+                self._levels.observe(row, rate)
             self._hard.pop(row, None)
             if self._keys.prompt_replay_fraction and rate < self._keys.prompt_replay_below:
                 self._hard[row] = None
 
     def count(self) -> dict[str, int]:
-        """Return how many prompts were replayed and passed over since the last call, and how many wait to be replayed."""
+        """Return how many prompts were replayed and passed over since the last call, and how many wait to be replayed.
+
+        With levels also how many are open.
+        """
         counts = self._counts | {"hard": len(self._hard)}
+        if self._levels is not None:
+            counts["open_levels"] = self._levels.num_open
         self._counts = dict.fromkeys(self._counts, 0)
         return counts
 
     def state_dict(self) -> dict[str, object]:
         """Return the state as plain values."""
-        return {
+        levels = {} if self._levels is None else {"levels": self._levels.state_dict()}
+        return levels | {
             "next": self._next,
             "streams": [[stream.position, stream.num_taken] for stream in self._streams],
             "assigned": [list(pair) for pair in self._assigned.items()],
@@ -171,6 +250,8 @@ class PromptSampler:
             stream.position, stream.num_taken = position, taken
         self._assigned, self._rates = dict(state["assigned"]), dict(state["rates"])
         self._hard = dict.fromkeys(state["hard"])
+        if self._levels is not None:
+            self._levels.load_state_dict(state["levels"])
 
 
 def build_prompt_sampler(order: PromptOrder, prompts: PromptDataset, *, seed: int, shuffle: bool) -> PromptSampler | None:
@@ -195,7 +276,16 @@ def _read_source(order: PromptOrder, prompts: PromptDataset, index: int) -> str:
     return value
 
 
-def _read_number(prompts: PromptDataset, index: int, column: str) -> float:
+def _read_numbers(prompts: PromptDataset, key: str, column: str, meaning: str) -> np.ndarray:
+    """Return the numbers in a column.
+
+    Raises:
+        ValueError: a row has none; the message has the key and the meaning of its numbers.
+    """
+    return np.array([_read_number(prompts, index, key, column, meaning) for index in range(len(prompts))])
+
+
+def _read_number(prompts: PromptDataset, index: int, key: str, column: str, meaning: str) -> float:
     value = prompts[index]["columns"].get(column)
     try:
         number = float(str(value))
@@ -203,7 +293,7 @@ def _read_number(prompts: PromptDataset, index: int, column: str) -> float:
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(
-            f"rl_config.prompt_curriculum: {prompts.where(index)} has {value!r} in column {column}, but a pass rate is a "
+            f"rl_config.{key}: {prompts.where(index)} has {value!r} in column {column}, but a {meaning} is a "
             "number; the column must be one of megatron_training.dataset_additional_keys."
         )
     return number

@@ -42,6 +42,7 @@ class RLTrainer(TrainingLoop):
         self.evaluator = evaluator
         self.schedule = schedule
         self.start_iteration = start_iteration
+        self.train_iters = schedule.train_iters
 
     def fit(self) -> None:
         """Run all iterations that are left."""
@@ -83,6 +84,13 @@ class RLTrainer(TrainingLoop):
                 break
         collect(actors.finish())
         self.termination.raise_if_early()
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the figures of an evaluation of the weights that the run starts from; nothing trains."""
+        self._push_weights(self.start_iteration)
+        metrics = self._evaluate(self.start_iteration)
+        self.logger.note(self.evaluator.describe(metrics))
+        return metrics.results()
 
     def _push_weights(self, iteration: int) -> None:
         """Give the rollout engine the weights that it is to have when this iteration begins."""

@@ -33,9 +33,11 @@ from mindspeed_rl.data.tokenizer import (
 from mindspeed_rl.dataplane import ALIASES as DATA_STRATEGY_ALIASES
 from mindspeed_rl.dataplane.client import DataPlane, make_data_plane
 from mindspeed_rl.files import read_json
+from mindspeed_rl.models.costs import kv_bytes_per_token
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import Trial, dry_run_reward_functions
+from mindspeed_rl.rewards.judge import JudgeForm
 from mindspeed_rl.rewards.labels import try_labels
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
@@ -60,6 +62,7 @@ from mindspeed_rl.trainers.prompt_loader import (
     PromptLoader,
     describe_data,
     describe_order,
+    describe_overlap,
     describe_prompts,
     load_prompts,
 )
@@ -79,6 +82,7 @@ from mindspeed_rl.workers.teacher_servers import TeacherServers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_GIB = 1 << 30
 #: users of the data plane in this loop, and the columns that each puts
 DATA_PLANE_USERS = {
     "trainer": PromptLoader.COLUMNS,
@@ -154,6 +158,7 @@ def check_rl(run: Run) -> RLInputs:
     resume = run.resume
     assert resume is not None
     _check_engine_files(run)
+    _check_cache_room(run)
     tokenizer_path = str(Path(actor.tokenizer_name_or_path or run.models["actor"].source.hf_folder).expanduser())
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     check_tokens(tokenizer, tokenizer_path)
@@ -177,7 +182,9 @@ def check_rl(run: Run) -> RLInputs:
         trial = Trial(sample, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
         if violations := dry_run_reward_functions(run.rl, env, trial=trial).violations:
             raise ConfigError(violations)
-    for warning in [*describe_machine(run), *describe_prompts(prompts, run.plan.num_prompts), *warnings]:
+    warnings = [*describe_prompts(prompts, run.plan.num_prompts), *describe_overlap(prompts, held_out), *warnings]
+    warnings += _describe_weights(run)
+    for warning in [*describe_machine(run), *warnings]:
         print(f"warning: {warning}", flush=True)
     for dataset in filter(None, (prompts, held_out)):
         dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
@@ -227,6 +234,35 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     for key in ("data_path", "eval_data_path"):
         if isinstance(path := getattr(actor, key), str):
             yield partial(check_prompt_files, path, key)
+    if run.rl.judge_prompt is not None:
+        yield partial(JudgeForm, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
+
+
+def _describe_weights(run: Run) -> list[str]:
+    """Return a warning where nothing that scores has a weight."""
+    rl = run.rl
+    others = rl.multi_turn_enable or rl.distillation.enabled or run.config.reward_model_keys is not None
+    if not rl.rule_reward or not rl.verifier_weight or any(rl.verifier_weight) or others:
+        return []
+    return ["all weights of rl_config.verifier_weight are 0: rewards are measured, and none trains"]
+
+
+def _check_cache_room(run: Run) -> None:
+    """Raise ValueError where the KV cache that the run file sets has no room for one sequence.
+
+    Models with windows of attention keep less than all tokens; their engine checks its cache itself.
+    """
+    generate, model_config = run.generate, run.models["actor"].plan.model_config
+    if run.platform != "cpu" or generate.kv_cache_memory_gib is None or model_config.sliding_window is not None:
+        return
+    token = kv_bytes_per_token(model_config, generate.cache_itemsize, generate.infer_tensor_parallel_size)
+    needed = token * generate.max_model_len / _GIB
+    if generate.kv_cache_memory_gib < needed:
+        raise ValueError(
+            f"generate_config.kv_cache_memory_gib: {generate.kv_cache_memory_gib:g} GiB, but one sequence of max_model_len="
+            f"{generate.max_model_len} tokens takes {needed:.3g} GiB, and generation is fast with many at a time; leave the key"
+            " out for a size that follows max_num_seqs"
+        )
 
 
 def _check_engine_files(run: Run) -> None:

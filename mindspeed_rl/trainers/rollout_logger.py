@@ -149,6 +149,8 @@ class RolloutLogger(RunLogger):
         self._writer.write(batch.iteration + 1, completions)
         self._outputs.trackers.completions(batch.iteration + 1, completions)
         self._outputs.progress.show_completions(batch.iteration + 1, completions)
+        for observer in self._outputs.observers:
+            observer.on_samples(batch.iteration + 1, completions)
         self._pending = None
 
     def _add_ratios(self, batch: TrainBatch, completions: list[Completion]) -> list[Completion]:

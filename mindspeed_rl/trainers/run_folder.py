@@ -8,11 +8,12 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from mindspeed_rl.observability import heartbeat
+from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import format_summary
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import set_up_logging
@@ -55,6 +56,9 @@ class _RunReport:
         page = self._page = LivePage(self._refresh)
         if (beat := heartbeat.current) is not None:
             beat.on_warning = page.refresh
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Do nothing: the page is made from the file that they are written to."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Refresh the page; the first and the newest evaluation are at its top."""

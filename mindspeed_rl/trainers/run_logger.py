@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import IterationProgress, StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_timings
@@ -22,6 +23,9 @@ class RunObserver(Protocol):
 
     def on_start(self) -> None:
         """Take note that the loop begins."""
+
+    def on_samples(self, iteration: int, samples: Sequence[Completion]) -> None:
+        """Take the samples of an iteration that are written to completions.jsonl; its figures follow."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
         """Take the figures of an iteration, which are in the files of the run by now; 0: evaluation before the first one."""

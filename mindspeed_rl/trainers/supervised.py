@@ -48,6 +48,11 @@ class SupervisedTrainer(TrainingLoop):
         self.collect(self.workers.call(Phases.FINISH))
         self.termination.raise_if_early()
 
+    def evaluate(self) -> dict[str, float]:
+        """Return the figures of an evaluation of the weights that the run starts from; nothing trains."""
+        self.collect(self.workers.call(Phases.EVALUATE))
+        return self.metrics.results()
+
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM while iterations are left."""
         if iteration == self.train_iters or not self.termination.requested:

@@ -88,7 +88,7 @@ def build_sampling(keys: SamplingConfig, folder: Path, tokenizer: PreTrainedToke
     return Sampling(
         temperature=keys.temperature,
         max_tokens=keys.max_tokens,
-        stop_token_ids=() if keys.ignore_eos else tuple(sorted({eos_id, *stops})),
+        stop_token_ids=tuple(sorted({*keys.stop_token_ids, *([] if keys.ignore_eos else [eos_id, *stops])})),
         top_p=keys.top_p,
         top_k=keys.top_k,
         min_p=keys.min_p,

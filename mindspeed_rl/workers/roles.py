@@ -363,7 +363,7 @@ def build_reference(run: Run, passes: PassSettings) -> Role:
     model = run.models["ref"]
     moves = run.objective is not None and run.rl.sync_ref_model and run.rl.ref_model_mixup_alpha < 1.0
     role = Role("ref", model, passes, steps_per_iteration=None, moves_slowly=moves)
-    if model.config.stream_ref_weights:
+    if StreamedWeights.is_configured(model.config):
         role.stream_weights()
     return role
 

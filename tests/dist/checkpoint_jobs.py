@@ -58,6 +58,16 @@ def load_then_train(
         return report | {"loaded": loaded}
 
 
+def count_saved_states(setting: Setting) -> tuple[int, int]:
+    """Numbers of the optimizer's states that this rank would save, and parameters of the model."""
+    with engine_of(setting) as engine:
+        engine.train_step(my_rows(all_rows()), setting.batching, weighted_loss)
+        state: Any = engine.state("all", with_optimizer=True, is_loading=False)["optimizer"]
+        tensors = [value for part in state.values() for states in part.values() for value in states.values()]
+        parameters = sum(parameter.numel() for model in engine.model.models for parameter in model.parameters())
+        return sum(tensor.data.numel() for tensor in tensors), parameters
+
+
 def on_separate_disks(job: str, setting: Setting, folders: list[str], **settings: Any) -> Any:
     """A job of this module in which each rank sees another disk in the place of the folder."""
     return globals()[job](setting, folders[dist_rank()], **settings)

@@ -124,6 +124,7 @@ INGREDIENTS = [
         _generate(offload_train_optimizer=True, offload_train_grad=True, offload_train_param=True),
         _SAME,
     ),
+    Ingredient("streamed_ref", _train(stream_ref_weights=True), _SAME),
     Ingredient("copies", _train(check_weight_copies_interval=1), "no copy of a weight differs"),
     # the update
     Ingredient(

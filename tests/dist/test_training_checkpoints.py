@@ -76,6 +76,13 @@ def test_the_same_layout_resumes_to_the_bit(
         assert np.array_equal(resumed[0]["weights"][key], weight), key
 
 
+def test_the_states_of_a_distributed_optimizer_are_gathered_on_one_rank(
+    ranks: Callable[[int], Ranks], models: dict[str, Path]
+) -> None:
+    (first, parameters), (second, _) = ranks(2).run(jobs.count_saved_states, setting=Setting(str(models["untied"]), ZERO))
+    assert first == 2 * parameters and second == 0
+
+
 OTHER: dict[str, tuple[str, tuple[int, dict[str, Any]], tuple[int, dict[str, Any]]]] = {
     "TP2 SP to one": ("tied", (2, SP), (1, {})),
     "one to PP2": ("untied", (1, {}), (2, PP)),

@@ -37,6 +37,8 @@ KINDS = {
     "ppo": ("rewards/total_mean", 1, 20),
     "judge": ("rewards/total_mean", 1, 20),
     "distillation": ("distillation/divergence", -1, 20),
+    "vision": ("rewards/total_mean", 1, 40),
+    "environment": ("rewards/total_mean", 1, 20),
     "program": ("rewards/total_mean", 1, 20),
     "sft": ("train/loss", -1, 40),
     "dpo": ("train/loss", -1, 10),

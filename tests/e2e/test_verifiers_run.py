@@ -1,10 +1,11 @@
-"""`train` on an environment of the real `verifiers` library, in a Python of its own: its turns train, its rubric is the reward.
+"""Environments of the real `verifiers` library, in Pythons of their own: 0.3 trains, and 0.4 plays episodes of a taskset.
 
 `bash envs/cpu/extras.sh` makes that Python; `tests/run.sh --all` does so and runs this.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
@@ -20,13 +21,48 @@ from safetensors.torch import load_file
 from test_agent_runs import TEMPLATE
 
 import mindspeed_rl
+from mindspeed_rl.tools.endpoint import ChatReply, RecordingEndpoint
+from mindspeed_rl.tools.interface import ParsedTurn
+from mindspeed_rl.tools.request_forms import TurnRequest
+from mindspeed_rl.tools.verifiers_program import VerifiersProgram, _EpisodeResult
 
-PYTHON = Path(sys.prefix, "verifiers", "bin", "python")
+PYTHON, PYTHON_4 = (Path(sys.prefix, name, "bin", "python") for name in ("verifiers", "verifiers4"))
 HOST = Path(mindspeed_rl.__file__).parent / "tools" / "verifiers_host.py"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not PYTHON.exists(), reason="there is no Python with verifiers here: bash envs/cpu/extras.sh"),
 ]
+#: release 0.4: a digit is to be said, and the length of the answer is measured
+TASKSET = """
+import verifiers.v1 as vf
+
+
+class DigitsData(vf.TaskData):
+    answer: str
+
+
+class DigitsTask(vf.Task[DigitsData, vf.State, vf.TaskConfig]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace: vf.Trace) -> float:
+        return float((trace.last_reply or "").strip() == self.data.answer)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply or ""))
+
+
+class DigitsConfig(vf.TasksetConfig):
+    count: int = 5
+
+
+class DigitsTaskset(vf.Taskset[DigitsTask, DigitsConfig]):
+    def load(self):
+        for n in range(self.config.count):
+            yield DigitsTask(DigitsData(prompt=f"Say {n}", answer=str(n)), self.config.task)
+
+
+__all__ = ["DigitsTaskset"]
+"""
 #: two digits are to be copied; then the environment says them the other way round
 ENVIRONMENT = """
 import verifiers as vf
@@ -101,3 +137,49 @@ def test_a_run_learns_what_an_environment_of_verifiers_rewards(
         assert said in ("", "".join(map(chr, first[:2].flip(0).tolist())) + "=")
         assert torch.equal(versions[:width] == -1, ~is_sampled[:width])
     assert told
+
+
+class Saying:
+    """A model that says a text, whatever it is asked."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.asked = text, list[object]()
+
+    async def complete(self, request: TurnRequest) -> list[ChatReply]:
+        self.asked.append(request.messages[-1]["content"])
+        return [ChatReply(ParsedTurn(self.text), True, [1], [2], [-1.0])]
+
+
+@pytest.mark.skipif(not PYTHON_4.exists(), reason="there is no Python with verifiers 0.4 here: bash envs/cpu/extras.sh")
+def test_a_taskset_of_release_4_lists_its_rows_and_plays_its_episodes_through_the_endpoint(tmp_path: Path) -> None:
+    (tmp_path / "digits_v1.py").write_text(TASKSET)
+    variables = {"PATH": f"{PYTHON_4.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    listed = subprocess.run(
+        [PYTHON_4, HOST, "digits-v1", "--arguments", '{"count": 3}', "--rows", tmp_path / "rows.jsonl"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=False,
+        timeout=patient(120),
+    )
+    assert listed.returncode == 0
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert rows[2] == {"prompt": [{"role": "user", "content": "Say 2"}], "example_id": 2, "answer": "2"} and len(rows) == 3
+
+    async def play() -> tuple[list[_EpisodeResult], list[Saying]]:
+        endpoint = RecordingEndpoint()
+        program = VerifiersProgram("verifiers:digits-v1", {"count": 3}, str(PYTHON_4), [str(tmp_path)], variables)
+        await endpoint.start()
+        await program.start()
+        try:
+            models = [Saying("1"), Saying("no")]
+            played = [
+                await program.run_episode(rows[1], endpoint.open(model), endpoint.model, patient(200)) for model in models
+            ]
+            return played, models
+        finally:
+            await program.close()
+            await endpoint.close()
+
+    (right, wrong), models = asyncio.run(play())
+    assert right == _EpisodeResult(1.0, {"length": 1.0}, None)
+    assert wrong == _EpisodeResult(0.0, {"length": 2.0}, None)
+    assert [model.asked for model in models] == [["Say 1"]] * 2

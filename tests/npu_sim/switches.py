@@ -55,7 +55,6 @@ DEVICE_PARTS = (
     "runtime/cluster.py",
     "workers/device_worker.py",
     "workers/model_worker.py",
-    "workers/roles.py",
     "workers/rollout_replica.py",
     "workers/trainer_worker.py",
 )
@@ -72,11 +71,6 @@ ON_HOST = {
     "guarantee_order": "the order of requests",
     "longest_first": "the order of requests",
     "use_dp_batch_balance": "which rank has which row",
-    "load_checkpoint_loosely": "which tensors of a folder must be there",
-    "actor_dynamic_max_batch_size": "how many rows a micro-batch has",
-    "ref_dynamic_max_batch_size": "how many rows a micro-batch has",
-    "update_dynamic_max_batch_size": "how many rows a micro-batch has",
-    "process_reward_aggregation": "how the scores of a response's steps become one",
     "distillation": "terms of the loss and who computes its columns",
     "stop": "decoded text on the host",
 }

@@ -246,12 +246,9 @@ def test_bytes_of_each_phase_are_the_planners(published: Published, task: Path, 
     measured = {phase.name: measure(record, phase.name) for phase in plan.fullest.phases if phase.name != "start"}
     measured["start"] = ran.metrics[0]["memory/start_gib"]
     planned = {phase.name: count(phase) for phase in plan.fullest.phases}
-    update = measured["update"]
-    # 6 % above the plan, by what one float32 copy of the embedding takes: which tensor that is has not been found
-    assert measured.pop("update") == pytest.approx(planned.pop("update"), rel=0.05, abs=VOCAB * SHAPE["hidden_size"] * 5 / GIB)
     assert measured == pytest.approx(planned, rel=0.05, abs=MASK_GIB)
     # what a start has at most is not more than what an update has
-    assert measured["start"] <= 1.05 * update
+    assert measured["start"] <= 1.05 * measured["update"]
 
 
 def count(phase: Phase) -> float:

@@ -18,6 +18,14 @@ from mindspeed_rl.platform import ProfileSettings
 from mindspeed_rl.platform.npu import NpuPlatform
 
 
+def test_a_copy_to_the_host_takes_no_memory_of_the_device() -> None:
+    source, target = torch.arange(1 << 20, device="npu:0"), torch.empty(1 << 20, dtype=torch.int64)
+    torch.npu.reset_peak_memory_stats()
+    before = torch.npu.memory_allocated()
+    assert target.copy_(source).device.type == "cpu" and int(target[-1]) == (1 << 20) - 1
+    assert torch.npu.max_memory_allocated() == before
+
+
 def test_training_a_small_network_is_bit_equal_to_the_cpu() -> None:
     torch.manual_seed(0)
     on_cpu = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 4))

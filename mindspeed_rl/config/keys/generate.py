@@ -44,6 +44,10 @@ class SamplingConfig:
     stop: list[str] = key([], "texts after which a response ends; the tokens up to the one that completes the text train",
         "出现即结束回答的文本；直到写完该文本的 token 都参与训练", elsewhere="stop_words stop_strings rollout_stop",
         on_resume="in_flight")
+    stop_token_ids: list[int] = key([],
+        "further tokens that end a response, besides those of the tokenizer and of generation_config.json; they train",
+        "除 tokenizer 与 generation_config.json 的结束 token 外，另外会结束回答的 token；它们参与训练",
+        range=Bounds(0, 10**7), elsewhere="rollout_stop_token_ids", on_resume="in_flight")
     structured_output: AnyGroup | None = key(None,
         "form that a response must have: one of regex, json (a schema), choice (a list), grammar, by vLLM's names",
         "回答必须符合的形式：regex、json（schema）、choice（列表）、grammar 之一，名称同 vLLM", on_resume="in_flight")
@@ -140,8 +144,8 @@ class GenerateConfig:
     enable_prefix_caching: bool = key(False, "share the KV cache of equal prompt prefixes", "相同 prompt 开头共用 KV cache",
         elsewhere="vllm_enable_prefix_caching", on_resume="exact")
     speculative_config: AnyGroup | None = key(None,
-        "speculative decoding, by vLLM's names: method, num_speculative_tokens, model and others; see docs/modes.md",
-        "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/modes.md",
+        "speculative decoding, by vLLM's names: method, num_speculative_tokens, model and others; see docs/speculative.md",
+        "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/speculative.md",
         elsewhere="vllm_speculative_config engine_kwargs.vllm.speculative_config", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
         on_resume="exact")

@@ -121,7 +121,7 @@ IGNORED: dict[str, dict[str, IgnoredKey]] = {
         "spec": IgnoredKey(list[str] | None, None, "module and function of a layer spec", "层规格的模块与函数",
             ("the keys of the model choose the layers", "层由模型的键选定")),
         "use_mcore_models": IgnoredKey(bool, False, "Megatron-core models", "Megatron-core 模型",
-            ("Megatron-core is the only engine", "Megatron-core 是唯一的引擎")),
+            ("models of engine megatron are Megatron-core's", "megatron 引擎的模型就是 Megatron-core 的")),
         "transformer_impl": IgnoredKey(Literal["local", "transformer_engine"], "local", "layer implementation", "层的实现",
             ("always local layers", "总是 local 层")),
         "mm_model": IgnoredKey(str | None, None, "JSON of a multimodal model", "多模态模型的 JSON",

@@ -628,6 +628,15 @@ class _RewardKeys:
         "通过率不高于此值的 prompt 在下一遍中跳过；不设则不跳过", range=Bounds(0, 1, excludes_high=True), on_resume="order")
     prompt_pass_reward: float = key(0.5, "a response passes from this total reward on", "总奖励不低于此值的回答算通过",
         range=Range.WEIGHT, on_resume="order")
+    prompt_level_key: str | None = key(None,
+        "column with the level of each prompt, a number; prompts of higher levels follow as those of the highest open one pass",
+        "记有各 prompt 难度等级（数字）的列；当前最高等级的 prompt 通过后才采样更高等级", on_resume="order")
+    prompt_level_pass_rate: float = key(0.7, "mean pass rate of the highest open level from which on the next one opens",
+        "当前最高等级的平均通过率不低于此值时开放下一等级", range=Bounds(0, 1, excludes_low=True),
+        needs=("prompt_level_key", "set"), on_resume="order")
+    prompt_level_prompts: int = key(32, "the last prompts of the highest open level, of which that mean is",
+        "计算该平均值所用的、当前最高等级最近的 prompt 数", range=Range.ROWS, needs=("prompt_level_key", "set"),
+        on_resume="order")
     filter_groups_enable: bool = key(False, "train only on groups whose metric varies, generate until there are enough",
         "只训练指标有差异的组，一直生成到够数", elsewhere="filter_groups.enable", on_resume="exact")
     filter_groups_metric: str = key("acc", "reward function that must vary; when omitted: acc, else the first",

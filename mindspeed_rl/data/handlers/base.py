@@ -24,7 +24,7 @@ from mindspeed_rl.data.conversation import (
 )
 from mindspeed_rl.data.encoding import TextEncoder, TurnIds
 from mindspeed_rl.data.images import ImageReader, StoredImage
-from mindspeed_rl.data.indexed import IGNORE_INDEX
+from mindspeed_rl.data.indexed import IGNORE_INDEX, IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import ArrowRow, RowSource, TaggedRow, drop_nulls
 from mindspeed_rl.data.templates import HfTemplate, Rendering, Template, Thinking
@@ -45,8 +45,14 @@ DEFAULT_TAGS = {
 }
 
 
-#: columns of conversations in published data; a row's value is written, or the row is refused
-_CONVERSATION_COLUMNS = ("system", "tools", "history")
+#: columns of conversations in published data, and their keys of map_keys; a row's value is written, or the row is refused
+_CONVERSATION_COLUMNS = {
+    "system": "system",
+    "tools": "tools",
+    "history": "history",
+    "system_prompt": "system",
+    "functions": "tools",
+}
 #: columns of weights of a row, of which every stage has the weight 1
 _WEIGHT_COLUMNS = ("loss_weight", "loss_scale", "sample_weight")
 
@@ -140,6 +146,8 @@ class Handler(ABC):
         self.encoder = TextEncoder(settings.tokenizer, add_special_tokens=self.add_special_tokens)
         self.images = settings.images if self.can_read_images else None
         self._refused_images = None if self.can_read_images else settings.images
+        if self.images is not None:
+            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         known = self.known_columns(settings)
         self.map: dict[str, Any] = dict(known)
         self._explicit: frozenset[str] = frozenset()
@@ -247,12 +255,14 @@ class Handler(ABC):
         if not isinstance(row, Mapping):
             raise MalformedRowError(f"is a {type(row).__name__}, not an object with columns: {str(row)[:80]}")
         read = {name for name in self.map.values() if isinstance(name, str)}
-        for name in _CONVERSATION_COLUMNS:
-            if name not in read and name not in self._explicit and row.get(name):
-                raise MalformedRowError(
-                    f"has a column {name!r}, which {type(self).__name__} does not read"
-                    f"{': map_keys may name it, or switch it off with an empty text' if name in self.map else ''}"
-                )
+        for name, key in _CONVERSATION_COLUMNS.items():
+            is_kept = name != key and name in self.settings.dataset_additional_keys
+            if name in read or key in self._explicit or is_kept or not row.get(name):
+                continue
+            hint = f': map_keys may name it, {{"{key}": "{name}"}}, or switch it off with an empty text'
+            raise MalformedRowError(
+                f"has a column {name!r}, which {type(self).__name__} does not read{hint if key in self.map else ''}"
+            )
         for name in _WEIGHT_COLUMNS:
             if row.get(name) not in (None, 1) and name not in self.settings.dataset_additional_keys:
                 raise MalformedRowError(
@@ -296,10 +306,24 @@ class Handler(ABC):
             MalformedRowError: the row's structure is wrong, or an image cannot be read.
         """
         self.check_columns(row)
-        if self.images is None:
-            return self.conversation(row)
-        row, references = self.images.take(row, self.map.values())
-        return self.images.place(self.conversation(row), references)
+        row, references = self.take_images(row)
+        return self.place_images(self.conversation(row), references)
+
+    def take_images(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        """Return the row with a marker in the place of each image, and the references of its images.
+
+        Raises:
+            MalformedRowError: an image has a form that is not supported.
+        """
+        return (row, ()) if self.images is None else self.images.take(row, self.map.values())
+
+    def place_images(self, conversation: Conversation, references: tuple[str, ...]) -> Conversation:
+        """Return the conversation with the images of its row.
+
+        Raises:
+            MalformedRowError: the text has places for another number of images, or one cannot be read.
+        """
+        return conversation if self.images is None else self.images.place(conversation, references)
 
     def expand_images(self, draft: Draft, turns: list[TurnIds]) -> tuple[list[TurnIds], tuple[StoredImage, ...]]:
         """Return the turns with all tokens of their images, and the images.

@@ -24,11 +24,10 @@ from mindspeed_rl.data.handlers.base import (
     Draft,
     EncodedRow,
     Handler,
-    HandlerSettings,
     join_lines,
 )
 from mindspeed_rl.data.images import build_image_columns
-from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
+from mindspeed_rl.data.json_columns import has_messages
 from mindspeed_rl.data.messages import openai_messages, sharegpt_messages
 
 
@@ -38,11 +37,6 @@ class InstructionHandler(Handler):
     can_pack = True
     can_append_eod = True
     can_read_images = True
-
-    def __init__(self, settings: HandlerSettings) -> None:
-        super().__init__(settings)
-        if self.images is not None:
-            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
 
     def render(self, row: Row) -> Draft:
         conversation = self.read_conversation(row)
@@ -119,8 +113,23 @@ def alpaca_question(handler: Handler, row: Row) -> tuple[list[Message], str | No
             if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
                 raise MalformedRowError(f"column {handler.map['history']!r} must hold [question, answer] pairs")
             messages += [user(pair[0]), assistant(pair[1])]
-    question = join_lines(handler.text_column(row, "prompt", required=True), handler.text_column(row, "query"))
+    question = join_lines(_read_text(handler, row, "prompt"), handler.text_column(row, "query"))
     return messages, handler.read_system(row), question
+
+
+def _read_text(handler: Handler, row: Row, key: str) -> str:
+    """Read a question or an answer.
+
+    Raises:
+        MalformedRowError: it is no text, or the text of a list of messages.
+    """
+    text = handler.text_column(row, key, required=True)
+    if has_messages(text):
+        raise MalformedRowError(
+            f"column {handler.map[key]!r} is the text of a list of messages, and {type(handler).__name__} reads plain text:"
+            f" {text.strip()[:60]!r}; OpenAIInstructionHandler reads messages"
+        )
+    return text
 
 
 class AlpacaStyleInstructionHandler(InstructionHandler):
@@ -137,7 +146,7 @@ class AlpacaStyleInstructionHandler(InstructionHandler):
 
     def conversation(self, row: Row) -> Conversation:
         messages, system, question = alpaca_question(self, row)
-        answer = self.text_column(row, "response", required=True)
+        answer = _read_text(self, row, "response")
         return Conversation([*messages, user(question), assistant(answer)], system, self.read_tools(row))
 
 

@@ -19,7 +19,6 @@ from mindspeed_rl.data.handlers.instruction import (
     OpenAIInstructionHandler,
     SharegptStyleInstructionHandler,
 )
-from mindspeed_rl.data.indexed import IMAGE_BYTES, IMAGE_SIZES
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.sources import DEFAULT_CHUNK_SIZE, Chunk, Source, TaggedRow, open_source, read_rows
 from mindspeed_rl.files import read_json
@@ -186,8 +185,6 @@ class LlamaFactoryInstructionHandler(Handler):
 
     def __init__(self, settings: HandlerSettings) -> None:
         super().__init__(settings)
-        if self.images is not None:
-            self.columns = (*self.columns, IMAGE_BYTES, IMAGE_SIZES)
         self._handlers: list[InstructionHandler] = []
 
     def open_source(self, config: PreprocessConfig) -> _MixedSource:

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from mindspeed_rl.data import json_columns
 from mindspeed_rl.data.conversation import (
     SOURCE_ROLES,
     Conversation,
@@ -29,6 +30,7 @@ from mindspeed_rl.data.handlers.base import (
     Handler,
 )
 from mindspeed_rl.data.handlers.instruction import alpaca_question
+from mindspeed_rl.data.images import build_image_columns
 from mindspeed_rl.data.indexed import UNPAIRED_COLUMNS
 from mindspeed_rl.data.messages import OPENAI, MessageForm, choose_form, read_messages, sharegpt_form
 from mindspeed_rl.data.templates import Rendering
@@ -55,12 +57,17 @@ class _AnswerHandler(Handler):
     """
 
     can_append_eod = True
+    can_read_images = True
     #: key of map_keys for the column of the prompt
     prompt_key: ClassVar[str]
 
     def message_forms(self) -> Sequence[MessageForm]:
         """Return the forms of messages, the default one first."""
         return (OPENAI, sharegpt_form(DEFAULT_TAGS))
+
+    def take_images(self, row: Row) -> tuple[Row, tuple[str, ...]]:
+        # the column of TRL's prompt has no key
+        return (row, ()) if self.images is None else self.images.take(row, [*self.map.values(), _TRL_PROMPT])
 
     def prompt(self, row: Row) -> _Prompt:
         """Read the prompt.
@@ -75,6 +82,7 @@ class _AnswerHandler(Handler):
             value = self.value(row, _TRL_PROMPT) if _TRL_PROMPT in row else None
         else:
             value = self.column(row, self.prompt_key, required=True)
+        value = json_columns.read_messages(value, name if name in row else _TRL_PROMPT)
         is_text = not isinstance(value, (list, tuple)) and (value is not None or name in row)
         if not is_text and "history" in self.map and self.column(row, "history"):
             raise MalformedRowError(
@@ -102,7 +110,8 @@ class _AnswerHandler(Handler):
         Raises:
             MalformedRowError: none of these, or the last message is not from the assistant.
         """
-        value, name = self.column(row, key, required=True), self.map[key]
+        name = self.map[key]
+        value = json_columns.read_messages(self.column(row, key, required=True), name)
         if isinstance(value, (list, tuple)) and len(value) == 1 and not isinstance(value[0], Mapping):
             (value,) = value
         if isinstance(value, str):
@@ -260,16 +269,20 @@ class PairwiseHandler(_AnswerHandler):
 
     def render(self, row: Row) -> Draft:
         self.check_columns(row)
+        row, images = self.take_images(row)
         chosen, rejected = self.join(row, self.prompt(row), ("chosen", "rejected"))
         if chosen == rejected:
             raise DroppedRowError("chosen equals rejected")
-        return Draft(tuple(self.render_answers(conversation) for conversation in (chosen, rejected)))
+        sides = [self.place_images(conversation, images) for conversation in (chosen, rejected)]
+        return Draft(tuple(self.render_answers(conversation) for conversation in sides), images=images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
         columns: dict[str, np.ndarray | list[int]] = {}
         for side, rendering, turns in zip(("chosen", "rejected"), draft.renderings, encoded, strict=True):
-            columns[f"{side}_input_ids"], columns[f"{side}_labels"] = self.join_answer(rendering, turns)
-        return EncodedRow(columns)
+            # both sides have the images of the prompt, which are stored once
+            expanded, images = self.expand_images(draft, turns)
+            columns[f"{side}_input_ids"], columns[f"{side}_labels"] = self.join_answer(rendering, expanded)
+        return EncodedRow(columns | (build_image_columns(images) if self.images is not None else {}))
 
 
 class AlpacaStylePairwiseHandler(_AlpacaAnswerHandler, PairwiseHandler):
@@ -307,17 +320,21 @@ class UnpairedHandler(_AnswerHandler):
 
     def render(self, row: Row) -> Draft:
         self.check_columns(row)
+        row, images = self.take_images(row)
         (conversation,) = self.join(row, self.prompt(row), (self.answer_key,))
         value = self.column(row, "label", required=True)
         known = {"true": True, "1": True, "false": False, "0": False}
         desirable = known.get(str(value).lower())
         if desirable is None:
             raise MalformedRowError(f"column {self.map['label']!r} must be true or false, not {value!r}")
-        return Draft((self.render_answers(conversation),), desirable)
+        conversation = self.place_images(conversation, images)
+        return Draft((self.render_answers(conversation),), desirable, images=images)
 
     def assemble(self, draft: Draft, encoded: Sequence[list[TurnIds]]) -> EncodedRow:
-        input_ids, labels = self.join_answer(draft.renderings[0], encoded[0])
-        return EncodedRow(dict(zip(self.columns, (input_ids, labels, [int(draft.note)]), strict=True)))
+        turns, images = self.expand_images(draft, encoded[0])
+        input_ids, labels = self.join_answer(draft.renderings[0], turns)
+        columns = dict(zip(UNPAIRED_COLUMNS, (input_ids, labels, [int(draft.note)]), strict=True))
+        return EncodedRow(columns | (build_image_columns(images) if self.images is not None else {}))
 
 
 class AlpacaStyleUnpairedHandler(_AlpacaAnswerHandler, UnpairedHandler):

@@ -248,6 +248,7 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
     names = list(dict.fromkeys(name for by_name in by_run for name in by_name))
     shown: set[str] = set()
     charts, constants = [], list[dict[str, str]]()
+    expected = {run.expected.metric for run in runs if run.expected is not None}
     for chart in _CHARTS:
         metrics = _select_metrics(names, chart)
         curves = [by_name[name] for by_name in by_run for name in metrics if name in by_name]
@@ -256,7 +257,8 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
         shown.update(metrics)
         collected = _collect_chart(chart, metrics, by_run)
         # areas show how large each is, also where nothing changes
-        if chart.kind == "lines" and chart.title not in _ALWAYS and all(map(_is_constant, curves)):
+        is_drawn = chart.kind == "stacked" or chart.title in _ALWAYS or not expected.isdisjoint(metrics)
+        if not is_drawn and all(map(_is_constant, curves)):
             constants.append({"section": chart.section, "text": _describe_constant(chart, collected["lines"], runs)})
         else:
             charts.append(collected)

@@ -6,6 +6,7 @@ sympy finds no difference between the elements of both texts. Here a parser of a
 
 from __future__ import annotations
 
+import contextlib
 import re
 import unicodedata
 from typing import Any
@@ -83,18 +84,34 @@ def _spell_stripped(answer: str) -> str:
 
 # Plain text of LaTeX
 
+#: macro=sign
+_PLAIN_SIGNS = (
+    "circ=∘ le=≤ leq=≤ ge=≥ geq=≥ neq=≠ in=∈ emptyset=∅ pm=± div=÷ angle=∠ to=→ rightarrow=→ mid=| lvert=| rvert=| vert=| "
+    "dots=… ldots=… cdots=⋯ cap=∩ lfloor=⌊ rfloor=⌋ lceil=⌈ rceil=⌉ langle=⟨ rangle=⟩ sum=∑ int=∫ prod=∏ oint=∮ cong=≅ "
+    "equiv=≡ approx=≈ sim=∼ simeq=≃ perp=⊥ parallel=∥ forall=∀ exists=∃ subset=⊂ subseteq=⊆ supset=⊃ setminus=∖ nabla=∇ "
+    "partial=∂ ell=ℓ square=□ Rightarrow=⇒ Leftrightarrow=⇔ leftarrow=← lnot=¬ wedge=∧ vee=∨ oplus=⊕ otimes=⊗ star=⋆ ast=∗ "
+    "bullet=∙ notin=∉ ni=∋ propto=∝ mp=∓ aleph=ℵ hbar=ħ varnothing=∅ sqsubset=⊏ mapsto=↦ uparrow=↑ downarrow=↓ top=⊤ "
+    "measuredangle=∡ vdots=⋮ ddots=⋱ therefore=∴ because=∵ dagger=† epsilon=ϵ varepsilon=ε vartheta=ϑ phi=ϕ varphi=φ "
+    "varrho=ϱ varsigma=ς Lambda=Λ lambda=λ Vert=‖ lVert=‖ rVert=‖ ll=≪ gg=≫"
+)
 #: macros with a sign of their own
 _SIGNS = {
-    "pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "circ": "∘", "le": "≤", "leq": "≤", "ge": "≥",
-    "geq": "≥", "neq": "≠", "ne": "", "in": "∈", "emptyset": "∅", "pm": "±", "div": "÷", "angle": "∠", "to": "→",
-    "rightarrow": "→", "mid": "|", "lvert": "|", "rvert": "|", "dots": "…", "ldots": "…", "cdots": "⋯", "prime": "'",
-    "cap": "∩", "quad": "  ", "qquad": "    ",
+    "pi": "pi", "infty": "inf", "cup": "U", "cdot": "*", "times": "*", "ne": "", "prime": "'", "quad": "  ", "qquad": "    ",
+    "lbrace": "{", "rbrace": "}", "backslash": "\\", "inf": "inf", "sup": "sup",
+} | {name: sign for name, _, sign in (pair.partition("=") for pair in _PLAIN_SIGNS.split())}  # fmt: skip
+#: macros that write letters in another alphabet of Unicode -> its name
+_ALPHABETS = {
+    "mathbb": "DOUBLE-STRUCK", "mathcal": "SCRIPT", "mathbf": "BOLD", "mathfrak": "FRAKTUR", "mathsf": "SANS-SERIF",
+    "mathtt": "MONOSPACE", "mathit": "ITALIC",
 }  # fmt: skip
+#: macros that put a mark on their argument
+_MARKS = {"vec": "\u20d7", "hat": "\u0302", "bar": "\u0305", "tilde": "\u0303", "dot": "\u0307", "ddot": "\u0308"}
 #: one sign after the backslash -> text
 _ESCAPES = {",": " ", ";": " ", ":": " ", " ": " ", "!": "", "\\": "\n", "\n": " "}
 _LIGATURES = (("---", "—"), ("--", "–"), ("``", "“"), ("''", "”"))
 #: macros whose argument is dropped with them
-_DROPPED_GROUPS = frozenset(("mbox", "hspace", "vspace", "label"))
+_DROPPED_GROUPS = frozenset(("mbox", "hspace", "vspace", "label", "color", "textcolor", "xrightarrow"))
+_COMMANDS = frozenset(("frac", "nicefrac", "sqrt"))
 _FUNCTIONS = frozenset("sin cos tan cot sec csc ln log exp arcsin arccos arctan sinh cosh tanh min max gcd lim det".split())
 _MATRICES = frozenset("pmatrix bmatrix matrix vmatrix array".split())
 _LATEX = re.compile(r"\\([a-zA-Z]+)[ \t\n]*|\\(.)|([{}])|([^\\{}]+)", re.DOTALL)
@@ -140,8 +157,12 @@ def _read_token(tokens: list[_Token], position: int) -> tuple[str, int]:
     if brace is not None:
         raise ValueError("a brace that is not open")
     assert macro is not None
-    if macro in ("frac", "sqrt"):
+    if macro in _COMMANDS:
         return _read_command(tokens, position, macro)
+    if macro in _ALPHABETS or macro in _MARKS:
+        content, position = _read_argument(tokens, position)
+        mark = _MARKS.get(macro)
+        return _write(content, _ALPHABETS[macro]) if mark is None else unicodedata.normalize("NFC", content + mark), position
     if macro in ("begin", "end"):
         name, position = _read_argument(tokens, position)
         if name not in _MATRICES:
@@ -164,9 +185,24 @@ def _name_sign(macro: str) -> str:
         return ""  # its arguments stay as groups
 
 
+def _write(text: str, alphabet: str) -> str:
+    """Return a text in one of Unicode's mathematical alphabets; signs that it does not have stay."""
+
+    def find(sign: str) -> str:
+        kind = "CAPITAL" if sign.isupper() else "SMALL"
+        # some letters were in Unicode before the alphabets
+        old = "BLACK-LETTER" if alphabet == "FRAKTUR" else alphabet
+        for name in (f"MATHEMATICAL {alphabet} {kind} {sign.upper()}", f"{old} {kind} {sign.upper()}"):
+            with contextlib.suppress(KeyError):
+                return unicodedata.lookup(name)
+        return sign
+
+    return "".join(find(sign) if sign.isascii() and sign.isalpha() else sign for sign in text)
+
+
 def _read_command(tokens: list[_Token], position: int, macro: str) -> tuple[str, int]:
     r"""Return a fraction or a root with its arguments; `\sqrt[3]{8}` loses its degree there."""
-    if macro == "frac":
+    if macro != "sqrt":
         top, position = _read_argument(tokens, position)
         bottom, position = _read_argument(tokens, position)
         return f"{top}/{bottom}", position
@@ -183,7 +219,7 @@ def _read_argument(tokens: list[_Token], position: int) -> tuple[str, int]:
             tokens[position] = (None, None, None, plain[1:])
             return plain[0], position
         position += 1
-    if position == len(tokens) or tokens[position][0] in ("frac", "sqrt"):
+    if position == len(tokens) or tokens[position][0] in _COMMANDS:
         raise ValueError("a command without its argument")
     return _read_token(tokens, position)
 

@@ -24,7 +24,7 @@ from mindspeed_rl.run.rules.violation import format_value
 _MANY_ROUNDS = 4
 #: learning rate of Adam above which a model is lost within a few steps
 _HUGE_LR = 0.1
-#: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/modes.md)
+#: limits beyond which speculative decoding was slower, or not faster, in most measurements (docs/speculative.md)
 _HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
 

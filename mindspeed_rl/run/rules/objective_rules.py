@@ -97,7 +97,7 @@ def _prompt_sampling(run: Run) -> Iterator[Broken]:
     if low is not None and high is not None and low >= high:
         text = "[prompt_skip_below] must be less than [prompt_skip_above]: no prompt would train"
         yield violate("prompt_skips", text, {"prompt_skip_below": None})
-    names = ("prompt_replay_fraction", "prompt_skip_above", "prompt_skip_below")
+    names = ("prompt_replay_fraction", "prompt_skip_above", "prompt_skip_below", "prompt_level_key")
     reads = [name for name in names if getattr(rl, name) is not None]
     term = None if run.objective is None else run.objective.distillation
     if reads and term is not None and not term.use_task_rewards:

@@ -26,6 +26,7 @@ from mindspeed_rl.algorithms.preference_losses import (
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data.datasets import JudgedAnswer, PreferenceDataset, PreferencePair, UnpairedDataset
 from mindspeed_rl.engine.batching import Rows
+from mindspeed_rl.models.vision import PreparedImage
 from mindspeed_rl.workers.stages.instruction import build_labelled_rows
 from mindspeed_rl.workers.stages.stage import Stage
 
@@ -42,9 +43,13 @@ class Pairs(Stage[PreferencePair]):
     unit = "pairs"
 
     def open(self, prefix: str | Path) -> PreferenceDataset:
-        dataset = PreferenceDataset(prefix, seq_length=self.config.seq_length)
+        dataset = PreferenceDataset(prefix, seq_length=self.config.seq_length, image_rules=self.image_rules)
         self.num_too_long += dataset.num_too_long
         return dataset
+
+    def images(self, items: Sequence[PreferencePair]) -> list[tuple[PreparedImage, ...]] | None:
+        """Return the images of the rows of the pairs; None for a model of text."""
+        return None if self.image_rules is None else [item.get("images", ()) for item in items for _ in range(PAIR)]
 
 
 class _Preference(Pairs):
@@ -65,7 +70,7 @@ class _Preference(Pairs):
             sides.append((item["chosen_input_ids"], item["chosen_labels"]))
             sides.append((item["rejected_input_ids"], item["rejected_labels"]))
         rows = build_labelled_rows(sides)
-        return Rows(rows.input_ids, rows.prompt_lengths, rows.columns, rows.targets, [PAIR] * len(items))
+        return replace(rows, group_sizes=[PAIR] * len(items), images=self.images(items))
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Return the loss from sums and lengths of the answers, and the reference's sums where the rows have them."""
@@ -121,19 +126,24 @@ class UnpairedPreference(Stage[JudgedAnswer]):
     needs_ref = True
 
     def open(self, prefix: str | Path) -> UnpairedDataset:
-        dataset = UnpairedDataset(prefix, seq_length=self.config.seq_length, seed=self.config.seed)
+        config = self.config
+        dataset = UnpairedDataset(prefix, seq_length=config.seq_length, seed=config.seed, image_rules=self.image_rules)
         self.num_too_long += dataset.num_too_long
         return dataset
 
     def rows(self, items: Sequence[JudgedAnswer]) -> Rows:
         rows = build_labelled_rows([(item["input_ids"], item["labels"]) for item in items])
         desirable = [torch.tensor(item["desirable"]) for item in items]
-        return replace(rows, columns={**rows.columns, "desirable": desirable})
+        return replace(rows, columns={**rows.columns, "desirable": desirable}, images=self._images(items))
+
+    def _images(self, items: Sequence[JudgedAnswer]) -> list[tuple[PreparedImage, ...]] | None:
+        return None if self.image_rules is None else [item.get("images", ()) for item in items]
 
     def mismatched_rows(self, items: Sequence[JudgedAnswer]) -> Rows | None:
         if self.config.kto_loss_type != "kto":
             return None
-        return build_labelled_rows([(item["mismatched_input_ids"], item["mismatched_labels"]) for item in items])
+        rows = build_labelled_rows([(item["mismatched_input_ids"], item["mismatched_labels"]) for item in items])
+        return replace(rows, images=self._images(items))
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         """Return the loss from the sums of policy and reference over the answers."""

@@ -33,7 +33,8 @@ class OutcomeReward(Pairs):
         ids = [torch.from_numpy(side) for item in items for side in (item["chosen_input_ids"], item["rejected_input_ids"])]
         # the last token's position "predicts" the score; no token is after it
         unused = [torch.zeros(1, dtype=torch.int64)] * len(ids)
-        return Rows(ids, [len(row) for row in ids], targets=unused, group_sizes=[PAIR] * len(items))
+        sizes = [PAIR] * len(items)
+        return Rows(ids, [len(row) for row in ids], targets=unused, group_sizes=sizes, images=self.images(items))
 
     def loss(self, inputs: LossInputs) -> LossOutput:
         scores = inputs.outputs[0][:, 0]

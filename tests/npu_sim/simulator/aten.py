@@ -25,7 +25,8 @@ def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) ->
     calls[name] += 1
     device: torch.device | None = None
     generator: torch.Generator | None = None
-    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # id of the view -> (view, device tensor)
+    # id of the view -> (view, device tensor); a tensor of the host, such as the target of a copy, is its own view
+    originals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def to_cpu(value: Any) -> Any:
         nonlocal device, generator
@@ -37,6 +38,9 @@ def _run(op: Callable, name: str, is_random: bool, args: tuple, kwargs: dict) ->
             view = cpu_view(value)
             originals[id(view)] = (view, value)
             return view
+        if isinstance(value, torch.Tensor):
+            originals[id(value)] = (value, value)
+            return value
         if isinstance(value, torch.device) and value.type == "npu":
             device = device or value
             return torch.device("cpu")

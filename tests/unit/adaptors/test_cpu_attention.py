@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -118,6 +119,17 @@ def test_blocks_are_chosen_where_they_are_clearly_faster_by_trial() -> None:
         choice = cpu_attention._choose(in_blocks / 1e3, by_torch / 1e3)
         assert choice.kernel == kernel
         assert f"{in_blocks} ms" in choice.reason and f"{by_torch} ms" in choice.reason
+
+
+def test_what_others_do_on_the_machine_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    # a second of waiting is no second of the processor, whatever the machine does
+    monkeypatch.setattr(cpu_attention, "_TRIAL_SHAPE", (1, 2, 1, 1, 2))
+
+    def wait(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        time.sleep(1.0)
+        return query * key * value
+
+    assert cpu_attention._measure(wait) < 0.5
 
 
 def test_a_trial_changes_nothing_but_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from mindspeed_rl.algorithms.interfaces import AdvantageInputs, PolicyBatch
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.policy_losses import policy_loss, value_loss
 from mindspeed_rl.catalogue import KL_ESTIMATORS
-from mindspeed_rl.importers.verl import LOSS_MODES
+from mindspeed_rl.importers.verl_losses import LOSS_MODES
 
 core = pytest.importorskip("verl.trainer.ppo.core_algos", reason="verl is in the environment of envs/cpu/extras.sh")
 configs = pytest.importorskip("verl.workers.config")

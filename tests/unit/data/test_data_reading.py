@@ -324,6 +324,37 @@ def test_of_a_pair_what_follows_the_common_beginning_trains(columns, expected, t
     assert not batch.bad and trained.replace("\n", "") == expected
 
 
+@pytest.mark.parametrize(("columns", "expected"), PAIRS)
+def test_columns_of_a_pair_as_json_text_are_the_messages(columns, expected):
+    written = {name: json.dumps(value) if isinstance(value, list) else value for name, value in columns.items()}
+    _, trained, batch = read(build_handler("AlpacaStylePairwiseHandler", "chatml"), written)
+    assert not batch.bad and trained.replace("\n", "") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "problem"),
+    [
+        ("AlpacaStylePairwiseHandler", {"prompt": "[{'role': 'user'", "chosen": "G", "rejected": "B"}, "but not JSON"),
+        ("AlpacaStyleUnpairedHandler", {"prompt": "Q", "output": "[{'role': 'x'", "label": True}, "but not JSON"),
+        ("AlpacaStyleInstructionHandler", {"instruction": json.dumps([user("Q")]), "output": "A"}, "reads plain text"),
+        ("AlpacaStyleInstructionHandler", {"instruction": "Q", "output": json.dumps([assistant("A")])}, "reads plain text"),
+        ("AlpacaStyleInstructionHandler", {"instruction": "Q", "output": "A", "system_prompt": "S"}, '"system_prompt"}'),
+        ("OpenAIInstructionHandler", {"messages": [user("Q"), assistant("A")], "functions": [{}]}, '{"tools": "functions"}'),
+    ],
+)
+def test_a_text_that_would_be_written_wrong_or_left_out_is_refused(name, columns, problem):
+    batch = build_handler(name, "chatml").encode([(1, columns)])
+    assert not batch.rows and problem in batch.bad[0][1]
+
+
+def test_a_system_prompt_in_another_column_is_named_or_switched_off():
+    row = {"instruction": "Q", "output": "A", "system_prompt": "S"}
+    for column, expected in (("system_prompt", True), ("", False)):
+        handler = build_handler("AlpacaStyleInstructionHandler", "chatml", map_keys={"system": column})
+        text, trained, batch = read(handler, row)
+        assert not batch.bad and ("S" in text) is expected and "A" in trained
+
+
 REFUSED = [
     ({"prompt": "Q", "chosen": [user("other"), assistant("G")], "rejected": "B"}, "not with the messages of the prompt"),
     ({"chosen": "G", "rejected": "B"}, "has no prompt"),

@@ -35,6 +35,7 @@ EOS_LABEL = "(the label of this piece's first token is the end token)"
 RENDERED = {
     "default": ["Human: Q1\nAssistant:", T("A1</s>"), "\nHuman: Q2\nAssistant:", T("A2</s>")],
     "empty": ["Q1", T("A1"), "Q2", T("A2")],
+    "completion": ["Q1", T("A1</s>"), "Q2", T("A2</s>")],
     "trl": ["<s>Q1", T("A1"), "Q2", T("A2")],
     "alpaca": [
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

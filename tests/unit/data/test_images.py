@@ -17,8 +17,9 @@ from patience import patient
 from PIL import Image
 from vision_folder import encode, make_folder
 
+from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.data import images as data_images
-from mindspeed_rl.data.datasets import InstructionDataset
+from mindspeed_rl.data.datasets import InstructionDataset, PreferenceDataset, UnpairedDataset
 from mindspeed_rl.data.images import (
     ImageError,
     ImageRules,
@@ -33,6 +34,7 @@ from mindspeed_rl.data.preprocess import run
 from mindspeed_rl.data.preprocess_config import PreprocessConfig
 from mindspeed_rl.data.prompts import PromptDataset, PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.workers.stages.preference import DirectPreference
 
 START, END, PAD = 3, 4, 5
 
@@ -92,6 +94,7 @@ from transformers import AutoProcessor
 from mindspeed_rl.data.images import ImageRules, prepare_images, read_references
 from mindspeed_rl.data.prompts import PromptSettings, open_prompts
 from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.workers.stages.preference import DirectPreference
 folder, data = sys.argv[1:]
 rules, processor = ImageRules.read(folder), AutoProcessor.from_pretrained(folder)
 settings = PromptSettings(image_rules=rules, prompt_type="hf")
@@ -293,14 +296,96 @@ def test_the_samples_of_a_pack_have_their_own_images(folder: Path, rules: ImageR
         assert all(np.array_equal(found, np.asarray(open_image(path))) for found, path in zip(pictures, parts))
 
 
-def test_images_in_preference_data_are_refused(folder: Path, tmp_path: Path) -> None:
+def preprocess_answers(folder: Path, rows: list[dict], prefix: Path, handler: str, **settings: object) -> None:
+    data = write(prefix.with_suffix(".jsonl"), rows)
+    keys = {"handler_name": handler, "prompt_type": "hf", "tokenizer_name_or_path": str(folder), **settings}
+    run(PreprocessConfig(input=str(data), output_prefix=str(prefix), **keys))
+
+
+def test_both_sides_of_a_pair_have_the_images_of_its_prompt(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
     (tmp_path / "one.png").write_bytes(encode(56, 56))
-    row = {"conversations": [{"from": "human", "value": "what?"}]}
-    row |= {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
-    keys = {"handler_name": "SharegptStylePairwiseHandler", "prompt_type": "hf", "tokenizer_name_or_path": str(folder)}
-    data = write(tmp_path / "rows.jsonl", [row, row | {"images": [str(tmp_path / "one.png")]}])
-    with pytest.raises(ValueError, match="row 2: has images, which SharegptStylePairwiseHandler does not read"):
-        run(PreprocessConfig(input=str(data), output_prefix=str(tmp_path / "pairs"), **keys))
+    (tmp_path / "two.png").write_bytes(encode(56, 112))
+    pair = {name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}
+    rows = [
+        {"conversations": [{"from": "human", "value": "what?"}], **pair},
+        {"conversations": [{"from": "human", "value": "what?"}], "images": ["one.png"], **pair},
+        {"conversations": [{"from": "human", "value": "a<image>b<image>"}], "images": ["one.png", "two.png"], **pair},
+    ]
+    settings = {"image_folder": str(tmp_path)}
+    preprocess_answers(folder, rows, tmp_path / "pairs", "SharegptStylePairwiseHandler", **settings)
+    # the prompt of a pair is that of the same rows as instruction data
+    answers = [
+        {"conversations": [*row["conversations"], {"from": "gpt", "value": "chosen"}], "images": row.get("images", [])}
+        for row in rows
+    ]
+    preprocess_answers(folder, answers, tmp_path / "set", "SharegptStyleInstructionHandler", **settings)
+    pairs = PreferenceDataset(tmp_path / "pairs", image_rules=rules)
+    samples = InstructionDataset(tmp_path / "set", image_rules=rules)
+    for index, names in enumerate(([], ["one.png"], ["one.png", "two.png"])):
+        read = [np.asarray(open_image(image.key)) for image in pairs[index]["images"]]
+        expected = [np.asarray(open_image(str(tmp_path / name))) for name in names]
+        assert len(read) == len(expected)
+        assert all(map(np.array_equal, read, expected))
+        assert np.array_equal(pairs[index]["chosen_input_ids"], samples[index]["input_ids"])
+        assert np.array_equal(pairs[index]["chosen_labels"], samples[index]["labels"])
+        counts = [(pairs[index][f"{side}_input_ids"] == rules.token_id).sum() for side in ("chosen", "rejected")]
+        assert counts == [sum(image.num_tokens for image in pairs[index]["images"])] * 2
+        assert not (pairs[index]["rejected_labels"] == rules.token_id).any()
+    rows = DirectPreference(MegatronConfig(), load_tokenizer(folder))
+    rows.image_rules = rules
+    engine_rows = rows.rows([pairs[2], pairs[0]])
+    assert engine_rows.images == [pairs[2]["images"]] * 2 + [()] * 2
+
+
+def test_pairs_in_trl_s_form_have_images_in_parts_of_the_prompt(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(encode(56, 56))
+    url = "data:image/png;base64," + base64.b64encode(encode(56, 56)).decode()
+    answers = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    question = {"type": "text", "text": "what?"}
+    forms = [
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, question]}], "images": ["one.png"]},
+        {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}, question]}]},
+        {"instruction": "<image>what?", "images": ["one.png"]},
+    ]
+    rows = [form | answers for form in forms]
+    preprocess_answers(folder, rows, tmp_path / "pairs", "AlpacaStylePairwiseHandler", image_folder=str(tmp_path))
+    pairs = PreferenceDataset(tmp_path / "pairs", image_rules=rules)
+    assert len(pairs) == 3
+    for index in range(3):
+        assert np.array_equal(pairs[index]["chosen_input_ids"], pairs[0]["chosen_input_ids"])
+        pictures = [np.asarray(open_image(pairs[number]["images"][0].key)) for number in (0, index)]
+        assert np.array_equal(*pictures)
+
+
+def test_judged_answers_have_images_and_lend_answers_to_other_prompts(folder: Path, rules: ImageRules, tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"{number}.png").write_bytes(encode(56, 56, seed=number))
+    # two prompts of the same text with an image of one size; each has two answers
+    rows = [
+        {"instruction": "<image>what?", "input": "", "output": text, "label": True, "images": [f"{number}.png"]}
+        for number, text in ((1, "a"), (1, "bb"), (2, "ccc"), (2, "dddd"))
+    ]
+    preprocess_answers(folder, rows, tmp_path / "answers", "AlpacaStyleUnpairedHandler", image_folder=str(tmp_path))
+    dataset = UnpairedDataset(tmp_path / "answers", image_rules=rules)
+    for index in range(4):
+        sample = dataset[index]
+        assert np.array_equal(
+            np.asarray(open_image(sample["images"][0].key)), open_image(str(tmp_path / f"{index // 2 + 1}.png"))
+        )
+        lent = len(sample["mismatched_input_ids"]) - len(sample["input_ids"]) + index + 1
+        assert (lent > 2) == (index < 2), "the answer is to the prompt with the other image"
+
+
+def test_images_in_answers_and_in_other_data_are_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.png").write_bytes(encode(56, 56))
+    row = {"conversations": [{"from": "human", "value": "what?"}], "images": [str(tmp_path / "one.png")]}
+    row |= {name: {"from": "gpt", "value": f"{name}<image>"} for name in ("chosen", "rejected")}
+    with pytest.raises(ValueError, match="row 1: has an image in an answer"):
+        preprocess_answers(folder, [row], tmp_path / "pairs", "SharegptStylePairwiseHandler")
+    row = {"input": "ax", "value": ["+"], "images": [str(tmp_path / "one.png")]}
+    with pytest.raises(ValueError, match="row 1: has images, which AlpacaStyleProcessRewardHandler does not read"):
+        settings = {"placeholder_token": "x", "reward_tokens": ["+", "-"], "prompt_type": None}
+        preprocess_answers(folder, [row], tmp_path / "steps", "AlpacaStyleProcessRewardHandler", **settings)
 
 
 def test_a_dataset_of_other_limits_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -385,4 +385,6 @@ def test_prompts_are_read_from_patterns_and_lists_with_slices(tmp_path: Path, to
     assert len(open_rows(",".join(map(str, many)), tokenizer_folder)) == 60
     assert len(open_rows(",".join(map(str, many)) + "[:59]", tokenizer_folder)) == 59
     with pytest.raises(ValueError, match=r"is neither a raw file or folder, .* \(also data/\*.jsonl, or a.jsonl,b.jsonl\)"):
+        open_rows(f"{tmp_path}/p8.jsonl,{tmp_path}/p9.jsonl", tokenizer_folder)
+    with pytest.raises(ValueError, match=r"of the files with commas between them '.*p9.jsonl' does not exist"):
         open_rows(f"{tmp_path}/p0.jsonl,{tmp_path}/p9.jsonl", tokenizer_folder)

@@ -90,7 +90,7 @@ def test_spare_samples_shorten_a_rollout_by_its_longest_responses_and_cost_their
     assert without.aborted == 0.0 < spare.aborted < 0.5 and spare.iteration_s < without.iteration_s
 
 
-@pytest.mark.parametrize("page", ["docs/modes.md", "docs/zh/modes.md"])
+@pytest.mark.parametrize("page", ["docs/mode_figures.md", "docs/zh/mode_figures.md"])
 def test_the_documented_table_is_the_computed_one(page: str, computed: str) -> None:
     rows = [line for line in computed.splitlines() if line]
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -106,7 +106,7 @@ def test_trl_features_that_are_missing_are_named(options: str, feature: str) -> 
 
 def test_sft_of_trl_asks_which_tokens_train() -> None:
     command = "trl sft --model_name_or_path m --dataset_name d --num_train_epochs 1"
-    fail("trl", command, "TRL trains the questions too", devices=8)
+    fail("trl", command, "trained_tokens would be those of the answers here, but is those of the questions too", devices=8)
     run = take("trl", command + " --assistant_only_loss true", devices=8)
     assert run.tree["megatron_training"]["train_epochs"] == 1
     assert "OpenAIInstructionHandler" in run.translated["--dataset_name"]
@@ -133,7 +133,8 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
 @pytest.mark.parametrize(
     ("options", "feature"),
     [
-        ("--use-opd", "a teacher in a command of slime"),
+        ("--use-opd --opd-type sglang", "a teacher on a server of SGLang"),
+        ("--use-opd --opd-type megatron", "a teacher without a folder"),
         ("--advantage-estimator cispo", "CISPO as the mean of sequence means"),
         ("--normalize-advantages", "whitened over the batch as well"),
         ("--rollout-top-p 0.9", "log-probs over the sampled nucleus"),
@@ -145,6 +146,30 @@ def test_slime_without_colocation_has_servers_and_its_second_script_is_one_rollo
 )
 def test_slime_features_that_are_missing_are_named(options: str, feature: str) -> None:
     fail("slime", SLIME + "--num-rollout 10 --global-batch-size 256 " + options, feature)
+
+
+def test_the_teacher_of_slime_is_in_the_advantages_next_to_the_rewards() -> None:
+    command = SLIME + "--num-rollout 10 --global-batch-size 256 --use-opd --opd-type megatron --opd-kl-coef 0.5 "
+    run = take("slime", command + "--opd-teacher-load /m/Qwen3-32B_torch_dist/")
+    # advantage - coef * (log-prob of the student - that of the teacher), after the division by the group's spread
+    assert run.tree["rl_config"]["distillation"] == {
+        "enabled": True,
+        "teacher_models": ["/m/Qwen3-32B"],
+        "loss_mode": "k1",
+        "use_policy_gradient": True,
+        "use_task_rewards": True,
+        "distillation_loss_coef": 0.5,
+    }
+    assert "distillation" not in take("slime", SLIME + "--num-rollout 10 --opd-kl-coef 0.5").tree["rl_config"]
+
+
+def test_tokens_that_end_a_response_of_slime_and_fp8_have_their_places() -> None:
+    command = SLIME + "--num-rollout 10 --global-batch-size 256 "
+    for words, expected in (("151329 151336", [151329, 151336]), ("151329", [151329])):
+        run = take("slime", f"{command} --rollout-stop-token-ids {words}")
+        assert run.get("generate_config.sampling_config.stop_token_ids") == expected
+    match = r"weights would be float32 here, but is products in fp8 \(e4m3\) in slime; --accept weights"
+    fail("slime", f"{command} --fp8-format e4m3 --fp8-recipe blockwise", match)
 
 
 def test_slime_s_int8_engine_and_fp8_cache_are_keys_here() -> None:
@@ -396,7 +421,7 @@ def test_openrlhf_generates_until_there_are_enough_groups() -> None:
 def test_scores_that_openrlhf_normalizes_and_a_factor_of_truncated_ones_are_named() -> None:
     fail("openrlhf", OPENRLHF + "--reward.normalize_enable", "reward_scale would be as they are scored here, but is mean and")
     # 0 is the factor of a truncated response's reward, not "off"
-    fail("openrlhf", OPENRLHF + "--reward.stop_properly_penalty_coef 0.0", "rewards of truncated responses")
+    fail("openrlhf", OPENRLHF + "--reward.stop_properly_penalty_coef 0.0", "reward_scale would be as they are scored here")
 
 
 def test_the_form_of_openrlhfs_scripts_is_a_document_of_a_variable() -> None:
@@ -419,3 +444,58 @@ def test_the_first_rows_of_openrlhf_are_rows_of_the_preprocessing() -> None:
     assert "--max-samples 1000" in run.translated["--data.dataset"]
     # 1000 rows are 16 steps of 64, twice
     assert run.tree["megatron_training"]["train_iters"] == 32
+
+
+def test_images_of_openrlhf_are_limited_and_their_tower_trains_unless_it_is_frozen() -> None:
+    command = OPENRLHF + "--algo.advantage.estimator reinforce_baseline --algo.kl.init_coef 0 --rollout.n_samples_per_prompt 8 "
+    names = ("megatron_training.freeze_vit", "megatron_training.freeze_aligner", "generate_config.limit_mm_image_per_prompt")
+    images = command + "--data.max_images_per_prompt 2 --data.image_key images "
+    assert [take("openrlhf", images, "aggregation").get(name) for name in names] == [False, False, 2]
+    assert [take("openrlhf", images + "--actor.freeze_visual_encoder").get(name) for name in names] == [True, True, 2]
+    # adapters are put into all layers, after the tower is frozen
+    adapters = images + "--actor.freeze_visual_encoder --ds.lora.rank 8"
+    assert take("openrlhf", adapters).get(names[0]) is False
+    assert [take("openrlhf", command + "--actor.freeze_visual_encoder").get(name) for name in names] == [None] * 3
+    fail("openrlhf", images.replace("key images", "key pictures"), "--data.image_key: not available here: pictures")
+
+
+@pytest.mark.parametrize(("factor", "text"), [("0.0", "0 times theirs"), ("0.5", "0.5 times theirs"), ("-0.5", "-0.5")])
+def test_rewards_of_truncated_responses_of_openrlhf_are_a_number_of_the_plan(factor: str, text: str) -> None:
+    match = f"reward_scale would be as they are scored here, but is truncated responses have {text} in OpenRLHF"
+    fail("openrlhf", f"{OPENRLHF} --reward.stop_properly_penalty_coef {factor}", match)
+
+
+def test_a_sourced_file_has_the_words_behind_its_name_as_arguments(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(
+        "read -r -d '' training_commands <<EOF\nopenrlhf.cli.train_sft --model.model_name_or_path m --data.dataset {}\nEOF\n"
+        'if [[ ${1} != "slurm" ]]; then\n    deepspeed --module $training_commands\nfi\n'.replace("{}", "rows.jsonl")
+    )
+    script = (
+        'readonly name=train.sh\nsource ./${name} slurm\nsrun --nodes 2 bash -c " cd /openrlhf; torchrun \\\n'
+        '--nproc_per_node 8 --nnodes 2 -m ${training_commands}" &>> log\n'
+    )
+    settings = ImportSettings(rewards=REWARDS, folder=tmp_path)
+    run = import_command(PROJECTS["openrlhf"], script, settings)
+    assert run.get("megatron_training.num_npus") == 16
+    # without the word both would train
+    with pytest.raises(ConfigError):
+        import_command(PROJECTS["openrlhf"], script.replace(" slurm", ""), settings)
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "trained"),
+    [
+        ({"messages": []}, "", "those of the questions too, unless rows have a completion"),
+        ({"text": "a"}, "", "those of the questions too, unless rows have a completion"),
+        ({"prompt": "a", "completion": "b"}, "", None),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss false", "those of the questions too"),
+        ({"messages": []}, "--assistant_only_loss", None),
+        ({"prompt": "a", "completion": "b"}, "--completion_only_loss true", None),
+    ],
+)
+def test_trl_trains_completions_where_rows_have_some(row: dict, options: str, trained: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    command = f"trl sft --model_name_or_path m --dataset_name rows.jsonl --max_steps 4 {options}"
+    settings = ImportSettings(devices=1, folder=tmp_path, accepted=frozenset({"trained_tokens"}))
+    run = import_command(PROJECTS["trl"], command, settings)
+    assert run.plans is not None and run.plans[0].trained_tokens == trained

@@ -431,13 +431,14 @@ def test_a_teacher_alone_trains_on_single_responses() -> None:
         imported("--teacher_model models/teacher --num_generations 1")
 
 
-def test_images_in_preference_data_are_refused() -> None:
+def test_images_in_preference_data_are_read() -> None:
     command = (
         "swift rlhf --rlhf_type dpo --model Qwen/Qwen2.5-VL-7B-Instruct --dataset swift/RLAIF-V-Dataset --max_length 2048 "
         "--max_steps 10 --per_device_train_batch_size 1"
     )
-    with pytest.raises(ConfigError, match="images in preference data"):
-        imported("", command)
+    run = imported("", command)
+    assert run.get("megatron_training.stage") == "dpo"
+    assert "AlpacaStylePairwiseHandler" in "\n".join([*run.translated.values(), *run.added.values()])
 
 
 def test_rewards_of_an_environment_train_next_to_a_teacher() -> None:

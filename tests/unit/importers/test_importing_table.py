@@ -50,3 +50,79 @@ actor_rollout_ref:
     )
     (found,) = [outcome for outcome in importing.judge_all("verl", checkout, 8) if outcome.kind == "valid"]
     assert found.different == ["response_length is 512 here, 640 in the composed configuration"]
+
+
+#: dataclasses of EasyR1's form with the numbers that are compared
+EASYR1 = """
+@dataclass
+class Lora:
+    rank: int = 0
+@dataclass
+class Model:
+    model_path: str = None
+    lora: Lora = field(default_factory=Lora)
+@dataclass
+class Optim:
+    lr: float = 1e-6
+    weight_decay: float = 1e-2
+    lr_scheduler_type: str = "constant"
+    steps: int = field(default=-1, init=False)
+@dataclass
+class Actor:
+    global_batch_size: int = 256
+    ppo_epochs: int = 1
+    ulysses_size: int = 1
+    max_grad_norm: float = 1.0
+    loss_type: str = "default"
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.35
+    clip_ratio_dual: float = 3.0
+    model: Model = field(default_factory=Model)
+    optim: Optim = field(default_factory=Optim)
+@dataclass
+class Rollout:
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    tensor_parallel_size: int = 2
+    extra: dict = field(default_factory=dict)
+@dataclass
+class Worker:
+    actor: Actor = field(default_factory=Actor)
+    rollout: Rollout = field(default_factory=Rollout)
+@dataclass
+class Data:
+    max_prompt_length: int = 512
+    max_response_length: int = 512
+    rollout_batch_size: int = 512
+@dataclass
+class Algorithm:
+    disable_kl: bool = False
+    use_kl_loss: bool = False
+    kl_penalty: str = "kl"
+    kl_coef: float = 1e-3
+@dataclass
+class Trainer:
+    nnodes: int = 1
+    n_gpus_per_node: int = 8
+@dataclass
+class PPOConfig:
+    data: Data = field(default_factory=Data)
+    worker: Worker = field(default_factory=Worker)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    trainer: Trainer = field(default_factory=Trainer)
+"""
+
+
+def test_numbers_of_easyr1_are_those_of_its_dataclasses_under_file_and_words(tmp_path: Path) -> None:
+    (tmp_path / "verl" / "trainer").mkdir(parents=True)
+    (tmp_path / "verl" / "trainer" / "config.py").write_text(EASYR1)
+    (tmp_path / "own.yaml").write_text(
+        "data: {train_files: rows.jsonl}\nworker: {actor: {model: {model_path: Qwen/Qwen2.5-7B}}, rollout: {n: 4}, "
+        "reward: {reward_function: scores.py:own}}\ntrainer: {max_steps: 3}\n"
+    )
+    (tmp_path / "run.sh").write_text("python3 -m verl.trainer.main config=own.yaml data.rollout_batch_size=256\n")
+    (outcome,) = importing.judge_all("easyr1", tmp_path, 8)
+    # a release with another bound than the one that the importer knows
+    assert (outcome.kind, outcome.different) == ("valid", ["clip_high is 0.3 here, 0.35 in the composed configuration"])

@@ -48,6 +48,19 @@ def fail(command: str, *accepted: str, folder: Path | None = None, **variables: 
         (f"{SFT} --init_weights pissa", "adapter_start", "pissa, by which the model computes the same"),
         (f"{SFT} --init_weights pissa_niter_16", "adapter_start", "pissa_niter_16, by which the model computes the same"),
         (f"{SFT} --init_weights olora", "adapter_start", "olora, by which the model computes the same"),
+        (f"{SFT} --use_dora true", "adapter_form", "DoRA"),
+        (
+            f"{MEGATRON} --tuner_type lora --linear_decoupled_in_proj true",
+            "adapter_form",
+            "LoRA of each half of the input projection of linear attention",
+        ),
+        (f"{SFT} --tuner_type lora_llm", "tower", "all its weights"),
+        (
+            f"{SFT} --tuner_type full --use_galore true --galore_rank 64",
+            "optimizer_state",
+            "of gradients that GaLore projects to rank 64",
+        ),
+        (f"{SFT} --neftune_noise_alpha 15", "embedding_noise", "uniform, 15 / sqrt(tokens x width)"),
         (f"{SFT} --early_stop_interval 3", "early_stop", "3 saves without a better loss"),
         (f"{SFT} --rope_scaling yarn --max_model_len 512000", "layers", "rope_scaling yarn up to 512000 tokens"),
         (f"{GRPO} --loss_type real --beta 0.01", "kl_average", "mean of the tokens of a pass"),
@@ -71,7 +84,6 @@ def test_what_differs_is_accepted_by_the_name_of_its_number(command: str, name: 
         (f"{SFT} --tuner_type full --quant_bits 4", "quantized weights that train"),
         (f"{SFT} --init_weights loftq", "--init_weights: not available here: loftq: a start of the adapters that changes"),
         (f"{SFT} --init_weights false", "a start of the adapters that changes what the model computes"),
-        (f"{MEGATRON} --tuner_type lora --linear_decoupled_in_proj true", "each half of the input projection"),
         (f"{SFT} --template default", "--template: not available here: default: the text of another family's chat template"),
         (f"{SFT} --model google/diffusiongemma-26B-A4B-it", "a model that denoises"),
         (f"{SFT} --template qwen3", "qwen3: the text of another family's chat template"),
@@ -91,6 +103,8 @@ def test_what_would_be_another_model_is_refused(command: str, sentence: str) -> 
         "--exp_avg_dtype fp32 --exp_avg_sq_dtype fp32",
         "--bnb_4bit_compute_dtype bfloat16",
         "--linear_decoupled_in_proj false",
+        "--tuner_type full --linear_decoupled_in_proj true",
+        "--use_dora false --use_galore false --neftune_noise_alpha 0",
     ],
 )
 def test_what_changes_nothing_needs_no_word(options: str) -> None:
@@ -109,6 +123,12 @@ def test_a_kl_in_the_reward_is_divided_by_the_spread_of_the_groups_here_too() ->
     run = take(f"{GRPO} --kl_in_reward true --beta 0.01 --scale_rewards gdpo --reward_funcs accuracy format")
     assert run.plans is not None
     assert {(plan.kl_place, plan.kl_estimator) for plan in run.plans} == {("loss", "k3")}
+
+
+def test_a_tower_that_trains_as_a_whole_has_adapters_here() -> None:
+    run = take(f"{SFT} --tuner_type lora_llm", "tower")
+    names = ("freeze_vit", "freeze_aligner", "lora_r")
+    assert [run.get(f"megatron_training.{name}") for name in names] == [False, False, 8]
 
 
 def test_scores_of_a_reward_model_are_centred() -> None:

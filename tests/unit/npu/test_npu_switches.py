@@ -19,8 +19,6 @@ SPEC.loader.exec_module(switches)
 OPEN: dict[str, str] = {
     "generate_config.enforce_eager: false": "vllm-ascend's compiler of graphs needs torch 2.10, and the simulator has 2.13",
     "generate_config.cudagraph_capture_sizes: set": "vllm-ascend's compiler of graphs needs torch 2.10",
-    "rl_config.use_remove_padding: false": "the engine runs padded (test_engine.py), a command with this key does not yet",
-    "rl_config.sync_ref_model: true": "a reference that takes the actor's weights has run on the CPU alone",
 }
 
 

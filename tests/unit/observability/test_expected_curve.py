@@ -1,4 +1,4 @@
-"""The curve that a run is expected to follow: what the report says of a run inside of its band, outside and before."""
+"""The curve that a run is expected to follow: what reports say of a run inside of its band, and outside of it."""
 
 from __future__ import annotations
 
@@ -142,3 +142,12 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (folder / EXPECTED).write_text("{}")
     with pytest.raises(ValueError, match=r"expected\.json is damaged: a curve has the fields"):
         read_run(folder)
+
+
+def test_a_constant_with_a_band_is_drawn_and_no_line_of_text(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [0.5] * 12, RECORD | {"metric": "actor/grad_norm"})
+    lines = [json.loads(line) | {"actor/grad_norm": 0.5} for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures: Any = collect_figures([read_run(folder)])
+    drawn = {chart["title"]: [line["name"] for line in chart["lines"]] for chart in figures["charts"]}
+    assert "expected" in [name for names in drawn.values() for name in names] and figures["constants"] == []

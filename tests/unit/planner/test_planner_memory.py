@@ -460,7 +460,8 @@ SAVES = {
         ({}, 2),  # bf16 weights; the states are written from where they are
         ({"no_save_optim": True}, 2),
         ({"async_save": True}, 2 + 12),  # the next step changes states that are being written
-        ({"swap_optimizer": False}, 2 + 12),
+        # Megatron gathers copies of 12 bytes, and has one of the three states twice as it arrives; weights follow
+        ({"swap_optimizer": False}, 12 + 12 + 8),
         ({"swap_optimizer": False, "no_save_optim": True}, 2),
         ({"swap_optimizer": False, "use_distributed_optimizer": False}, 2 + 12),
         ({"swap_optimizer": False, "use_distributed_optimizer": False, "optimizer_offload_fraction": 0.5}, 2 + 6),

@@ -219,7 +219,7 @@ def test_keys_without_effect_are_named_with_the_reason() -> None:
         generate_config={"infer_expert_parallel_size": 1},
     )
     assert find_keys_without_effect(run) == {
-        "megatron_training.use_mcore_models": "Megatron-core is the only engine",
+        "megatron_training.use_mcore_models": "models of engine megatron are Megatron-core's",
         "megatron_training.dpo_beta": "stage is ray_grpo; the key belongs to dpo",
         "megatron_training.moe_router_topk": "the model has no experts",
         "megatron_training.save_interval": "save is not set",

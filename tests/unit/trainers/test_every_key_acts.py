@@ -127,6 +127,7 @@ ELSEWHERE: dict[str, str] = {
     "grad_reduce_in_fp32",
     "engine/offloaded_optimizer.py": "optimizer_offload_fraction optimizer_offload_path",
     "engine/parallel.py": "use_tp_pp_dp_mapping",
+    "engine/streamed_weights.py": "stream_ref_weights",
     "engine/sparse_attention.py": "dsa_indexer_loss_coeff",
     "engine/train_engine.py": "loss_chunk_size loss_vocab_chunk_size no_check_for_nan_in_loss_and_grad",
     "models/costs.py": "kv_cache_memory_gib",
@@ -158,7 +159,8 @@ ELSEWHERE: dict[str, str] = {
     "trainers/supervised_data.py": "append_eod",
     "trainers/rl_setup.py": "no_shuffle data_strategy transfer_queue_data_shard_num tokenizer_not_use_fast reward_model_weight",
     "trainers/prompt_sampling.py": "prompt_sources prompt_source_weights prompt_source_key prompt_curriculum "
-    "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward",
+    "prompt_replay_fraction prompt_replay_below prompt_skip_above prompt_skip_below prompt_pass_reward "
+    "prompt_level_key prompt_level_pass_rate prompt_level_prompts",
     "trainers/rollout.py": "dynamic_sample max_resample_times filter_groups_enable filter_groups_metric "
     "filter_groups_max_batches",
     "workers/engines.py": "engine",
@@ -180,10 +182,10 @@ ELSEWHERE: dict[str, str] = {
     "workers/remote_group.py": "num_cpus_for_placement_group",
     "checkpoint/model_source.py": "load pretrained_checkpoint base_model tokenizer_name_or_path",
     "workers/roles.py": "save save_hf load_checkpoint_loosely lora_ckpt_filter process_reward_aggregation "
-    "use_remove_padding use_prefix_grouper stream_ref_weights",
+    "use_remove_padding use_prefix_grouper",
     "workers/model_worker.py": "use_dp_batch_balance cliprange_value ref_forward_micro_batch_size",
     "workers/responses.py": "min_pixels max_pixels temperature top_p top_k min_p ignore_eos seed max_tokens stop "
-    "structured_output repetition_penalty presence_penalty frequency_penalty",
+    "stop_token_ids structured_output repetition_penalty presence_penalty frequency_penalty",
     "engine/router_replay.py": "router_replay",
     "workers/rollout_replica.py": (
         "guarantee_order update_weights_bucket_mb update_weight_mode lora_push eplb_token_collects eplb_token_save_path"

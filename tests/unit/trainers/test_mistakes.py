@@ -17,6 +17,7 @@ from mindspeed_rl.cli.explain import main as explain
 from mindspeed_rl.cli.main import main
 
 ROWS = [{"question": f"{number % 10}{number % 7}", "answer": "1"} for number in range(40)]
+HELD_OUT = [{"question": f"0{number}0", "answer": "1"} for number in range(8)]
 REWARDS = """
 from mindspeed_rl.rewards import register
 
@@ -48,7 +49,7 @@ def task(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     """A folder with start/model, train.jsonl, heldout.jsonl, my_reward.py and own.yaml, all by relative paths."""
     folder = tmp_path_factory.mktemp("task")
     shutil.copytree(tiny_model, folder / "start" / "model")
-    for name, rows in (("train", ROWS), ("heldout", ROWS[:8])):
+    for name, rows in (("train", ROWS), ("heldout", HELD_OUT)):
         write_rows(str(folder / f"{name}.jsonl"), rows)
     (folder / "my_reward.py").write_text(REWARDS)
     tree: dict[str, Any] = {
@@ -104,6 +105,23 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+#: sockets of `judged_by`, open to the end of the tests
+LISTENING: list[socket.socket] = []
+
+
+def judged_by(prompt: str, content: str | None = None) -> Callable[[], list[str]]:
+    """Return a maker of a judge that listens, whose prompt is in a file."""
+
+    def write() -> list[str]:
+        LISTENING.append(socket.create_server(("127.0.0.1", 0)))
+        if content is not None:
+            Path(prompt).write_text(content)
+        address = f"http://127.0.0.1:{LISTENING[-1].getsockname()[1]}/v1"
+        return [f"rl_config.judge_url={address}", "rl_config.judge_model=x", f"rl_config.judge_prompt={prompt}"]
+
+    return write
 
 
 def copy_model(**config: object) -> Path:
@@ -324,7 +342,7 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "a pointer as a tokenizer": (
         model_file("tokenizer.json", LFS, "megatron_training.tokenizer_name_or_path=other"), ["tokenizer.json is a pointer"]
     ),
-    "an archive as data": (written("rows.xlsx", b"PK"), ["unknown format '.xlsx'", ".csv"]),
+    "an archive as data": (written("rows.xlsx", b"PK"), ["unknown format '.xlsx'", ".csv", "save the sheet as CSV"]),
     "half an archive": (written("rows.jsonl.gz", b"\x1f\x8b\x08\x00abc"), ["'rows.jsonl.gz' is damaged"]),
     "text as parquet": (written("rows.parquet", "hello"), ["'rows.parquet' is damaged"]),
     "texts in an array": (written("rows.json", '["a", "b"]'), ["row 1: is a str, not an object with columns"]),
@@ -332,6 +350,31 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         written("rows.json", '{"train": [{"question": "1", "answer": "1"}, {"question": "2", "answer": "1"}]}'),
         ["column 'train' has 2 objects: are these the rows?", "one per line"],
     ),
+    "a comma after each row": (
+        written("rows.jsonl", '{"question": "1", "answer": "1"},\n' * 2), ["row 1: is not", "remove the comma after the row"]
+    ),
+    "rows as Python prints them": (
+        written("rows.jsonl", f"{ROWS[0]}\n"), ["row 1: is not valid JSON", "single quotes, as Python prints them"]
+    ),
+    "a row of several lines": (
+        written("rows.jsonl", json.dumps(ROWS[0], indent=2)), ["row 1: is not", "a row must be on one line (json.dumps)"]
+    ),
+    "a question that is an object": (
+        rows(lambda index, row: {**row, "question": {"text": "1"}}), ["row 1: column 'question' must be text, not dict"]
+    ),
+    "columns that change": (
+        rows(lambda index, row: row if index != 2 else {"prompt": "1", "answer": "1"}), ["row 3: has no column 'question'"]
+    ),
+    "an empty folder as data": (
+        lambda: [os.mkdir("empty") or f"{DATA}empty"], ["input='empty' holds no .jsonl"]
+    ),
+    "the run file as data": (keys(f"{DATA}own.yaml"), ["unknown format '.yaml'; known: .jsonl"]),
+    "one of two files": (
+        keys(f"{DATA}'train.jsonl,nothing.jsonl'"), ["of the files with commas between them 'nothing.jsonl' does not exist"]
+    ),
+    "files in brackets": (keys(f"{DATA}'[train.jsonl, heldout.jsonl]'"), ["without brackets: train.jsonl,heldout.jsonl"]),
+    "an address as data": (keys(f"{DATA}https://example.com/a.jsonl"), ["addresses are not read: download the file"]),
+    "a hub with one slash": (keys(f"{DATA}hf:/openai/gsm8k"), ["did you mean 'hf://openai/gsm8k'?"]),
     "a row that is no JSON": (
         written("rows.jsonl", '{"question": "1", "answer": "1"}\n{question: 1}\n'), ["rows.jsonl, row 2: is not valid JSON"]
     ),
@@ -375,6 +418,17 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
         lambda: [f"actor_config.load={copy_model(hidden_size='big')}"], ['hidden_size "big"', "a whole number"]
     ),
     "no chat template": (no_template, ["needs a tokenizer with a chat template", "chatml", "chat_template.jinja"]),
+    "a path with backslashes": (keys(r"actor_config.load=start\model"), ["did you mean 'start/model'?", "Paths have /"]),
+    "the file of a tokenizer": (
+        keys("megatron_training.tokenizer_name_or_path=start/model/tokenizer.json"), ["is not a folder; give the folder"]
+    ),
+    "templates of another name": (
+        keys("megatron_training.prompt_type=mine", "megatron_training.prompt_type_path=tempaltes.json"),
+        ["prompt_type='mine' is no built-in template", "'tempaltes.json' does not exist"],
+    ),
+    "a context beyond the model's": (
+        keys("generate_config.max_model_len=100000"), ["must be at most", "the longest sequence of the model in start/model"]
+    ),
     "a path in quotes": (keys("actor_config.load=\"'start/model'\""), ["does not exist", "relative to {here}"]),
     # rewards: what train would meet when it scores the first row
     "a reward that is text": (scored_by("return 'good'"), ["'digits' cannot score the first row", "it returned 'good'"]),
@@ -402,6 +456,11 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "a function that the plug-in has not": (
         keys("rl_config.verifier_function=['my_reward:nothing']"), ["the module 'my_reward' has no 'nothing'"]
     ),
+    "a folder as a plug-in": (keys("rl_config.external_plugins=[start]"), ["'start' is a folder", "name a Python file in it"]),
+    "a judge's prompt of another name": (
+        judged_by("own.yml"), ["rl_config.judge_prompt: there is no file 'own.yml'", "did you mean 'own.yaml'"]
+    ),
+    "a judge's prompt without the response": (judged_by("judge.txt", "Rate it: {prompt}"), ["judge_prompt", "{{response}}"]),
     "a reward of another name": (keys("rl_config.verifier_function=[digit]"), ["did you mean 'digits'?"]),
     "a judge without http": (
         keys("rl_config.judge_url=127.0.0.1:9", "rl_config.judge_model=x"), ["it must look like http://host:port/v1"]
@@ -436,6 +495,14 @@ REFUSED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "no length": (keys("megatron_training.train_iters=null"), ["train_iters: not set", "train_epochs"]),
     "a length that is said twice": (keys("megatron_training.train_epochs=1"), ["say the length of the run twice"]),
     "results where a file is": (keys("actor_config.save=train.jsonl"), ["{here}/train.jsonl is not a folder"]),
+    "results below a file": (keys("actor_config.save=train.jsonl/x"), ["{here}/train.jsonl is not a folder"]),
+    "a rate in percent": (keys("actor_config.lr=1%"), ["actor_config.lr is '1%', but must be a number"]),
+    "levels in a column that is not kept": (
+        keys("rl_config.prompt_level_key=level"), ["prompt_level_key: train.jsonl, row 1 has None", "dataset_additional_keys"]
+    ),
+    "a cache below one sequence": (
+        keys("generate_config.kv_cache_memory_gib=0.00001"), ["sequence of max_model_len=32 tokens takes", "leave the key out"]
+    ),
     "results where nothing can be written": (keys("run_dir=/proc/x"), ["run_dir: /proc/x cannot be written to", "in /proc"]),
     # the text of the run file, and overrides
     "blanks in an override": (
@@ -480,6 +547,26 @@ ACCEPTED: dict[str, tuple[Callable[[], list[str]], list[str]]] = {
     "a huge learning rate": (keys("actor_config.lr=1"), ["actor_config.lr is 1: Adam moves each weight"]),
     "results in the folder of the model": (keys("actor_config.save=start/model"), ["save and load are the same folder"]),
     "responses without room": (keys("generate_config.sampling_config.max_tokens=99"), ["99 = 115", "counts as truncated"]),
+    "held-out data that trains": (
+        keys("megatron_training.eval_data_path=train.jsonl"), ["all held-out prompts are also in data_path"]
+    ),
+    "half of the held-out data trains": (
+        held_out([*ROWS[:4], *HELD_OUT[:4]]), ["4 of 8 held-out prompts are also in data_path", "hold out others"]
+    ),
+    "held-out prompts with other labels": (held_out([{**row, "answer": "2"} for row in ROWS[:4]]), []),
+    "labels of a spreadsheet": (
+        rows(lambda index, row: {**row, "answer": "4-Mar" if index % 8 == 3 else "1"}),
+        ["5 of 40 labels look like dates", "rows.jsonl, row 4: '4-Mar'", "format such columns as text"],
+    ),
+    "a task about dates": (rows(lambda index, row: {**row, "answer": "4-Mar"}), []),
+    "tabs by their suffix": (
+        written("rows.tsv", "question\tanswer\n" + "".join(f"{row['question']}\t1\n" for row in ROWS)), []
+    ),
+    "labels of missing values": (
+        rows(lambda index, row: {**row, "answer": "1" if index % 4 else "NaN"}), ["10 of 40 labels are 'NaN' or alike"]
+    ),
+    "one row many times": (rows(lambda index, row: ROWS[0]), ["only 1 of 40 prompts are different"]),
+    "weights of 0": (keys("rl_config.verifier_weight=[0.0]"), ["rewards are measured, and none trains"]),
     "a plug-in that is named as a module too": (keys("rl_config.verifier_function=['my_reward:digits']"), []),
 }  # fmt: skip
 

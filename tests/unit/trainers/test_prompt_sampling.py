@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -122,6 +123,59 @@ def test_a_response_without_a_reward_says_nothing() -> None:
     assert chosen.row(2) == 0 and chosen.row(3) == 0  # of row 1 all that is known passes
 
 
+def test_the_next_level_opens_when_the_last_prompts_of_the_highest_one_pass() -> None:
+    levels = [row % 3 for row in range(30)]
+    values = {"prompt_level_key": "level", "prompt_level_pass_rate": 0.5, "prompt_level_prompts": 4}
+    chosen = sampler([{"level": str(level)} for level in levels], **values)
+    # right answers to prompts of a level, from how many of its prompts on
+    opened, seen, naive_rates = [], Counter[int](), list[float]()
+    highest = 0
+    for index in range(90):
+        level = levels[chosen.row(index)]
+        assert level <= highest
+        seen[level] += 1
+        rate = 1.0 if seen[level] > 6 else 0.0
+        chosen.observe([index], [[rate, rate, math.nan]])
+        if level == highest:
+            naive_rates = [*naive_rates, rate][-4:]
+            if len(naive_rates) == 4 and sum(naive_rates) >= 2 and highest < 2:
+                highest, naive_rates = highest + 1, []
+                opened.append(index)
+        assert chosen.count()["open_levels"] == highest + 1
+    # six prompts of the lowest level fail, then two of four have passed
+    assert opened[0] == 7 and len(opened) == 2 and seen[2] > 0
+    assert {chosen.row(index) for index in range(30, 90)} == set(range(30))  # every open prompt takes part
+
+
+def test_levels_follow_their_numbers_and_wait_for_responses_with_rewards() -> None:
+    chosen = sampler([{"level": 10}, {"level": 9.5}], prompt_level_key="level", prompt_level_prompts=1)
+    for index in range(5):
+        assert chosen.row(index) == 1  # the number 9.5 is below 10, the text is not
+        chosen.observe([index], [[math.nan, math.nan]])
+    chosen.observe([4], [[1.0, 1.0]])
+    assert {chosen.row(5), chosen.row(6)} == {0, 1}
+
+
+def test_a_level_opens_for_all_sources_and_a_source_without_the_lowest_is_refused() -> None:
+    columns = [{"data_source": "ab"[row % 2], "level": row // 4} for row in range(8)]
+    sources = {"prompt_sources": "[a,b]", "prompt_source_weights": "[1,1]"}
+    chosen = sampler(columns, shuffle=False, prompt_level_key="level", prompt_level_prompts=2, **sources)
+    assert [chosen.row(index) for index in range(4)] == [0, 1, 2, 3]
+    chosen.observe([0, 1], [[1.0], [1.0]])
+    assert [chosen.row(index) for index in range(4, 8)] == [4, 5, 6, 7]
+    for row in (1, 3):
+        columns[row]["level"] = 1
+    with pytest.raises(ValueError, match="source 'b' has no prompt of the lowest level"):
+        sampler(columns, prompt_level_key="level", **sources)
+
+
+def test_orders_without_levels_are_those_of_earlier_checkpoints() -> None:
+    order = keys(prompt_skip_above=1.0)
+    before = tuple(getattr(order, field.name) for field in dataclasses.fields(order))[:9]
+    assert order.describe() == [zlib.crc32(repr(before).encode())]
+    assert keys(prompt_level_key="level").describe() != keys(prompt_level_key="other").describe() != []
+
+
 def simulate(loader: PromptLoader, plane: Plane, iterations: range) -> None:
     for iteration in iterations:
         loader.put()
@@ -130,9 +184,10 @@ def simulate(loader: PromptLoader, plane: Plane, iterations: range) -> None:
 
 
 def test_a_resumed_run_samples_the_prompts_of_the_one_that_never_stopped() -> None:
-    columns = [{"data_source": "ab"[row % 3 == 0], "rate": row / 50} for row in range(50)]
+    columns = [{"data_source": "ab"[row % 3 == 0], "rate": row / 50, "level": row // 20} for row in range(50)]
     values = {"prompt_sources": "[a,b]", "prompt_source_weights": "[1,2]", "prompt_curriculum": "rate"}
     values |= {"prompt_replay_fraction": 0.3, "prompt_skip_above": 1.0, "prompt_skip_below": 0.0}
+    values |= {"prompt_level_key": "level", "prompt_level_pass_rate": 0.6, "prompt_level_prompts": 12}
     run = resolve(load_run_config("grpo_tiny_cpu", None, []), platform="cpu")
     plan = dataclasses.replace(run.plan, num_prompts=6, n_samples_per_prompt=2)
 
@@ -159,6 +214,7 @@ def test_a_resumed_run_samples_the_prompts_of_the_one_that_never_stopped() -> No
         (SOURCES, {"prompt_sources": "[math,code,qa]", "prompt_source_weights": "[1,1,1]"}, "no prompt has 'qa'"),
         ([{"rate": "easy"}], {"prompt_curriculum": "rate"}, "row 0 has 'easy' in column rate, but a pass rate is a number"),
         ([{}], {"prompt_curriculum": "rate"}, "row 0 has None in column rate"),
+        ([{"level": "hard"}], {"prompt_level_key": "level"}, "prompt_level_key: row 0 has 'hard' in column level, but a level"),
     ],
 )
 def test_columns_that_do_not_fit_are_named(columns: list, values: dict, problem: str) -> None:
@@ -171,6 +227,8 @@ def test_columns_that_do_not_fit_are_named(columns: list, values: dict, problem:
     [
         ({"prompt_sources": "[a,b]", "prompt_source_weights": "[1]"}, "has 1 weights for 2 sources"),
         ({"prompt_skip_below": 0.5, "prompt_skip_above": 0.5}, "no prompt would train"),
+        ({"prompt_level_key": "level", "prompt_level_pass_rate": 0.0}, "prompt_level_pass_rate"),
+        ({"prompt_level_key": "level", "prompt_level_prompts": 0}, "prompt_level_prompts"),
     ],
 )
 def test_keys_that_do_not_fit_are_refused_before_anything_starts(values: dict, problem: str) -> None:

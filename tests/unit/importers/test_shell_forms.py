@@ -1,0 +1,106 @@
+"""Ways of writing one command in a shell script: each is read as the same command, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mindspeed_rl.config import ConfigError
+from mindspeed_rl.importers.shell_text import list_unknown, read_script
+
+OPTIONS = "--model m --reward_funcs a b --beta 0.01"
+COMMAND = f"swift rlhf {OPTIONS}"
+N = "NPROC_PER_NODE=8"
+FILES = {"env.sh": "BETA=0.01\n", "given.sh": "B=$1\n", "keeps.sh": "C=$1\n"}
+
+
+def _with_beta(text: str) -> str:
+    return COMMAND.replace("0.01", text)
+
+
+SAME = {
+    "source": f"export {N}\nsource ./env.sh\n{_with_beta('$BETA')}",
+    "source with arguments": f"export {N}\n. ./given.sh 0.01\n{_with_beta('$B')}",
+    "source without arguments keeps those of the script": f"set -- 0.01\n. ./keeps.sh\n{N} {_with_beta('$C')}",
+    "arguments are as before after a sourced file": f"set -- 0.01\n. ./given.sh 2\n{N} {_with_beta('$1')}",
+    "slice of an array": f'A=(x y {OPTIONS})\n{N} swift rlhf "${{A[@]:2}}"',
+    "slice with a length": f'A=(x {OPTIONS} y)\n{N} swift rlhf "${{A[@]:1:7}}"',
+    "slice of the arguments": f'set -- x {OPTIONS}\n{N} swift rlhf "${{@:2}}"',
+    "change of each item": f'A=({OPTIONS.replace("m ", "mx ")})\n{N} swift rlhf "${{A[@]/mx/m}}"',
+    "array that may be empty": f'A=({OPTIONS})\nE=()\n{N} swift rlhf "${{A[@]}}" ${{E[@]+"${{E[@]}}"}}',
+    "length of an array": f"A=(1 2 3 4 5 6 7 8)\nNPROC_PER_NODE=${{#A[@]}} {COMMAND}",
+    "array that grows": f'declare -a A\nfor w in {OPTIONS}; do A+=("$w"); done\n{N} swift rlhf "${{A[@]}}"',
+    "associative array": f"declare -A O=([beta]=0.01)\n{N} {_with_beta('${O[beta]}')}",
+    "here-document of a shell": f"bash <<EOF\n{N} {COMMAND}\nEOF",
+    "quoted here-document": f"bash <<'EOF'\n{N} {COMMAND}\nEOF",
+    "here-document of ssh": f"ssh host <<EOF\n{N} {COMMAND}\nEOF",
+    "another here-document before": f"python - <<EOF\nimport os\nEOF\n{N} {COMMAND}",
+    "bash -lc": f"bash -lc '{N} {COMMAND}'",
+    "env and sh -c": f"env {N} sh -c '{COMMAND}'",
+    "env": f"env -u OTHER {N} {COMMAND}",
+    "docker run": f"docker run --rm -e {N} image bash -c '{COMMAND}'",
+    "docker run with equals": f"docker run --rm --env={N} image bash -c '{COMMAND}'",
+    "docker exec": f"docker exec -e {N} box {COMMAND}",
+    "podman": f"podman exec --env {N} box bash -c '{COMMAND}'",
+    "mpirun": f"mpirun -np 1 -x {N} {COMMAND}",
+    "srun": f"srun --nodes 1 --export=ALL,{N} {COMMAND}",
+    "kubectl": f"kubectl exec pod -- bash -c '{N} {COMMAND}'",
+    "screen": f"screen -dmS name bash -c '{N} {COMMAND}'",
+    "nohup setsid env": f"nohup setsid env {N} {COMMAND} > log 2>&1 &",
+    "ssh": f"ssh -p 22 root@host '{N} {COMMAND}'",
+    "time": f"time {N} {COMMAND}",
+    "time -p": f"time -p {N} {COMMAND}",
+    "exec": f"export {N}\nexec {COMMAND}",
+    "let": f"let K=7; let K++\nNPROC_PER_NODE=$K {COMMAND}",
+    "arithmetic step": f"K=4; ((K+=4))\nNPROC_PER_NODE=$K {COMMAND}",
+    "printf -v": f'printf -v B "%s" 0.01\n{N} {_with_beta("$B")}',
+    "backticks": f"B=`echo 0.01`\n{N} {_with_beta('$B')}",
+    "nested substitution": f"B=$(echo $(echo 0.01))\n{N} {_with_beta('$B')}",
+    "set --": f'set -- {OPTIONS}\n{N} swift rlhf "$@"',
+    "shift": f"set -- x {OPTIONS}\nshift\n{N} swift rlhf $*",
+    "indirection": f"X=B; B=0.01\n{N} {_with_beta('${!X}')}",
+    "default that is assigned": f": ${{B:=0.01}}\n{N} {_with_beta('$B')}",
+    "case in one line": f"case x in x) B=0.01;; *) B=2;; esac\n{N} {_with_beta('$B')}",
+    "case of a variable in one line": f"M=y; case $M in x) B=2 ;; y|z) B=0.01 ;; esac\n{N} {_with_beta('$B')}",
+    "case with in on a line of its own": f"case x\nin\n(x) B=0.01;;\nesac\n{N} {_with_beta('$B')}",
+    "and": f"cd folder && {N} {COMMAND}",
+    "or": f"{N} {COMMAND} || exit 1",
+    "subshell": f"(export {N}; {COMMAND})",
+    "group": f"{{ export {N}; {COMMAND}; }} 2>&1 | tee log",
+    "trap": f"trap 'kill 0' EXIT\n{N} {COMMAND}",
+    "function with an array of its own": f'f() {{\nlocal a=("$@")\n{N} swift rlhf "${{a[@]}}"\n}}\nf {OPTIONS}',
+    "comment at the end": f"{N} {COMMAND} # --beta 5",
+    "quotes": f"{N} {COMMAND.replace('--model m', chr(39) + '--model' + chr(39) + ' $' + chr(39) + 'm' + chr(39))}",
+}
+
+
+@pytest.mark.parametrize("form", SAME)
+def test_a_form_is_the_same_command(form: str, tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    found = [command for command in read_script(SAME[form], {}, tmp_path) if "swift" in command.words]
+    assert len(found) == 1
+    words = found[0].words
+    assert words[words.index("swift") :] == tuple(COMMAND.split())
+    assert found[0].environment["NPROC_PER_NODE"] == "8"
+    assert not found[0].uncertain
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"B=$(awk 'BEGIN{{print 0.01}}')\n{_with_beta('$B')}",
+        f"if [ -f /absent/x ]; then B=1; else B=2; fi\n{_with_beta('$B')}",
+        f"for b in $(seq 1 2); do\n{_with_beta('$b')}\ndone",
+    ],
+)
+def test_what_only_a_machine_knows_is_marked_and_asked_for(text: str) -> None:
+    (command,) = [item for item in read_script(text, {}) if "swift" in item.words]
+    assert list_unknown(command.words[-1])
+
+
+@pytest.mark.parametrize("text", [f'{COMMAND} "', "case x y) A=1;; esac", "case x in x) A=1", "case"])
+def test_half_a_construct_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read_script(text, {})
