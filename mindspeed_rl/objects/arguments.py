@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
+
 _Schedule = Literal["linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_min_lr"]
 
 
@@ -208,7 +210,8 @@ class PPOConfig(GRPOConfig):
     def list_keys(self) -> dict[str, object]:
         """Return stage, estimator and numbers of the critic."""
         values = {"gamma": self.gamma, "lam": self.lam, "cliprange_value": self.cliprange_value}
-        values |= {"critic_warmup": self.critic_warmup, "adv_estimator": "gae", "scale_rewards": None, "adv_epsilon": None}
+        values |= {"critic_warmup": self.critic_warmup, "adv_estimator": CRITIC_ESTIMATOR}
+        values |= {"scale_rewards": None, "adv_epsilon": None}
         # the KL is a part of the reward, as in the paper and in TRL
         values |= {"use_kl_in_reward": True, "kl_penalty": "kl"} if self.beta else {}
         return {"megatron_training.stage": "ray_ppo", **{f"rl_config.{name}": value for name, value in values.items()}}

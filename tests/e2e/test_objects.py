@@ -27,7 +27,7 @@ from mindspeed_rl import (
     TrainerCallback,
     train,
 )
-from mindspeed_rl.cli.new import _save_tiny_model
+from mindspeed_rl.cli.new.tiny_model import save_tiny_model
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.runtime.fork_server import RL, TRAINING
 
@@ -38,7 +38,7 @@ PROMPTS = [{"prompt": f"Say {word}.\n", "answer": str(number)} for number, word 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    _save_tiny_model(folder)
+    save_tiny_model(folder)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_ppo_and_distillation_train(model: Path, tmp_path: Path) -> None:
     result = PPOTrainer(model, vowels, args, train_dataset=PROMPTS).train()
     assert len(result.metrics) == 3 and all("critic/vf_loss" in line for line in result.metrics)
     teacher = tmp_path / "teacher"
-    _save_tiny_model(teacher, seed=11, spread=0.3)
+    save_tiny_model(teacher, seed=11, spread=0.3)
     settings = DistillationConfig(output_dir=str(tmp_path / "distilled"), **(numbers | {"max_steps": 8}))
     trainer = DistillationTrainer(model, teacher, settings, train_dataset=PROMPTS)
     divergence = [line["distillation/divergence"] for line in trainer.train().metrics]

@@ -113,7 +113,8 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 def test_adapters_are_not_sent_to_an_engine_with_gated_delta_nets_experts_or_to_a_tower(tmp_path: Path) -> None:
     def said(config: dict[str, Any], **actor: Any) -> str:
         changes = {"megatron_training": {"lora_target_modules": ["linear_qkv"], **actor}}
-        pushed = run(tmp_path / "m", config, platform="npu", generate_config={"lora_push": "adapter"}, **changes)
+        generate = {"lora_push": "adapter", "dtype": "bfloat16"}
+        pushed = run(tmp_path / "m", config, platform="npu", generate_config=generate, **changes)
         return str(next((item for item in validate(pushed) if item.rule == "lora_push_adapter"), None))
 
     assert "no adapters of gated delta nets" in said(HYBRID)
