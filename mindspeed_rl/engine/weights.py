@@ -41,6 +41,11 @@ class LocalWeight:
         """Return the weight that the model computes with: a new tensor with the adapter merged, or `tensor` without one."""
         return self.tensor if self.merged is None else self.merged()
 
+    @property
+    def is_computed(self) -> bool:
+        """True where the weight's HF tensors are no views of its storage: they are computed anew for each reading."""
+        return self.merged is not None or self.op.packing.copies
+
 
 def list_model_ops(model: BuiltModel) -> list[WeightOp]:
     """Return every weight of the full model, in forward order, packed as this run stores its experts."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,7 +54,12 @@ class _Packing(ABC):
     """A change of HF tensors (or equal slices of them) into a Megatron tensor (or shard), and back.
 
     Chunks are tensors whose bytes, one after the other, are the result's: views of the input where possible.
+
+    Attributes:
+        copies: `views` returns copies, which do not follow the packed tensor.
     """
+
+    copies: ClassVar[bool] = False
 
     @abstractmethod
     def pack(self, tensors: Sequence[Tensor]) -> Tensor: ...
@@ -75,7 +80,7 @@ class _Packing(ABC):
         return [[tensor] for tensor in self.unpack(packed)]
 
     def views(self, packed: Tensor) -> list[list[Tensor]]:
-        """Return the same as ``unpack_chunks``, all of it views of ``packed`` with whatever strides; nothing is copied."""
+        """Return the same as ``unpack_chunks``, all of it views of ``packed`` with whatever strides, but for `copies`."""
         return self.unpack_chunks(packed)
 
 
@@ -196,6 +201,8 @@ class Interleave(_Packing):
 @dataclass(frozen=True)
 class SwapHalves(_Packing):
     """One HF tensor whose left and right half of columns change places."""
+
+    copies = True
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         return concatenate(tensors[0].chunk(2, dim=1)[::-1], dim=1)

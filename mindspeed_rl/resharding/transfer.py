@@ -41,7 +41,8 @@ class _Window:
 class Sources:
     """Slices of HF tensors from this rank's shards, with low-rank adapters merged.
 
-    A merged weight is computed when it is read and cached until another one is, so memory grows by one weight of the rank.
+    What is no view of a weight (one with its adapter, or with halves in another order) is computed when it is read and cached
+    until another one is, so memory grows by one weight of the rank.
     """
 
     def __init__(self, weights: Sequence[LocalWeight], copies: Mapping[str, str]) -> None:
@@ -84,14 +85,14 @@ class Sources:
     def _read_windows(self, weight: LocalWeight) -> list[list[_Window]]:
         name = weight.op.mcore
         if name not in self._windows:
-            if weight.merged is not None:
+            if weight.is_computed:
                 self.forget_merged()
                 self._merged = name
             self._windows[name], self._parts[name] = _build_windows(weight), {}
         return self._windows[name]
 
     def forget_merged(self) -> None:
-        """Drop cached merged weights: the adapters have changed, or the memory is needed."""
+        """Drop cached weights that were computed: what they are computed from has changed, or the memory is needed."""
         self._windows.pop(self._merged, None)
         self._parts.pop(self._merged, None)
         self._merged = ""

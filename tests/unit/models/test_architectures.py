@@ -34,6 +34,45 @@ def test_the_table_names_every_tensor_that_transformers_saves_with_its_shape(nam
     assert shapes == {name: folder.shape(name) for name in folder.records.keys() - folder.renamed}
 
 
+@pytest.mark.parametrize("kind", ["local", "grouped"])
+def test_parts_of_a_weight_follow_it_or_are_known_to_be_copies(kind: str, tmp_path) -> None:
+    import torch
+
+    from mindspeed_rl.checkpoint.hf import HfFolder
+
+    seen = set()
+    for name in tiny_models.CONFIGS:
+        tiny_models.save_hf_model(name, tmp_path / name)
+        config = HfFolder(tmp_path / name).config
+        architecture = architecture_for(config)
+        model_config = architecture.read_model_config(config)
+        packing = ExpertPacking(kind, 2 if model_config.num_moe_experts else 1)
+        for op in architecture.weight_ops(model_config, packing):
+            packed = torch.zeros(op.packing.shape(op.shapes))
+            views = [view for views in op.packing.views(packed) for view in views]
+            packed.fill_(1.0)
+            assert all(view.eq(0.0 if op.packing.copies else 1.0).all() for view in views), f"{name}: {op.mcore}"
+            seen.add(type(op.packing).__name__)
+    assert {"Concat", "FuseQkv", "Interleave"} <= seen
+
+
+def test_halves_that_change_places_are_read_anew_for_each_sync() -> None:
+    import torch
+
+    from mindspeed_rl.engine.weights import LocalWeight
+    from mindspeed_rl.models.weights import ROWS, SwapHalves, WeightOp
+    from mindspeed_rl.resharding.transfer import Sources
+
+    weight = torch.tensor([[1.0, 2.0, 3.0, 4.0]])
+    op = WeightOp("mtp.layers.0.eh_proj.weight", ("input_proj",), ((1, 4),), SwapHalves(), (ROWS,))
+    sources, read = Sources([LocalWeight(op, weight, 1, 0)], {}), torch.empty(1, 4)
+    for _ in range(2):
+        sources.forget_merged()  # as every sync begins
+        sources.read("input_proj", ((0, 1), (0, 4)), read)
+        assert read.tolist() == weight.roll(2, 1).tolist()
+        weight += 10.0
+
+
 def test_every_registered_architecture_loads_under_its_name() -> None:
     assert [architecture.name for architecture in map(find_architecture, ARCHITECTURES)] == list(ARCHITECTURES)
 
