@@ -75,7 +75,13 @@ def twins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("twins")
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(recipe, id=recipe.name, marks=() if recipe.name in ("maths", "agent_tools") else pytest.mark.slow)
+        for recipe in RECIPES
+    ],
+)
 def test_the_plan_of_a_twin_passes_the_checks_of_train(
     recipe: Recipe, twins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
