@@ -34,6 +34,10 @@ class Shard:
     shard: int
     merged: None = None
 
+    @property
+    def is_computed(self) -> bool:
+        return self.op.packing.copies
+
     def value(self) -> Tensor:
         return self.tensor
 
