@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 _MODULE = "megatron.core.optimizer.distrib_optimizer"
@@ -56,11 +55,15 @@ def _build_gather(gather: Callable[..., dict[Any, Any] | None]) -> Callable[...,
 
     def get_parameter_state_dp_zero(self: Any, *args: Any, **kwargs: Any) -> dict[Any, Any] | None:
         state = gather(self, *args, **kwargs)
-        for index, buffer in enumerate(() if state is None else self.buffers):
+        if state is None:  # another rank has it
+            return None
+        for index, buffer in enumerate(self.buffers):
             shifts = _find_shifts(buffer)
-            for tensors in state[index].values() if state is not None and shifts[-1][1] else ():
+            if not shifts[-1][1]:  # no padding between buckets
+                continue
+            for tensors in state[index].values():
                 for name, value in tensors.items():
-                    if isinstance(value, torch.Tensor) and value.numel() == buffer.numel_unpadded:
+                    if isinstance(value, Tensor) and value.numel() == buffer.numel_unpadded:
                         tensors[name] = _Padded(value, shifts)
         return state
 

@@ -51,7 +51,7 @@ def batch_shape(
     cp_size = config.context_parallel_size
     tp_multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
     # ring attention needs zigzag slices of every sequence, and the tokens of a prefix have no place in several
-    shares = shares_prefixes and packed and (cp_size == 1 or config.context_parallel_algo == "ulysses_cp_algo")
+    shares = shares_prefixes and packed and not config.has_ring_attention
     return BatchShape(
         packed=packed,
         cp_size=cp_size,

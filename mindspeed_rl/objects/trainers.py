@@ -473,11 +473,7 @@ class GRPOTrainer(_Trainer):
         """
         is_one = isinstance(reward_funcs, str) or callable(reward_funcs)
         self._rewards: list[RewardFunction | str] = [reward_funcs] if is_one else list(reward_funcs)
-        self._start(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config)
-
-    def _start(self, *arguments: Any) -> None:
-        """Do what all trainers do."""
-        super().__init__(*arguments)
+        super().__init__(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config)
 
     def _list_options(self, data: str) -> dict[str, object]:
         options: dict[str, object] = {"reward_funcs": [_PLACEHOLDER], "use_vllm": True}
@@ -629,8 +625,17 @@ class DistillationTrainer(GRPOTrainer):
         Raises:
             ValueError: an argument is wrong, or has no counterpart here.
         """
-        self._teacher, self._rewards = teacher_model, list(reward_funcs)
-        self._start(model, args, train_dataset, eval_dataset, processing_class, callbacks, peft_config)
+        self._teacher = teacher_model
+        super().__init__(
+            model,
+            reward_funcs,
+            args,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=processing_class,
+            callbacks=callbacks,
+            peft_config=peft_config,
+        )
 
     def _list_keys(self, data: str, tree: Mapping[str, Any]) -> dict[str, object]:
         teacher = self._teacher

@@ -358,8 +358,7 @@ class _Passes:
 def _shared_tokens(run: RunShape, model: Model, samples: Samples) -> float:
     """Return the mean tokens of a sample that are computed with another sample of its prompt (prefix sharing)."""
     rl = run.cfg.rl_config
-    is_ring = model.config.context_parallel_size > 1 and model.config.context_parallel_algo == "megatron_cp_algo"
-    if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or is_ring:
+    if rl is None or not (rl.use_prefix_grouper and rl.use_remove_padding) or model.config.has_ring_attention:
         return 0.0
     # in the same micro-batch, whose rows are of one prompt as far as possible
     together = min(rl.n_samples_per_prompt, max(1.0, run.tokens("update") / samples.tokens))

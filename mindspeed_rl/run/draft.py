@@ -159,7 +159,7 @@ def _find_prefix_obstacle(cfg: RunConfig) -> str | None:
     assert rl is not None
     if any((role := getattr(cfg, name)) is not None and role.engine != "megatron" for name in ROLE_GROUPS):
         return "the attention of transformers computes a prompt in each row"
-    if actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo":
+    if actor.has_ring_attention:
         return "ring attention passes on slices of every sequence"
     if actor.mtp_num_layers:
         return "prediction layers read the token after a prompt, which differs between its samples"

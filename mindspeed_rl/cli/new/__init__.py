@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
+from mindspeed_rl.cli.doctor.checks import list_npu_devices
 from mindspeed_rl.cli.new import made_rows
 from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_own, read_reasoning_gym, read_verifiers
 from mindspeed_rl.cli.new.made_rows import Row
@@ -382,4 +383,4 @@ def computes_bfloat16() -> bool:
         flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
         return True
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or any(Path("/dev").glob("davinci*"))
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or bool(list_npu_devices())

@@ -41,7 +41,7 @@ _LIST_LIMIT_S = 300.0
 
 @dataclass(frozen=True)
 class Source:
-    """Where the rows of a task come from, as the command line has it.
+    """Origin of the rows of a task, from the command line.
 
     Attributes:
         kind: of the task.

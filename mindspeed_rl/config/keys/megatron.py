@@ -544,6 +544,11 @@ class MegatronConfig(
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
     @property
+    def has_ring_attention(self) -> bool:
+        """True where context-parallel ranks pass slices of every sequence on to each other."""
+        return self.context_parallel_size > 1 and self.context_parallel_algo == "megatron_cp_algo"
+
+    @property
     def expert_sizes(self) -> tuple[int, int]:
         """Devices that share the experts of a layer, and devices one expert is split over.
 

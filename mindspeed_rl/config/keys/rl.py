@@ -629,7 +629,7 @@ class _RewardKeys:
     prompt_pass_reward: float = key(0.5, "a response passes from this total reward on", "总奖励不低于此值的回答算通过",
         range=Range.WEIGHT, on_resume="order")
     prompt_level_key: str | None = key(None,
-        "column with the level of each prompt, a number; prompts of higher levels follow as those of the highest open one pass",
+        "column with the level of each prompt, a number; a higher level opens when prompts of the highest open level pass",
         "记有各 prompt 难度等级（数字）的列；当前最高等级的 prompt 通过后才采样更高等级", on_resume="order")
     prompt_level_pass_rate: float = key(0.7, "mean pass rate of the highest open level from which on the next one opens",
         "当前最高等级的平均通过率不低于此值时开放下一等级", range=Bounds(0, 1, excludes_low=True),

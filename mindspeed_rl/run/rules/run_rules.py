@@ -72,8 +72,7 @@ def _packing(run: Run) -> Iterator[Broken]:
     if rl is not None and rl.is_multimodal and metadata is not None and not metadata.reads_images:
         text = f"[is_multimodal:name] is true, but {metadata.folder} is a model of text"
         yield violate("model_of_images", text, {"is_multimodal": False})
-    is_ring = actor.context_parallel_size > 1 and actor.context_parallel_algo != "ulysses_cp_algo"
-    if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and is_ring:
+    if rl is not None and rl.use_remove_padding and rl.use_prefix_grouper and actor.has_ring_attention:
         yield violate(
             "prefixes_are_whole",
             f"[use_prefix_grouper:name] with actor_config.context_parallel_size ({actor.context_parallel_size}) needs "
