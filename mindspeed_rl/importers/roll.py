@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from mindspeed_rl.importers.recipe import (
     SAMPLING,
     WARMUP,
     Batch,
+    Layout,
     Objective,
     Placement,
     Rate,
@@ -366,44 +367,30 @@ def _read_list(node: ast.expr) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------------- run
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Split of the actor: Megatron's, or FSDP with Ulysses."""
-
-    engine: str
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-
-    @classmethod
-    def from_command(cls, command: SourceCommand) -> _Layout:
-        name = command.text(f"{_T}strategy_args.strategy_name", "fsdp2_train")
-        if name == "megatron_train":
-            names = ("tensor_model", "pipeline_model", "context", "expert_model")
-            return cls("megatron", *(command.count(f"{_STRATEGY}{kind}_parallel_size", 1) for kind in names))
-        if name == "fsdp2_train":
-            return cls("fsdp", context=command.count(f"{_T}model_args.ulysses_size", 1))
-        raise ConfigError([f"{_T}strategy_args.strategy_name={name}: not available here; megatron_train and fsdp2_train are"])
-
-    @property
-    def model_devices(self) -> int:
-        return self.tensor * self.pipeline * self.context
+def _read_layout(command: SourceCommand) -> Layout:
+    """Return the split of the actor: Megatron's, or FSDP with Ulysses."""
+    name = command.text(f"{_T}strategy_args.strategy_name", "fsdp2_train")
+    if name == "megatron_train":
+        names = ("tensor_model", "pipeline_model", "context", "expert_model")
+        return Layout("megatron", *(command.count(f"{_STRATEGY}{kind}_parallel_size", 1) for kind in names))
+    if name == "fsdp2_train":
+        return Layout("fsdp", context=command.count(f"{_T}model_args.ulysses_size", 1))
+    raise ConfigError([f"{_T}strategy_args.strategy_name={name}: not available here; megatron_train and fsdp2_train are"])
 
 
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by ROLL's formulas."""
-    layout, prompts = _Layout.from_command(command), command.count("rollout_batch_size", 128)
+    layout, prompts = _read_layout(command), command.count("rollout_batch_size", 128)
     group, epochs = command.count("num_return_sequences_in_group", 1), command.count("ppo_epochs", 1)
     arguments = f"{_T}training_args."
     micro = command.count(f"{arguments}per_device_train_batch_size", 8)
     if not command.devices:
         raise ConfigError([f"{_T}device_mapping has no device"])
-    if command.devices % layout.model_devices:
+    if command.devices % layout.devices:
         raise ConfigError(
-            [f"{command.devices} devices of actor_train are no multiple of the {layout.model_devices} of its layout"]
+            [f"{command.devices} devices of actor_train are no multiple of the {layout.devices} of its layout"]
         )
-    replicas = command.devices // layout.model_devices
+    replicas = command.devices // layout.devices
     step = micro * command.count(f"{arguments}gradient_accumulation_steps", 1) * replicas
     if prompts * group % step:
         raise ConfigError([f"{prompts * group} responses of a rollout are no whole optimizer steps of {step}"])
@@ -477,7 +464,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     return _describe_generation(run, command, _describe_objective(run, command, shared, group))
 
 
-def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
+def _read_format(command: SourceCommand, layout: Layout) -> str | None:
     """Return the format of weights and optimizer state of FSDP, where it is another one than float32."""
     name = (command.text(f"{_STRATEGY}param_dtype") or None) if layout.engine == "fsdp" else None
     if name not in _FORMATS:
@@ -678,7 +665,7 @@ def _read_data(run: Import, command: SourceCommand) -> str:
 
 def _finish(run: Import, command: SourceCommand) -> None:
     """Keep FSDP where `engine: fsdp` supports the run; name the reason in the plan where it is Megatron's."""
-    layout = _Layout.from_command(command)
+    layout = _read_layout(command)
     if run.refused or layout.engine != "fsdp":
         return
     obstacles = [f"Ulysses over {layout.context} devices: engine: fsdp does not split sequences"] if layout.context > 1 else []
