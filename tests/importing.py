@@ -29,7 +29,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.command import PROJECTS
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import Import, ImportSettings
-from mindspeed_rl.importers.shell_text import read_script
+from mindspeed_rl.importers.shell import read_script
 from mindspeed_rl.importers.source_plan import SourcePlan
 
 #: files of a checkout that may hold a command; a file of options is named, not read

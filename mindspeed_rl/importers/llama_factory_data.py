@@ -13,7 +13,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6

@@ -46,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
