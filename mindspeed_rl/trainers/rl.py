@@ -80,6 +80,8 @@ class RLTrainer(TrainingLoop):
                     collect(actors.save(iteration + 1, self._state(iteration + 1)))
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self._evaluate(iteration + 1))
+                    if schedule.has_average:
+                        self.metrics.merge(self._evaluate_average(iteration + 1))
             if self._ends_early(iteration):
                 break
         collect(actors.finish())
@@ -116,6 +118,14 @@ class RLTrainer(TrainingLoop):
             metrics = self.evaluator.run()
         self._record_examples(iteration, self.evaluator.examples)
         return metrics
+
+    def _evaluate_average(self, iteration: int) -> Metrics:
+        """Return the figures of the moving average of the weights, as eval_ema/...; the engines have the actor's after."""
+        self.collect(self.actors.push_weights(iteration, average=True))
+        with self.timers("evaluate"):
+            metrics = self.evaluator.run()
+        self.collect(self.actors.push_weights(iteration))
+        return Metrics({name.replace("eval/", "eval_ema/", 1): metric for name, metric in metrics.items()})
 
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM while iterations are left."""

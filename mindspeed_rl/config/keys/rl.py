@@ -503,6 +503,11 @@ class _KlKeys:
         needs=_SYNC_REF, elsewhere="ref_update_interval", on_resume="exact")
     ref_model_mixup_alpha: float = key(0.6, "fraction of the actor in the updated reference",
         "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF, on_resume="exact")
+    ema_decay: float = key(0.0,
+        "decay of a moving average of the actor's weights, a = decay * a + (1 - decay) * w after each optimizer step, which is "
+        "evaluated and exported too; 0 for none",
+        "actor 权重滑动平均的衰减系数，每个优化步后 a = decay * a + (1 - decay) * w，也会评测并导出；0 表示不保留",
+        range=Range.DECAY, on_resume="exact")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -160,7 +160,7 @@ _CHARTS = (
     _Chart(
         "Reward", ("grpo/score/mean", "dapo/score/mean", "critic/score/mean", "rewards/total_mean", "eval/reward"), "Learning"
     ),
-    _Chart("Accuracy on held-out prompts", ("eval/accuracy", "eval/*accuracy*"), "Learning"),
+    _Chart("Accuracy on held-out prompts", ("eval/accuracy", "eval/*accuracy*", "eval_ema/accuracy"), "Learning"),
     _Chart("Reward by part", ("*_rewards/mean",), "Learning", note="raw, unweighted score of each reward function"),
     _Chart("Loss", ("train/loss", "eval/loss", "actor/pg_loss", "critic/vf_loss"), "Learning"),
     _Chart("Preferences", ("train/rewards/accuracies", "train/rewards/margins"), "Learning"),

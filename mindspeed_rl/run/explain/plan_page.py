@@ -424,6 +424,8 @@ def _list_update_phases(
     if rl.sync_ref_model and objective.needs_ref:
         part = f"{rl.ref_model_mixup_alpha:g} of the actor"
         yield "sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)"
+    if rl.ema_decay:
+        yield "average", "host", f"moving average of the actor's weights, decay {rl.ema_decay:g}, after each optimizer step"
     count = round_number(rollout.dp_size)
     yield "update_weights", shared, f"resharding {actor} -> TP{rollout.tensor} x {count}{_describe_spread(run)}"
 

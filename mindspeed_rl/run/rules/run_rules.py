@@ -520,6 +520,36 @@ def _streamed_reference(run: Run) -> Iterator[Broken]:
         )
 
 
+@needs("rl_config", "generate_config")
+def _moving_average(run: Run) -> Iterator[Broken]:
+    """Check that the average of the actor's weights has a reader, and that weights can change places with it."""
+    actor, rl = run.config.actor_config, run.rl
+    if not rl.ema_decay:
+        return
+    if not (actor.has_held_out_data or (actor.save and actor.save_hf)):
+        yield violate(
+            "average_is_read",
+            "[ema_decay] keeps an average that nothing would read: it is evaluated with [actor_config.eval_data_path:name], "
+            "and exported with [actor_config.save:name] and [actor_config.save_hf:name]",
+            {"ema_decay": 0},
+        )
+    if run.placement.disaggregated and actor.has_held_out_data:
+        yield violate(
+            "average_on_servers",
+            "[ema_decay] cannot be evaluated by rollout servers, which generate for training meanwhile; leave out "
+            "[actor_config.eval_data_path:name] and [split:name], and evaluate the exported folder",
+            {"ema_decay": 0},
+            {"actor_config.eval_data_path": None},
+        )
+    if actor.reuse_fp32_param:
+        yield violate(
+            "average_of_shared_storage",
+            "[ema_decay] excludes [actor_config.reuse_fp32_param:name]: bf16 weights that share memory with the optimizer's "
+            "cannot make room for the average",
+            {"ema_decay": 0, "actor_config.reuse_fp32_param": False},
+        )
+
+
 def _split(run: Run) -> Iterator[Broken]:
     key, split = "actor_config.split", run.config.actor_config.split
     try:
@@ -606,6 +636,7 @@ RUN_RULES = (
     _pushed_adapters,
     _shared_backbone,
     _streamed_reference,
+    _moving_average,
     _muon,
     _offloaded_optimizer,
     _mindspeed,

@@ -172,7 +172,7 @@ ELSEWHERE: dict[str, str] = {
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
-    "ref_model_mixup_alpha critic_warmup shuffle_mini_batch max_off_policy_threshold "
+    "ref_model_mixup_alpha ema_decay critic_warmup shuffle_mini_batch max_off_policy_threshold "
     "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "
