@@ -156,7 +156,7 @@ def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
 
 
 def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
-    return {name: _Range(seconds, *time.bounds(seconds)) for name, seconds in time.phases.items()}
+    return {name: _Range(seconds, *time.bounds(seconds, name)) for name, seconds in time.phases.items()}
 
 
 def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:

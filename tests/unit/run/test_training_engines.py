@@ -114,7 +114,7 @@ def test_forms_of_models_are_refused_by_name(name: str, form: str | None) -> Non
 
 
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
-    for command in ("plan", "diff", "npu-cost"):
+    for command in ("diff", "npu-cost"):
         rules.check_command(MegatronConfig(), "actor_config", command)
         with pytest.raises(ValueError, match=f"^actor_config.engine: fsdp: mindspeed-rl {command} knows"):
             rules.check_command(MegatronConfig(engine="fsdp"), "actor_config", command)
