@@ -157,8 +157,8 @@ def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[st
 
 #: keys of files and folders that a run reads
 _INPUTS = frozenset(
-    "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path prompt_type_path "
-    "image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path "
+    "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path eval_sets "
+    "prompt_type_path image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path "
     "environment runtime_env_path".split()
 )
 _SLICE = re.compile(r"(\[[\d:]*\]|#\d+)$")
@@ -179,6 +179,8 @@ def _find_beside(groups: Mapping[str, dict[str, Any]], folder: Path | None) -> N
                 continue  # checkpoints that this run writes
             if isinstance(value, str):
                 values[name] = _place(value, folder)
+            elif isinstance(value, Mapping):
+                values[name] = {key: _place(item, folder) if isinstance(item, str) else item for key, item in value.items()}
             elif isinstance(value, list):
                 values[name] = [_place(item, folder) if isinstance(item, str) else item for item in value]
 

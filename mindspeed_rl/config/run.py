@@ -217,6 +217,7 @@ class RunConfig:
         names: list[object] = []
         for role in roles:
             names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
+            names += list((role.eval_sets or {}).values())
             names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
         paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
         # files of a data set begin with its prefix

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_rl.config.keys.megatron import read_split
+from mindspeed_rl.config.keys.megatron import MegatronConfig, read_split
 from mindspeed_rl.config.keys.rl import DistillationKeys
 from mindspeed_rl.data import card
 from mindspeed_rl.data.card import DataCard
@@ -223,7 +223,11 @@ def describe_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> 
 
 
 def describe_data(
-    run: Run, prompts: PromptDataset, held_out: PromptDataset | None, tokenizer: PreTrainedTokenizerBase
+    run: Run,
+    prompts: PromptDataset,
+    held_out: PromptDataset | None,
+    eval_sets: Mapping[str, PromptDataset],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[DataCard]:
     """Return the cards of the prompts to train on, and of the held-out ones, without examples."""
     actor, limit = run.config.actor_config, run.rl.max_prompt_length
@@ -231,6 +235,9 @@ def describe_data(
     if held_out is not None:
         title = f"eval_data_path: {actor.eval_data_path}" if actor.eval_data_path else f"held out by split: {actor.split}"
         cards.append(DataCard(title, card.describe_prompts(held_out, tokenizer, limit)).without_examples())
+    for name, each in eval_sets.items():
+        title = f"eval_sets.{name}: {(actor.eval_sets or {})[name]}"
+        cards.append(DataCard(title, card.describe_prompts(each, tokenizer, limit)).without_examples())
     return cards
 
 
@@ -266,6 +273,19 @@ def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDa
     return prompts, full.part(train, train + validation) if validation > 0 else None
 
 
+def list_prompt_paths(actor: MegatronConfig) -> dict[str, object]:
+    """Return the files of prompts that a run file names, by their keys."""
+    sets = {f"eval_sets.{name}": path for name, path in (actor.eval_sets or {}).items()}
+    return {"data_path": actor.data_path, "eval_data_path": actor.eval_data_path, **sets}
+
+
+def load_eval_sets(run: Run, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:
+    """Return the prompts of `eval_sets`, by name."""
+    tools = read_tool_schemas(run.rl, tokenizer)
+    names = run.config.actor_config.eval_sets or {}
+    return {name: _open_run_prompts(run, f"eval_sets.{name}", tokenizer, tools) for name in names}
+
+
 def _open_run_prompts(
     run: Run, key: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> PromptDataset:
@@ -275,7 +295,7 @@ def _open_run_prompts(
         tools: schemas for raw prompts; prompts of `mindspeed-rl preprocess` contain those they were preprocessed with.
     """
     actor = run.config.actor_config
-    path = getattr(actor, key)
+    path = list_prompt_paths(actor)[key]
     model = run.models.get("actor")
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.termination import Termination
 from mindspeed_rl.workers.remote_group import RemoteGroup
@@ -28,6 +29,7 @@ class SupervisedTrainer(TrainingLoop):
         self.train_iters = run.plan.train_iters or 0
         self.can_evaluate = evaluates
         self.start_iteration = start_iteration
+        self.progress = EvaluationProgress(self.config, logger.note, start_iteration=start_iteration)
 
     def fit(self) -> None:
         """Run all iterations that are left; with `skip_train` only evaluate."""
@@ -36,13 +38,17 @@ class SupervisedTrainer(TrainingLoop):
                 self.collect(self.workers.call(Phases.EVALUATE))
             return
         for iteration in range(self.start_iteration + 1, self.train_iters + 1):
+            if self.progress.end_reason:
+                break
             with self.iteration(iteration):
                 self.collect(self.workers.call(Phases.TRAIN))
-                if self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
-                    self.before_save(iteration)
-                    self.collect(self.workers.call(Phases.SAVE, iteration))
+                if is_saved := self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
+                    self._save(iteration)
                 if self._is_due(iteration, self.config.eval_interval, self.can_evaluate):
                     self.collect(self.workers.call(Phases.EVALUATE))
+                    self.progress.add(iteration, self.metrics.results())
+                if self.progress.needs_checkpoint(iteration) and not is_saved:
+                    self._save(iteration)
             if self._ends_early(iteration):
                 break
         self.collect(self.workers.call(Phases.FINISH))
@@ -58,9 +64,15 @@ class SupervisedTrainer(TrainingLoop):
         if iteration == self.train_iters or not self.termination.requested:
             return False
         self.termination.ends_early = True
-        if not self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
-            self.collect(self.workers.call(Phases.SAVE, iteration))
+        is_saved = self._is_due(iteration, self.config.save_interval, bool(self.config.save))
+        if not is_saved and not self.progress.needs_checkpoint(iteration):
+            self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.kept_iteration))
         return True
+
+    def _save(self, iteration: int) -> None:
+        """Write a checkpoint, and before it the figures of the iteration so far."""
+        self.before_save(iteration)
+        self.collect(self.workers.call(Phases.SAVE, iteration, self.progress.kept_iteration))
 
     def _is_due(self, iteration: int, interval: int | None, is_enabled: bool) -> bool:
         """Return True every `interval` iterations and after the last, if it is enabled at all; the first iteration is 1."""

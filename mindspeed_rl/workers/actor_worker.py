@@ -12,6 +12,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
@@ -123,9 +124,11 @@ class ActorWorker(ActorPhases):
             self._load_engine(self.rollout.engine.weight_version)
         return self._report()
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[Trajectory] | None:
         """Generate this replica's share of the responses to prompts; see `RolloutReplica.generate_responses`."""
-        return self.rollout.generate_responses(items, seed, greedy=greedy)
+        return self.rollout.generate_responses(items, seed, evaluation)
 
     # ------------------------------------------------------------------ checkpoints
 

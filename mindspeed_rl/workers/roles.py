@@ -271,6 +271,7 @@ class Role:
         Raises:
             ValueError: the disk does not take it.
         """
+        assert self._saver is not None  # folders are next to its checkpoints
         partial = folder.with_name(f"{folder.name}.partial")
         try:
             self.save_hf(partial)
@@ -282,7 +283,8 @@ class Role:
                 link.symlink_to(folder.name)
                 # in one step: a reader of `latest` finds the previous folder or this one
                 os.replace(link, folder.with_name("latest"))
-                for old in list_old(folder.parent, int(folder.name.removeprefix("iter_")), self.config.keep_last):
+                iteration, best = int(folder.name.removeprefix("iter_")), self._saver.best
+                for old in list_old(folder.parent, iteration, self.config.keep_last, best=best):
                     shutil.rmtree(old)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)

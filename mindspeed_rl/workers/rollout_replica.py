@@ -41,6 +41,7 @@ from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.run import Run
@@ -304,15 +305,17 @@ class RolloutReplica:
 
         return self.in_process.run(continue_all)
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
-        """Generate the response to every n-th prompt, from this replica's index on; None on ranks that return no results.
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[Trajectory] | None:
+        """Generate every n-th response, from this replica's index on; None on ranks that return no results.
 
         Args:
             items: the prompts.
             seed: the seeds of the samples are derived from it.
-            greedy: temperature 0; otherwise the sampling of the training rollouts.
+            evaluation: temperature and number of responses to each prompt.
         """
-        tasks = build_item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
+        tasks = build_item_tasks(items, self.engine.sampling, seed, evaluation)[self.replica :: self.num_replicas]
 
         async def generate_all() -> list[Trajectory]:
             trajectories = await asyncio.gather(*(self.agents.sample(self.in_process, task) for task in tasks))

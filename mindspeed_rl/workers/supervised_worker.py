@@ -18,6 +18,7 @@ from torch import Tensor
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.checkpoint.newest import BEST_ITERATION
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
@@ -152,10 +153,15 @@ class SupervisedWorker(DeviceWorker):
                 metrics.merge(_name_metrics("eval/", losses))
         return self._report(metrics)
 
-    def save(self, iteration: int) -> WorkerReport:
-        """Write a checkpoint from which a run can resume after `iteration` steps."""
+    def save(self, iteration: int, best_iteration: int | None = None) -> WorkerReport:
+        """Write a checkpoint from which a run can resume after `iteration` steps.
+
+        Args:
+            best_iteration: iteration of the best evaluation so far.
+        """
+        state = {"consumed_samples": self.consumed, BEST_ITERATION: best_iteration, **self._state}
         with self.timers(Phases.SAVE.timer):
-            self.role.save(iteration, {"consumed_samples": self.consumed, **self._state})
+            self.role.save(iteration, state)
         return self._report()
 
     def finish(self) -> WorkerReport:

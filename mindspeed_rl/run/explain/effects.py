@@ -220,6 +220,7 @@ _IDLE = (
     _Idle(["use_bias_correction_kl"], lambda run, _: not _objective(run).kl_in_loss, "the KL is in the reward"),
     _Idle(["kl_clamp"], lambda run, _: _objective(run).kl.clamp is None, "kl_penalty is {kl_penalty}"),
     _Idle(["eval_greedy"], lambda run, _: not run.config.actor_config.has_held_out_data, _HELD_OUT),
+    _Idle(["eval_greedy"], lambda run, _: run.config.actor_config.eval_temperature is not None, "eval_temperature is set"),
     _Idle(["init_kl_coef"], lambda run, _: run.rl.init_kl_coef and _objective(run).kl_place is None, "{no_kl}"),
     _Idle(["ref_*"], lambda run, _: not _objective(run).needs_ref, "no reference model is needed"),
     _Idle(["critic_*"], lambda run, _: not _objective(run).has_critic, _ESTIMATOR),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
@@ -594,6 +595,35 @@ def _held_out(run: Run) -> Iterator[Broken]:
     if run.config.is_supervised and actor.skip_train and not actor.has_held_out_data:
         text = f"[{skip}:name]: there is nothing to evaluate on; set eval_data_path or split"
         yield violate("held_out", text, {skip: False}, keys={"eval_data_path": None})
+    off = {"eval_target": None, "eval_patience": None, "keep_best": False, "eval_metric": None}
+    for name, value in off.items():
+        if getattr(actor, name) != value and not actor.has_held_out_data:
+            key = f"megatron_training.{name}"
+            text = f"[{key}:name]: there is nothing to evaluate on; set eval_data_path or split"
+            yield violate("held_out", text, {key: value}, keys={"eval_data_path": None})
+
+
+#: names of sets of prompts, which are parts of names of figures
+_SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _evaluations(run: Run) -> Iterator[Broken]:
+    """Check the sets and the sampling of evaluations that generate."""
+    actor, rl = run.config.actor_config, run.config.rl_config
+    functions = set() if rl is None else {*rl.verifier_function}
+    for name, path in (actor.eval_sets or {}).items():
+        key = f"megatron_training.eval_sets.{name}"
+        if not _SET_NAME.fullmatch(name) or name in functions:
+            reason = "the name of a reward function" if name in functions else "no name"
+            text = f"{key}: {name!r} is {reason}; name the set by letters, digits, '_', '-' and '.'"
+            yield violate("eval_set_name", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+        elif not isinstance(path, str) or not path.strip():
+            text = f"{key} is {path!r}; it must be one file, prefix or name on a hub"
+            yield violate("eval_set_path", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    greedy = actor.eval_temperature == 0 or actor.eval_temperature is None and (rl is None or rl.eval_greedy)
+    if actor.eval_n_samples > 1 and greedy:
+        text = "[megatron_training.eval_n_samples]: greedy responses to a prompt are all the same; set eval_temperature above 0"
+        yield violate("eval_samples_vary", text, {"megatron_training.eval_temperature": 1.0})
 
 
 #: paths that are empty by default
@@ -646,4 +676,5 @@ RUN_RULES = (
     _data,
     _paths,
     _held_out,
+    _evaluations,
 )

@@ -152,8 +152,9 @@ ELSEWHERE: dict[str, str] = {
     "kv_cache_dtype",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "run/resume.py": "load_iteration load_previous",
-    "trainers/evaluation.py": "eval_num_prompts eval_greedy",
-    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
+    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature",
+    "trainers/best_evaluation.py": "eval_metric eval_target eval_patience keep_best",
+    "trainers/prompt_loader.py": "data_path eval_data_path eval_sets split dataset_additional_keys max_prompt_length "
     "long_prompts limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/supervised_data.py": "append_eod",

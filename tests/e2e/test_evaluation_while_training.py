@@ -1,0 +1,62 @@
+"""Evaluation while training: named sets, several samples, the end at a target, the best checkpoint, and `evaluate` on it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from grpo_command import ONE_PROCESS, finished, running
+from patience import patient
+
+pytestmark = pytest.mark.slow
+
+
+def test_the_figures_are_those_of_evaluate_on_the_saved_folder_and_the_run_ends_at_its_target(
+    task: Path, tmp_path: Path
+) -> None:
+    sets = f"megatron_training.eval_sets={{copy: {task / 'heldout.jsonl'}, few: '{task / 'heldout.jsonl'}#4'}}"
+    keys = [
+        *ONE_PROCESS,
+        sets,
+        "megatron_training.train_iters=12",
+        "megatron_training.save_interval=4",
+        "megatron_training.eval_interval=1",
+        "megatron_training.eval_n_samples=4",
+        "megatron_training.eval_temperature=1.0",
+        "megatron_training.eval_metric=eval/copy/accuracy",
+        "megatron_training.eval_target=0.6",
+        "megatron_training.keep_best=true",
+        "megatron_training.seed=7",
+        "actor_config.keep_last=1",
+        "actor_config.save_hf=true",
+        "actor_config.lr=1e-3",
+    ]
+    command = finished(task, tmp_path / "run", *keys)
+    save, last = tmp_path / "run" / "save", command.metrics[-1]
+    record = json.loads((save / "evaluations.json").read_text())
+    assert last["eval/copy/accuracy"] >= 0.6 > max([m["eval/copy/accuracy"] for m in command.metrics[:-1]], default=0.0)
+    assert last["iteration"] < 12 and "the run ends: eval/copy/accuracy is" in command.output
+    assert record["best"] == {"iteration": last["iteration"], "value": last["eval/copy/accuracy"]}
+    assert last["eval/few/prompts"] == 4 and last["eval/copy/pass@1"] == last["eval/copy/accuracy"]
+    assert (save / "hf" / "best").resolve() == save / "hf" / f"iter_{last['iteration']:07d}"
+    # the same samples: same seeds, same prompts, same weights
+    words = ["--task", "jsonl", "--task-data-path", str(task / "heldout.jsonl"), "--scorer", "exact_match"]
+    words += ["--num-return", "4", "--temperature", "1.0", "--seed", "7", "--max-new-tokens", "4", "--dtype", "float32"]
+    words += ["--load", str(save / "hf" / "best"), "--output", str(tmp_path / "scores.json"), "--max-length", "64"]
+    command_line = [sys.executable, "-m", "mindspeed_rl.cli.main", "evaluate", *words]
+    ended = subprocess.run(command_line, capture_output=True, text=True, timeout=patient(300), check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    score = json.loads((tmp_path / "scores.json").read_text())["tasks"]["jsonl"]
+    figures = {name.removeprefix("eval/copy/"): value for name, value in last.items() if name.startswith("eval/copy/")}
+    assert score["accuracy"] == pytest.approx(figures["accuracy"], abs=1e-12)
+    assert {f"pass@{k}": value for k, value in score["pass_at"].items()} == pytest.approx(
+        {name: value for name, value in figures.items() if name.startswith("pass@")}
+    )
+    assert score["majority"] == pytest.approx(figures["maj@4"])
+    # the same command finds that it has ended
+    with running(task, tmp_path / "run", *keys) as again:
+        assert again.wait(300) == 0, again.output[-3000:]
+    assert len(again.metrics) == len(command.metrics)
