@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -40,8 +40,10 @@ from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.module_engine import ModuleEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
-from mindspeed_rl.rollout.requests import EvaluationSampling
+from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling
+from mindspeed_rl.rollout.step_engine import StepEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.run import Run
@@ -75,6 +77,37 @@ def _build_routing_arguments(key: str) -> EngineArguments:
     return {name: True}
 
 
+def _build_vllm(run: Run, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, run_id: str) -> StepEngine:
+    config, actor = run.generate, run.models["actor"]
+    replays = run.rl.router_replay.mode == "R3"
+    key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
+    return VllmEngine(
+        actor.source.hf_folder,
+        config,
+        sampling,
+        run_id=run_id,
+        kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
+        image_rules=read_image_rules(actor),
+        engine_arguments={
+            **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
+            **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+            # read only where texts or a form end a response
+            "tokenizer": tokenizer.name_or_path,
+        },
+    )
+
+
+def _build_module(run: Run, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, run_id: str) -> StepEngine:
+    return ModuleEngine(run.models["actor"].source.hf_folder, run.generate, sampling, world_size=dist.get_world_size())
+
+
+#: value of `generate_config.engine` -> function that builds it; collective over the world
+ENGINES: dict[str, Callable[[Run, Sampling, PreTrainedTokenizerBase, str], StepEngine]] = {
+    "vllm": _build_vllm,
+    "transformers": _build_module,
+}
+
+
 class RolloutReplica:
     """One rank's share of a rollout replica.
 
@@ -105,26 +138,11 @@ class RolloutReplica:
         config, actor = run.generate, run.models["actor"]
         sampling = build_sampling(config.sampling_config, actor.source.hf_folder, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        replays = run.rl.router_replay.mode == "R3"
-        key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
-        self.engine = VllmEngine(
-            actor.source.hf_folder,
-            config,
-            sampling,
-            run_id=run_id,
-            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
-            image_rules=read_image_rules(actor),
-            engine_arguments={
-                **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
-                # read only where texts or a form end a response
-                "tokenizer": tokenizer.name_or_path,
-            },
-        )
+        self.engine = ENGINES[config.engine](run, sampling, tokenizer, run_id)
         drafts = config.drafts or {}
         self.engine.syncs_drafts = drafts.get("method") == "mtp" and actor.plan.model_config.mtp_num_layers > 0
         # each of the actor's pipeline stages gets the experts of its own layers
-        self._plan = actor.plan if replays else None
+        self._plan = actor.plan if run.rl.router_replay.mode == "R3" else None
         self._model_config, self._tokenizer = actor.plan.model_config, tokenizer
         self.rank, self.layout = dist.get_rank(), self.engine.layout
         self.replica, replica_rank = divmod(self.rank, self.layout.tensor)

@@ -322,6 +322,9 @@ def find_warnings(run: Run) -> list[str]:
     warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(run)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
         warnings += [*_warn_about_sizes(run), *_warn_about_old_tokens(cfg.rl_config), *_warn_about_drafts(cfg)]
+    engine = cfg.derived.get("generate_config.engine")
+    if engine is not None and engine.value == "transformers":
+        warnings.append(f"generate_config.engine is transformers: {engine.source}")
     if folder := cfg.derived.get(CRITIC_FOLDER):
         warnings.append(f"{CRITIC_FOLDER}: {folder.source}; the checkpoints of the critic are in {folder.value}")
     return warnings
