@@ -577,7 +577,7 @@ def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
                     {"from": "gpt", "value": "A"},
                 ]
             },
-            "a message of the user ('And now?') comes directly after a tool's result; an answer of the assistant must be between",
+            "a message of the user ('And now?') comes directly after a tool's result; an answer of the assistant must be",
         ),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "human", "value": "Q"}]}, "not from the assistant"),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "bob", "value": "Q"}]}, "turn 0 is from 'bob'"),
