@@ -340,8 +340,8 @@ def _make_parser() -> Parser:
     )
     add = parser.add_argument
     add("--write", choices=tuple(WRITERS), required=True, metavar="KIND", help=", ".join(WRITERS))
-    add("run", metavar="RUN", help="name or path of the run file, as the nodes find it")
-    add("overrides", nargs="*", metavar="key=value", help="overrides, as for training")
+    add("--config-name", "--config", metavar="RUN", help="the run file as an option, as other commands have it")
+    add("words", nargs="*", metavar="RUN key=value", help="run file, as the nodes find it, and overrides as for training")
     add("-o", "--output", type=Path, required=True, help="file to write; - prints it")
     add("--machine", choices=tuple(_MACHINES), required=True, help="kind of the machines, as the folders of envs/")
     add("--npus-per-node", type=int, help="devices of a machine; default: a2 and a5 8, a3 16")
@@ -365,6 +365,10 @@ def _make_parser() -> Parser:
 
 def _build_job(args: argparse.Namespace) -> Job:
     _check(args)
+    args.overrides = list(args.words)
+    args.run = args.config_name or (args.overrides.pop(0) if args.overrides else None)
+    if args.run is None:
+        raise ValueError("there is no run file: launch --write KIND RUN -o FILE")
     if misplaced := next((word for word in args.overrides if "=" not in word), None):
         raise ValueError(f"{misplaced!r} is not key=value; one RUN is written at a time")
     cfg = load_run_config(args.run, None, args.overrides)

@@ -36,6 +36,8 @@ _ASYNC = ("trainer_mode", ("async",))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _MLFLOW = ("use_mlflow", (True,))
+_TRACKIO = ("use_trackio", (True,))
+_OTLP = ("use_otlp", (True,))
 
 
 def _read_by(algorithms: Mapping[str, Algorithm], setting: str) -> Needs:
@@ -843,6 +845,19 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         supervised=True, on_resume="exact")
     mlflow_run_name: str = key("", "run name; the name of the run folder when empty", "运行名；为空时是运行文件夹的名字",
         needs=_MLFLOW, supervised=True, on_resume="exact")
+    use_trackio: bool = key(False, "log to Trackio", "记录到 Trackio", supervised=True, on_resume="exact")
+    trackio_project: str = key("", "project; mindspeed_rl when empty", "项目；为空时是 mindspeed_rl", needs=_TRACKIO,
+        supervised=True, on_resume="exact")
+    trackio_run_name: str = key("", "run name; the name of the run folder when empty", "运行名；为空时是运行文件夹的名字",
+        needs=_TRACKIO, supervised=True, on_resume="exact")
+    trackio_space_id: str = key("", "Hugging Face Space that shows the run; this machine when empty",
+        "展示该运行的 Hugging Face Space；为空时记录在本机", needs=_TRACKIO, supervised=True, on_resume="exact")
+    use_otlp: bool = key(False, "send metrics to an OpenTelemetry collector (OTLP over HTTP)",
+        "把指标发送到 OpenTelemetry collector（OTLP/HTTP）", supervised=True, on_resume="exact")
+    otlp_endpoint: str = key("",
+        "address of the collector, such as http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT, else this machine, when empty",
+        "collector 的地址，例如 http://host:4318；为空时用 OTEL_EXPORTER_OTLP_ENDPOINT，否则为本机", needs=_OTLP,
+        supervised=True, on_resume="exact")
     log_max_throughput: bool = key(True, "throughput counts the longest instead of the mean length, as MindSpeed-RL does",
         "吞吐按最长而不按平均长度计算，同 MindSpeed-RL", upstream=("read by grpo only", "只有 grpo 读取"), on_resume="exact")
 
@@ -875,6 +890,8 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
             "wandb": self.use_wandb,
             "swanlab": self.use_swanlab,
             "mlflow": self.use_mlflow,
+            "trackio": self.use_trackio,
+            "otlp": self.use_otlp,
         }
         return list(dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *self.report_to]))
 

@@ -142,6 +142,13 @@ def test_a_service_of_compose_starts_its_node(tmp_path: Path) -> None:
     assert content["services"]["node"]["restart"] == "on-failure:3" and content["services"]["node"]["network_mode"] == "host"
 
 
+def test_the_run_file_may_be_an_option(tmp_path: Path) -> None:
+    plain = write(tmp_path, "slurm", "actor_config.lr=1e-6")
+    for flag in ("--config", "--config-name"):
+        words = ["--write", "slurm", "actor_config.lr=1e-6", flag, RUN, "--machine", "a3", "-o", str(tmp_path / "other")]
+        assert launch.main(words) == 0 and (tmp_path / "other").read_text() == plain
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
@@ -152,6 +159,7 @@ def test_a_service_of_compose_starts_its_node(tmp_path: Path) -> None:
         (["--write", "volcano", RUN, "--machine", "a3", "--mount", "a:b"], "expected /folder/of/host:/folder"),
         (["--write", "rayjob", RUN, "--machine", "a3", "--time", "1"], "--time belongs to slurm"),
         (["--write", "volcano", RUN, "other", "--machine", "a3"], "'other' is not key=value"),
+        (["--write", "volcano", "--machine", "a3"], "there is no run file"),
         (["--write", "nomad", RUN, "--machine", "a3"], "nomad"),
         (["--write", "volcano", RUN, "--machine", "a3", "actor_config.lrr=1"], "lrr"),
         (["--write", "volcano", RUN, "--machine", "a3", "actor_config.micro_batch_size=7"], "micro_batch_size"),

@@ -103,7 +103,7 @@ ELSEWHERE: dict[str, str] = {
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler use_tensorboard use_wandb use_swanlab "
-    "use_mlflow",
+    "use_mlflow use_trackio use_otlp",
     "config/run.py": "max_total_response_length exact_log_probs judge_max_tokens judge_max_model_len",
     "run/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     # tests/unit/run/test_distillation_keys.py has the keys of distillation
@@ -137,7 +137,7 @@ ELSEWHERE: dict[str, str] = {
     "mtp_num_layers",
     "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
-    "mlflow_run_name",
+    "mlflow_run_name trackio_project trackio_run_name trackio_space_id otlp_endpoint",
     "rewards/static_check.py": "external_plugins",
     "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_timeout_s",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
