@@ -519,6 +519,9 @@ class MegatronConfig(
     eval_interval: int = key(1000, "iterations between evaluations", "两次评测之间的迭代数", range=Range.ITERATIONS,
         elsewhere="eval_steps test_freq", on_resume="exact")
     skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED, on_resume="exact")
+    device_hour_price: float | None = key(None,
+        "price of a device-hour in your currency, with which mindspeed-rl promise counts what the run costs",
+        "一个设备小时的价格（单位自定），mindspeed-rl promise 用它计算运行的费用", range=Bounds(0, 1e9), on_resume="exact")
     # fmt: on
 
     def __post_init__(self) -> None:
