@@ -18,7 +18,7 @@ _RECENT, _FEW = 10, 5
 _FAR_NATS = 1.0
 
 #: metrics of the total reward, by stage
-_REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
+REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _name_learning_rate(history: History) -> str:
 
 def _is_solved(history: History) -> bool:
     """Return True where the reward of the last iterations is nearly the highest that any response has got."""
-    means, highest = history.finite(*_REWARDS).y[-_RECENT:], history.finite(*(f"{name[:-4]}max" for name in _REWARDS)).y
+    means, highest = history.finite(*REWARDS).y[-_RECENT:], history.finite(*(f"{name[:-4]}max" for name in REWARDS)).y
     return bool(means) and bool(highest) and max(highest) > 0 and statistics.fmean(means) >= 0.9 * max(highest)
 
 
@@ -85,7 +85,7 @@ def _check_collapse(history: History) -> Iterator[Alert]:
     held_out = history.finite("eval/accuracy", "eval/reward")
     iterations, values, what = held_out.x, list(held_out.y), "held-out score"
     if len(values) < 2:
-        series, what = history.finite(*_REWARDS), "reward"
+        series, what = history.finite(*REWARDS), "reward"
         # medians of a window: the reward of one batch of prompts varies
         iterations = series.x[_RECENT - 1 :]
         values = [statistics.median(series.y[end - _RECENT : end]) for end in range(_RECENT, len(series.y) + 1)]
@@ -102,8 +102,8 @@ def _check_collapse(history: History) -> Iterator[Alert]:
 
 
 def _check_zero(history: History) -> Iterator[Alert]:
-    series = history.finite(*(f"{name[:-4]}max" for name in _REWARDS))
-    lowest = history.finite(*(f"{name[:-4]}min" for name in _REWARDS)).y
+    series = history.finite(*(f"{name[:-4]}max" for name in REWARDS))
+    lowest = history.finite(*(f"{name[:-4]}min" for name in REWARDS)).y
     if len(series.y) >= _FEW and max(series.y) <= 0 and min(lowest, default=0.0) >= 0:
         yield Alert(
             "reward_zero",
@@ -116,7 +116,7 @@ def _check_zero(history: History) -> Iterator[Alert]:
 
 
 def _check_reward(history: History) -> Iterator[Alert]:
-    series = history.finite(*_REWARDS)
+    series = history.finite(*REWARDS)
     iterations, values = series.x, series.y
     if len(values) < 30 or _is_solved(history):
         return

@@ -48,6 +48,7 @@ class TimePlan:
         parts: seconds of the parts of a phase, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
         overlaps: generation continues while the actor trains, on dedicated devices.
+        prompt: mean tokens of a prompt; 0 in supervised stages.
         factors: measured seconds divided by the model's, by phase, where a run calibrates it.
     """
 
@@ -61,6 +62,7 @@ class TimePlan:
     notes: tuple[str, ...] = ()
     factors: dict[str, float] = field(default_factory=dict)
     overlaps: bool = False
+    prompt: float = 0.0
 
     @property
     def total(self) -> float:
@@ -142,6 +144,7 @@ def plan_time(
         lengths=assumed.lengths,
         notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_judge_notes(run), *_list_omissions(cfg)),
         overlaps=draft.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
+        prompt=assumed.prompt,
     )
 
 

@@ -292,7 +292,10 @@ class RolloutReplica:
         if self._expert_counts is not None:
             self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
-        return compute_response_metrics(trajectories)
+        metrics = compute_response_metrics(trajectories)
+        if self.engine.fell_back_to_eager:
+            metrics.add_max("rollout/eager", 1.0)
+        return metrics
 
     async def _sample(self, task: Task) -> Trajectory:
         """Generate a response, and show that it is done."""

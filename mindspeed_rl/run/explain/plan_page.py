@@ -30,11 +30,11 @@ def explain(run: Run) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `overview` and `data` (cards of run and data), `length` (of a run in passes over
-    its prompts) and `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`;
-    `derived` (keys that the file omits and that follow from it, each with its value and source); `earlier_names` (keys by
-    deprecated names); `warnings` (settings that cost time or results); `changed_keys`; `keys_without_effect`; `unavailable`
-    (switched on, but not in this version) and `missing` (needed to start).
+    `dispatch_sizes`; `resources`; `formula`; `promise` (lines of memory, seconds and costs), `overview` and `data` (cards of
+    run and data), `length` (of a run in passes over its prompts) and `unchecked`, which the command fills in; `samples` (of
+    several turns, and drafts); `learning_rate`; `derived` (keys that the file omits and that follow from it, each with its
+    value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
+    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     cfg, sizes, violations = run.config, run.sizes, validate(run)
@@ -67,6 +67,7 @@ def explain(run: Run) -> Report:
         ),
         "resources": {} if sizes is None else _describe_resources(run, sizes),
         "formula": formula(run),
+        "promise": [],
         "overview": {},
         "data": "",
         "length": "",
@@ -94,6 +95,7 @@ def report_failure(errors: list[str]) -> Report:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "promise": [],
         "overview": {},
         "data": "",
         "length": "",
@@ -187,6 +189,7 @@ def _render_resources(resources: Report) -> str:
 
 #: part of the report -> its title and its text, in the order of the page
 _SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "promise": ("Promise", _list_lines),
     "overview": ("", lambda rows: _table({name: text for name, text in rows.items() if text})),
     "data": ("Data", _indent),
     "batch": ("", _render_batch),

@@ -25,7 +25,7 @@ _READ = set(
     "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size "
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
-    "deterministic ai_framework log_interval eval_iters eval_interval skip_train".split()
+    "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train".split()
 )
 
 

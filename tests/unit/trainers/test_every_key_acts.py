@@ -170,6 +170,7 @@ ELSEWHERE: dict[str, str] = {
     "partial_rollout partial_rollout_max_split keep_spare_samples",
     "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
+    "planner/promise.py": "device_hour_price",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
