@@ -33,6 +33,10 @@ def test_the_figures_are_those_of_evaluate_on_the_saved_folder_and_the_run_ends_
         "actor_config.keep_last=1",
         "actor_config.save_hf=true",
         "actor_config.lr=1e-3",
+        # the reward's own function beside it: the gap is 0
+        "audit.verifier_function=[exact_match]",
+        "audit.interval=2",
+        "audit.num_prompts=6",
     ]
     command = finished(task, tmp_path / "run", *keys)
     save, last = tmp_path / "run" / "save", command.metrics[-1]
@@ -42,6 +46,11 @@ def test_the_figures_are_those_of_evaluate_on_the_saved_folder_and_the_run_ends_
     assert record["best"] == {"iteration": last["iteration"], "value": last["eval/copy/accuracy"]}
     assert last["eval/few/prompts"] == 4 and last["eval/copy/pass@1"] == last["eval/copy/accuracy"]
     assert (save / "hf" / "best").resolve() == save / "hf" / f"iter_{last['iteration']:07d}"
+    lines = [json.loads(line) for line in (tmp_path / "run" / "run" / "metrics.jsonl").read_text().splitlines()]
+    audited = {line["iteration"]: line["audit/gap"] for line in lines if "audit/gap" in line}
+    assert set(audited) == {step for step in range(last["iteration"] + 1) if step % 2 == 0} and set(audited.values()) == {0.0}
+    assert (tmp_path / "run" / "run" / "audit.jsonl").is_file() and "one_sentence" not in command.output
+    assert all(0.0 < line["diversity/sentences_per_prompt"] <= 1.0 for line in command.metrics)
     # the same samples: same seeds, same prompts, same weights
     words = ["--task", "jsonl", "--task-data-path", str(task / "heldout.jsonl"), "--scorer", "exact_match"]
     words += ["--num-return", "4", "--temperature", "1.0", "--seed", "7", "--max-new-tokens", "4", "--dtype", "float32"]

@@ -573,6 +573,32 @@ def _held_out(run: Run) -> Iterator[Broken]:
             yield violate("held_out", text, {key: value}, keys={"eval_data_path": None})
 
 
+def _audit(run: Run) -> Iterator[Broken]:
+    """Check the stricter check beside the reward."""
+    audit, actor = run.config.audit, run.config.actor_config
+    if not audit.has_check:
+        return
+    if run.config.is_supervised:
+        text = "the group audit checks rewards, and supervised stages have none"
+        yield violate("audit_of_rewards", text, keys={"audit.verifier_function": audit.verifier_function})
+        return
+    count, weights = len(audit.verifier_function), len(audit.verifier_weight)
+    if weights not in (0, count):
+        text = f"[audit.verifier_weight:name] has {weights} entries, but [audit.verifier_function:name] has {count}"
+        yield violate("audit_weights", text, {"audit.verifier_weight": [1.0] * count})
+    if audit.data_path is None and not actor.has_held_out_data:
+        text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
+        yield violate("audit_data", text)
+    step = run.rl.parameter_sync_step
+    if run.rl.trainer_mode == "async" and audit.interval % step:
+        yield violate(
+            "audit_interval",
+            "[audit.interval] must be a multiple of [parameter_sync_step]: between two pushes the rollout engine holds other "
+            "weights than the trainer",
+            {"audit.interval": -(-audit.interval // step) * step},
+        )
+
+
 #: names of sets of prompts, which are parts of names of figures
 _SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -646,4 +672,5 @@ RUN_RULES = (
     _paths,
     _held_out,
     _evaluations,
+    _audit,
 )
