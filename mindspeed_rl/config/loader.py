@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from mindspeed_rl.config.compat.aliases import apply_aliases, rename_deprecated
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_names
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.keys.ignored import IGNORED
@@ -31,6 +32,7 @@ TOP_LEVEL: dict[str, type] = {
     "generate_config": GenerateConfig,
     "profiler_config": ProfilerGroups,
     "msprobe_config": MsprobeConfig,
+    "audit": AuditKeys,
 }
 
 
@@ -84,6 +86,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         set_keys["sampling_config"] = sampling
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
+    audit = build_group("audit", AuditKeys) or AuditKeys()
     platform, run_dir = _read_top_level(tree, errors)
     if errors:
         # each once: every role that takes a wrong model block reports it
@@ -108,6 +111,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         generate_config=generate,
         profiler_config=profiler,
         msprobe_config=msprobe,
+        audit=audit,
         set_keys=set_keys,
         deprecated=deprecated,
         aliased=aliased,

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
@@ -69,6 +70,7 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
+    audit: AuditKeys = field(default_factory=AuditKeys)
     model_metadata: dict[str, ModelMetadata] = field(default_factory=dict)
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)

@@ -155,7 +155,7 @@ class Evaluator:
         items = [item for item in each.items for _ in range(num_samples)]
         trajectories = self.generate(each.items, self._sampling)
         responses = [trajectory.token_ids for trajectory in trajectories]
-        results = self._model_rewards.add(self._rewards.score_now(items, trajectories), items, responses)
+        results = self.score_trajectories(items, trajectories)
         if keeps_examples:
             first = slice(0, _NUM_EXAMPLES * num_samples, num_samples)
             self.examples = list(zip(items[first], responses[first], results[first]))
@@ -187,6 +187,11 @@ class Evaluator:
         # replica i of n generates every n-th response from i on
         count = len(items) * sampling.num_samples
         return [replicas[index % len(replicas)][index // len(replicas)] for index in range(count)]
+
+    def score_trajectories(self, items: Sequence[PromptItem], trajectories: Sequence[Trajectory]) -> list[RewardResult]:
+        """Return the rewards of responses to the prompts, as the run scores its rollouts, with those of models."""
+        results = self._rewards.score_now(list(items), list(trajectories))
+        return self._model_rewards.add(results, items, [trajectory.token_ids for trajectory in trajectories])
 
     def score(self, items: Sequence[PromptItem]) -> tuple[list[list[int]], list[RewardResult]]:
         """Return greedy responses to the prompts, and the results of the reward functions."""

@@ -10,6 +10,7 @@ from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.reward_audit import RewardAuditor
 from mindspeed_rl.trainers.rollout import Rollout
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.run_logger import TrainingLoop
@@ -30,6 +31,7 @@ class RLTrainer(TrainingLoop):
         advantages: Advantages,
         evaluator: Evaluator,
         progress: EvaluationProgress,
+        auditor: RewardAuditor,
         schedule: Schedule,
         logger: RolloutLogger,
         termination: Termination,
@@ -44,6 +46,7 @@ class RLTrainer(TrainingLoop):
         self.advantages = advantages
         self.evaluator = evaluator
         self.progress = progress
+        self.auditor = auditor
         self.schedule = schedule
         self.start_iteration = start_iteration
         self.train_iters = schedule.train_iters
@@ -88,6 +91,7 @@ class RLTrainer(TrainingLoop):
                     if schedule.has_average:
                         self.metrics.merge(self._evaluate_average(iteration + 1))
                     self.progress.add(iteration + 1, self.metrics.results())
+                self.metrics.merge(self._audit(iteration + 1))
                 if self.progress.needs_checkpoint(iteration + 1) and not schedule.saves(iteration):
                     self._save(iteration + 1)
             if self._ends_early(iteration):
@@ -112,14 +116,18 @@ class RLTrainer(TrainingLoop):
     # ------------------------------------------------------------------ steps without a worker
 
     def _evaluate_first(self) -> None:
-        """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
+        """Evaluate and audit the weights that the run starts from, where there are prompts for it."""
+        before = Metrics()
         if self.schedule.evaluates_first:
             before = self._evaluate(self.start_iteration)
             self.progress.add(self.start_iteration, before.results())
-            self.timers.drain()  # no iteration took this time
-            self.logger.record_first_evaluation(before.results(), self.start_iteration)
             self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
+        if not self.start_iteration:
+            before.merge(self._audit(0))
+        self.timers.drain()  # no iteration took this time
+        if before:
+            self.logger.record_first_evaluation(before.results(), self.start_iteration)
 
     def _evaluate(self, iteration: int) -> Metrics:
         """Return the figures of an evaluation after this iteration, and record some of its responses."""
@@ -135,6 +143,13 @@ class RLTrainer(TrainingLoop):
             metrics = self.evaluator.run()
         self.collect(self.actors.push_weights(iteration))
         return Metrics({name.replace("eval/", "eval_ema/", 1): metric for name, metric in metrics.items()})
+
+    def _audit(self, iteration: int) -> Metrics:
+        """Return the figures of an audit of the reward, in iterations that have one."""
+        if not self.auditor.is_due(iteration):
+            return Metrics()
+        with self.timers("audit"):
+            return self.auditor.run(iteration)
 
     def _save(self, iteration: int) -> None:
         """Write a checkpoint, and before it the figures of the iteration so far."""

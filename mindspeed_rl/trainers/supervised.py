@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
+from mindspeed_rl.trainers.answer_evaluation import AnswerEvaluator
 from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.run_logger import RunLogger, TrainingLoop
 from mindspeed_rl.trainers.termination import Termination
@@ -20,6 +21,7 @@ class SupervisedTrainer(TrainingLoop):
         logger: RunLogger,
         termination: Termination,
         *,
+        answers: AnswerEvaluator,
         evaluates: bool,
         start_iteration: int = 0,
     ) -> None:
@@ -27,7 +29,8 @@ class SupervisedTrainer(TrainingLoop):
         self.workers = workers
         self.config = run.config.actor_config
         self.train_iters = run.plan.train_iters or 0
-        self.can_evaluate = evaluates
+        self.answers = answers
+        self.has_held_out, self.can_evaluate = evaluates, evaluates or bool(answers.sets)
         self.start_iteration = start_iteration
         self.progress = EvaluationProgress(self.config, logger.note, start_iteration=start_iteration)
 
@@ -35,7 +38,7 @@ class SupervisedTrainer(TrainingLoop):
         """Run all iterations that are left; with `skip_train` only evaluate."""
         if self.config.skip_train:
             with self.iteration(self.start_iteration):
-                self.collect(self.workers.call(Phases.EVALUATE))
+                self._evaluate()
             return
         for iteration in range(self.start_iteration + 1, self.train_iters + 1):
             if self.progress.end_reason:
@@ -45,7 +48,7 @@ class SupervisedTrainer(TrainingLoop):
                 if is_saved := self._is_due(iteration, self.config.save_interval, bool(self.config.save)):
                     self._save(iteration)
                 if self._is_due(iteration, self.config.eval_interval, self.can_evaluate):
-                    self.collect(self.workers.call(Phases.EVALUATE))
+                    self._evaluate()
                     self.progress.add(iteration, self.metrics.results())
                 if self.progress.needs_checkpoint(iteration) and not is_saved:
                     self._save(iteration)
@@ -56,8 +59,16 @@ class SupervisedTrainer(TrainingLoop):
 
     def evaluate(self) -> dict[str, float]:
         """Return the figures of an evaluation of the weights that the run starts from; nothing trains."""
-        self.collect(self.workers.call(Phases.EVALUATE))
+        self._evaluate()
         return self.metrics.results()
+
+    def _evaluate(self) -> None:
+        """Add the held-out loss, and the figures of the answers to `eval_sets`."""
+        if self.has_held_out:
+            self.collect(self.workers.call(Phases.EVALUATE))
+        figures, reports = self.answers.run()
+        self.metrics.merge(figures)
+        self.collect(reports)
 
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM while iterations are left."""

@@ -43,7 +43,7 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _SUPERVISED = " ".join(SUPERVISED_STAGES)
 #: stages whose evaluations generate
-_GENERATING = " ".join(RL_STAGES)
+_GENERATING = " ".join((*RL_STAGES, "sft"))
 _MUON = ("optimizer", ("muon",))
 _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
 # fmt: off
@@ -531,6 +531,13 @@ class MegatronConfig(
         "temperature of evaluations, in place of rl_config.eval_greedy; 0 is greedy",
         "评测的温度，代替 rl_config.eval_greedy；0 为贪心", range=Bounds(0, 100), stages=_GENERATING,
         elsewhere="val_kwargs.temperature", on_resume="exact")
+    eval_verifier: list[str] = key([],
+        "sft: reward functions that score the answers to eval_sets; the first one tells right from wrong. rl_config has "
+        "external_plugins for your own",
+        "sft：给 eval_sets 的回答打分的奖励函数，第一个判断对错；自己的函数写在 rl_config.external_plugins",
+        stages="sft", on_resume="exact")
+    eval_max_tokens: int = key(256, "sft: longest answer to eval_sets, in tokens", "sft：对 eval_sets 的回答的最大 token 数",
+        range=Range.TOKENS, stages="sft", on_resume="exact")
     eval_metric: str | None = key(None,
         "metric that tells which evaluation is best: higher is better, but for losses; when unset eval/accuracy, else that of "
         "the first of eval_sets, else eval/reward, else eval/loss",

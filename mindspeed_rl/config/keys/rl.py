@@ -530,7 +530,7 @@ class _RewardKeys:
     external_plugins: list[str] = key([],
         "Python files that register further reward functions; their folders also hold losses and estimators given as "
         "module:NAME", "登记更多奖励函数的 Python 文件；其文件夹中也查找以 module:NAME 给出的损失与估计器",
-        elsewhere="custom_rm_path custom_reward_function.path", on_resume="in_flight")
+        supervised=True, elsewhere="custom_rm_path custom_reward_function.path", on_resume="in_flight")
     # upstream never reads this key and the next
     verifier_parallel: int = key(1, "reward worker processes when num_reward_workers is unset",
         "num_reward_workers 未设时的奖励进程数", range=Range.PROCESSES, upstream=("never read", "从未读取"), on_resume="exact")

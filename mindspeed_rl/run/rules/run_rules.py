@@ -603,6 +603,56 @@ def _held_out(run: Run) -> Iterator[Broken]:
             yield violate("held_out", text, {key: value}, keys={"eval_data_path": None})
 
 
+def _generated_answers(run: Run) -> Iterator[Broken]:
+    """Check that a supervised run can answer prompts: with the cache of keys and values of Megatron's own modules."""
+    actor = run.config.actor_config
+    metadata = run.config.model_metadata.get("actor_config")
+    reasons = {
+        "its modules are those of transformers, without a cache (engine: megatron)": actor.engine != "megatron",
+        "a pass over one token cannot have sequence_parallel": actor.sequence_parallel and actor.tensor_model_parallel_size > 1,
+        "a pass over one token cannot be split (context_parallel_size 1)": actor.context_parallel_size > 1,
+        "its cache has no virtual stages (num_layers_per_virtual_pipeline_stage)": bool(
+            actor.num_layers_per_virtual_pipeline_stage
+        ),
+        "its cache has no positions of images": metadata is not None and metadata.reads_images,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield violate("answers_of_sft", f"[megatron_training.eval_sets:name] in stage sft: {reason}")
+    if not actor.eval_verifier:
+        text = "[megatron_training.eval_verifier:name] must name a reward function for the answers to eval_sets"
+        yield violate("eval_verifier", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if actor.seq_length is not None and actor.eval_max_tokens >= actor.seq_length:
+        text = "[megatron_training.eval_max_tokens] leaves no room for a prompt in [megatron_training.seq_length]"
+        yield violate("eval_max_tokens", text, {"megatron_training.eval_max_tokens": max(1, actor.seq_length // 2)})
+
+
+def _audit(run: Run) -> Iterator[Broken]:
+    """Check the stricter check beside the reward."""
+    audit, actor = run.config.audit, run.config.actor_config
+    if not audit.has_check:
+        return
+    if run.config.is_supervised:
+        text = "the group audit checks rewards, and supervised stages have none"
+        yield violate("audit_of_rewards", text, keys={"audit.verifier_function": audit.verifier_function})
+        return
+    count, weights = len(audit.verifier_function), len(audit.verifier_weight)
+    if weights not in (0, count):
+        text = f"[audit.verifier_weight:name] has {weights} entries, but [audit.verifier_function:name] has {count}"
+        yield violate("audit_weights", text, {"audit.verifier_weight": [1.0] * count})
+    if audit.data_path is None and not actor.has_held_out_data:
+        text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
+        yield violate("audit_data", text)
+    step = run.rl.parameter_sync_step
+    if run.rl.trainer_mode == "async" and audit.interval % step:
+        yield violate(
+            "audit_interval",
+            "[audit.interval] must be a multiple of [parameter_sync_step]: between two pushes the rollout engine holds other "
+            "weights than the trainer",
+            {"audit.interval": -(-audit.interval // step) * step},
+        )
+
+
 #: names of sets of prompts, which are parts of names of figures
 _SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -620,6 +670,8 @@ def _evaluations(run: Run) -> Iterator[Broken]:
         elif not isinstance(path, str) or not path.strip():
             text = f"{key} is {path!r}; it must be one file, prefix or name on a hub"
             yield violate("eval_set_path", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if run.config.stage == "sft" and actor.eval_sets:
+        yield from _generated_answers(run)
     greedy = actor.eval_temperature == 0 or actor.eval_temperature is None and (rl is None or rl.eval_greedy)
     if actor.eval_n_samples > 1 and greedy:
         text = "[megatron_training.eval_n_samples]: greedy responses to a prompt are all the same; set eval_temperature above 0"
@@ -677,4 +729,5 @@ RUN_RULES = (
     _paths,
     _held_out,
     _evaluations,
+    _audit,
 )
