@@ -34,6 +34,7 @@ from mindspeed_rl.importers.source_plan import SourcePlan
 
 #: files of a checkout that may hold a command; a file of options is named, not read
 PATTERNS: dict[str, tuple[str, ...]] = {
+    "areal": ("examples/**/*.yaml",),
     "llama-factory": ("examples/**/*.yaml",),
     "roll": ("examples/**/*.yaml",),
     "trl": ("**/*.sh", "**/*.yaml"),
@@ -45,6 +46,7 @@ _GUESSES = (
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
     (r"^REWARD$", "accuracy"),
+    (r"^PROGRAM$", "examples/math/gsm8k_rl.py"),
     (r"UTIL|FRACTION|RATIO", "0.8"),
     (r"^(LOCAL_)?(NODE_)?RANK$|INDEX", "0"),
     (r"PORT", "29500"),

@@ -311,7 +311,7 @@ def test_group_norm_whitened_centres_over_tokens_not_over_responses():
     inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), mask, 2)
     got = compute_advantages("group_norm_whitened", inputs, scale="none", eps=0.0)[0]
     assert got.tolist() == [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]
-    # the spread of the group, sqrt(1/2), cancels but for eps: (sqrt(1/2) / (sqrt(1/2) + 0.1)) (1/4 over 1/2) of 0.5 / that + 0.1
+    # the spread of the group, sqrt(1/2), cancels but for eps
     scaled = 0.5 / (0.5**0.5 + 0.1)
     got = compute_advantages("group_norm_whitened", inputs, scale="group", eps=0.1)[0]
     assert got[1, 0].item() == pytest.approx(-1.5 * scaled / (scaled + 0.1))
