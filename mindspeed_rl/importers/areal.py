@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -144,11 +145,14 @@ def _compose(path: Path, words: list[str]) -> dict[str, object]:
         for word in words:
             if (match := _OVERRIDE.fullmatch(word)) is None:
                 raise ConfigError([f"{word}: not available here; a word of the command is NAME=VALUE"])
-            tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([f"{match[2]}={match[3]}"]))
+            if list_unknown(match[3]):
+                OmegaConf.update(tree, match[2], match[3], force_add=True)
+            else:
+                tree = OmegaConf.merge(tree, OmegaConf.from_dotlist([f"{match[2]}={match[3]}"]))
         # a reference may be to a default of the dataclasses
         written = OmegaConf.to_container(tree, resolve=False)
         composed = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(_DEFAULTS), tree), resolve=True)
-    except (OmegaConfBaseException, OSError, ValueError, AttributeError) as error:
+    except (OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         raise ConfigError([f"{path}: {str(error).splitlines()[0]}"]) from None
     if not isinstance(composed, dict) or not isinstance(written, dict):
         raise ConfigError([f"{path} must hold names and values"])
@@ -204,7 +208,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     steps = command.count("actor.ppo_n_minibatches", 4) if command.program == "ppo" else 1
     # a batch that is not full is dropped
     iterations, limit = run.settings.rows // batch * epochs, command.maybe("total_train_steps")
-    taken = iterations if limit is None else min(int(limit), iterations)
+    taken = iterations if limit is None else min(command.count("total_train_steps", 1), iterations)
     rate, schedule = read_rate(command, "actor.", iterations, steps, limited=limit is not None)
     rates = schedule.over(taken * steps, steps)
     adapters = _read_adapters(command)
@@ -255,7 +259,11 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
             f"{ACTOR}.sequence_parallel": True if layout.tensor > 1 and layout.engine == "megatron" else None,
             **(RECOMPUTE_LAYERS if command.flag("actor.gradient_checkpointing") else {}),
         },
-        notes={"load": "a folder on this machine", "lr_decay_iters": f"epochs of {run.settings.rows} rows"},
+        notes={
+            "load": "a folder on this machine",
+            "train_iters": f"at most the epochs of {run.settings.rows} rows",
+            "lr_decay_iters": f"epochs of {run.settings.rows} rows",
+        },
         defaults=(
             (f"{ACTOR}.finetune", True, "only weights are read"),
             (f"{ACTOR}.use_distributed_optimizer", True, "optimizer states are split"),
@@ -361,7 +369,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
     servers, infer_devices = read_layout(command.text("rollout.backend"), "rollout.backend", _ROLLOUT)
     run.note_given("rollout.backend", "infer_tensor_parallel_size and rollout_resource", changes_nothing=False)
     placement, ahead = _read_placement(run, command, batch, infer_devices)
-    recipe = describe_objective(run, command, shared, group)
+    recipe = describe_objective(run, command, shared, group, shares=placement.rollout is None)
     scaling = command.number("actor.reward_scaling", 1.0)
     rewards = Rewards(functions=reward, weights=[scaling] * len(reward))
     if recipe.rewarding is not None:
@@ -426,6 +434,7 @@ def _read_placement(run: Import, command: SourceCommand, batch: int, servers: in
     if shares:
         if age:
             run.refuse("rollout.max_head_offpolicyness", "rollouts that run ahead on the devices that train")
+        run.note_given("rollout.max_head_offpolicyness", "0: an iteration trains on its own rollout", changes_nothing=False)
         if servers != command.devices:
             run.refuse("rollout.backend", f"{servers} devices of a rollout that shares the {command.devices} of training")
         return Placement(actor=command.devices), {}

@@ -149,8 +149,12 @@ def _estimate(rewards: _Norm | None, advantages: _Norm | None, group: int, *, ha
     return _Estimate("group_norm_whitened", scale, float(f"{advantages.eps * own:.12g}"), centres=True)
 
 
-def describe_objective(run: Import, command: SourceCommand, shared: Recipe, group: int) -> Recipe:
-    """Return the run with loss, estimator, KL, correction and the penalty of long responses."""
+def describe_objective(run: Import, command: SourceCommand, shared: Recipe, group: int, *, shares: bool) -> Recipe:
+    """Return the run with loss, estimator, KL, correction and the penalty of long responses.
+
+    Args:
+        shares: the rollout has the devices that train.
+    """
     has_critic = any(name.startswith("critic.") for name in command.options)
     norms = [_Norm.from_command(run, command, name, group) for name in ("reward_norm", "adv_norm")]
     found = _estimate(norms[0], norms[1], group, has_critic=has_critic)
@@ -225,17 +229,20 @@ def describe_objective(run: Import, command: SourceCommand, shared: Recipe, grou
             f"{RL}.scale_rewards": found.scale[1],
             f"{RL}.tau_pos": command.number("actor.sapo_tau_pos", 1.0) if smooth else None,
             f"{RL}.tau_neg": command.number("actor.sapo_tau_neg", 1.05) if smooth else None,
-            f"{RL}.integrated_mode_config.ref_model_load_path": _read_reference(run, command, shared, coefficient),
+            **_read_reference(run, command, shared, coefficient, shares=shares),
         },
         notes={**shared.notes, "adv_estimator": f"reward_norm: {norms[0] or 'off'}; adv_norm: {norms[1] or 'off'}"},
     )
 
 
-def _read_reference(run: Import, command: SourceCommand, shared: Recipe, coefficient: float) -> str | None:
-    path = command.text("ref.path")
-    other = path if coefficient and path not in ("", shared.model) else None
-    run.note_given("ref.path", "ref_model_load_path" if other else "the weights at the start", changes_nothing=False)
-    return other
+def _read_reference(
+    run: Import, command: SourceCommand, shared: Recipe, coefficient: float, *, shares: bool
+) -> dict[str, object]:
+    """Return the key of a reference that is not the model at the start."""
+    path, key = command.text("ref.path"), f"{RL}.integrated_mode_config.ref_model_load_path" if shares else "ref_config.load"
+    is_other = bool(coefficient) and path not in ("", shared.model)
+    run.note_given("ref.path", key if is_other else "the weights at the start", changes_nothing=False)
+    return {key: path} if is_other else {}
 
 
 def _read_policy(command: SourceCommand, *, decoupled: bool, recomputes: bool) -> str:

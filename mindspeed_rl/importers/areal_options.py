@@ -110,6 +110,7 @@ _PPO: dict[str, Option] = {
             "tokenizer_path _version model routing_strategy poll_interval admin_api_key", _PROCESSES, "rollout."),
     "rollout.scheduling_strategy": with_others("the devices"),
     **_list("type target fork", with_others("the devices"), "rollout.scheduling_strategy."),
+    "rollout.agent.mode": refused("prompts that a service sends", unless=("inline", "subproc")),
     "rollout.use_lora": no_effect("the rollout gets the adapters that train"),
     **_list("return_routed_experts", refused("replayed routing"), "rollout."),
     **_list("api_url provider_api_key", refused("rollouts of a service"), "rollout."),

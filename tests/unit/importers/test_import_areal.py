@@ -141,6 +141,13 @@ def test_words_of_a_command_are_over_the_file(folder: Path) -> None:
         ({"metric: ratio": "metric: ratio, level: sequence, lower: 0.5"}, {"importance_sampling": "geometric_mask 5"},
          {"rollout_importance_sampling_threshold_min": 0.5}),
         ({"eps_clip: 0.2": "eps_clip: 0.2\n  c_clip: 3.0"}, {"clip_c": 3.0}, {}),
+        ({"max_head_offpolicyness: 2": "max_head_offpolicyness: 0\n  scheduling_strategy: {type: colocation, target: actor}"},
+         {}, {"trainer_mode": None, "use_integrated_worker": None, "rollout_resource.num_npus": None}),
+        # the penalty has the factor of the reward: 0.5 x 10
+        ({"eps_clip: 0.2": "eps_clip: 0.2\n  overlong_reward_penalty: true\n  overlong_tokens: 128\n  max_new_tokens: 512\n"
+          "  overlong_penalty_factor: 0.5"}, {}, {"overlong_buffer": 128, "overlong_buffer_penalty_factor": 5.0,
+          "rollout_max_tokens": 512}),
+        ({"eps_clip: 0.2": "eps_clip: 0.2\n  use_lora: true\n  target_modules: [all-linear]"}, {"lora_rank": 32}, {}),
         ({"megatron:d2t2p1": "megatron:(attn:d4t1|ffn:d4e1)"}, {"tp": 1, "dp": 4}, {}),
         # the least rate of FSDP's linear schedule is 0
         ({"lr_scheduler_type: cosine": "lr_scheduler_type: linear"}, {}, {}),
@@ -213,6 +220,13 @@ def test_numbers_that_differ_are_accepted_by_name(
         ("openai/gsm8k", "hiyouga/geometry3k", "rows with images"),
         ("tokenizer_path: ${actor.path}", "tokenizer_path: ${absent.path}", "absent"),
         ("eps_clip: 0.2", "eps_clip: 0.2\n  use_lora: true\n  target_modules: [router]", "adapters in router"),
+        ("seed: 3", "seed: [3", "own/run.yaml: while parsing"),
+        ("max_head_offpolicyness: 2", "max_head_offpolicyness: 2\n  agent: {mode: online}", "prompts that a service sends"),
+        ("seed: 3", "total_train_steps: 0", "total_train_steps is 0"),
+        ("seed: 3", "seed: 3\nteacher: {path: own/teacher, backend: 'fsdp:d1'}", "a teacher next to rewards"),
+        ("max_head_offpolicyness: 2\ngconfig: {n_samples: 4, max_new_tokens: 512",
+         "max_head_offpolicyness: 2\ngconfig: {n_samples: 4, max_tokens: 600, max_new_tokens: 512", "below the sum of both"),
+        ("eps_clip: 0.2", "eps_clip: 0.2\n  importance_sampling_level: sequence\n  gae_lambda: 0.9", "differ between tokens"),
         ("type: adam", "type: sgd", "sgd; AdamW"),
         ("n_samples: 4", "n_samples: 4, greedy: true", "greedy responses in training"),
         ("adv_norm: {mean_level: batch, std_level: batch}",
@@ -262,6 +276,24 @@ def test_a_launcher_and_a_script_start_a_run(folder: Path) -> None:
     text = "N=4\npython3 -m areal.infra.launcher.local own/train.py --config own/run.yaml \\\n  gconfig.n_samples=$((N * 2))"
     run = import_command(PROJECTS["areal"], text, ImportSettings(variables=VARIABLES, rows=ROWS))
     assert run.get("rl_config.n_samples_per_prompt") == 8
+
+
+def test_values_of_the_machine_are_asked_for_where_they_matter(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="say it with --set N=VALUE"):
+        run_import(words="gconfig.n_samples=$N trial_name=$TRIAL")
+    with pytest.raises(ConfigError, match="say it with --set N=VALUE"):
+        run_import(words="actor.backend=megatron:d$N")
+    run_import(words="trial_name=run-$TRIAL")
+    with pytest.raises(ConfigError, match="a word of the command is NAME=VALUE"):
+        run_import(words="~seed")
+
+
+def test_another_reference_is_loaded(folder: Path) -> None:
+    changes = {"kl_ctl: 0.0": "kl_ctl: 0.1", "vllm: {": "ref: {path: own/reference, backend: 'megatron:d4'}\nvllm: {"}
+    assert run_import(changes, "kl_place").get("ref_config.load") == "own/reference"
+    changes["max_head_offpolicyness: 2"] = "max_head_offpolicyness: 0\n  scheduling_strategy: {type: colocation, target: actor}"
+    run = run_import(changes, "kl_place")
+    assert run.get("rl_config.integrated_mode_config.ref_model_load_path") == "own/reference"
 
 
 def test_a_critic_has_its_own_rate_and_clip(folder: Path) -> None:
