@@ -49,11 +49,11 @@ from mindspeed_rl.importers.recipe import (
 )
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.shell import Command
-from mindspeed_rl.importers.source_files import find_file, list_folders, load_yaml, require_file
+from mindspeed_rl.importers.source_files import find_file, flatten_options, list_folders, load_yaml, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import interval
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, count_experts
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, has_experts
 
 _T, _I = "actor_train.", "actor_infer."
 _STRATEGY = f"{_T}strategy_args.strategy_config."
@@ -66,8 +66,6 @@ _AVERAGES = {
     "seq-mean-token-mean": ("sequence", "grpo"),
     "seq-mean-token-sum": ("summed", "luspo"),
 }
-#: names of models with experts
-_EXPERTS = re.compile(r"(?i)-a\d+(\.\d+)?b|moe|mixtral|deepseek-?(v[2-9]|r1(?!-distill))|qwen3-next|glm-?4\.[5-9]")
 _FORMATS: dict[str | None, str | None] = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _MOST_DEVICES = 100_000
 _STYLES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -252,8 +250,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         command, path = commands[0], require_file(commands[0], "ROLL", commands[0].words[0])
     else:
         command, path = _find_file(commands)
-    options: dict[str, object] = {}
-    _flatten(options, "", _compose(command, path))
+    options = flatten_options(_compose(command, path))
     if not any(name.startswith(_I) for name in options):
         raise ConfigError([f"{path.name}: not available here: a pipeline of ROLL without {_I[:-1]}; RLVR pipelines are"])
     if any(name.startswith(("train_env_manager", "custom_envs")) for name in options):
@@ -330,14 +327,6 @@ def _name_times(value: object) -> Any:
     return re.sub(r"\$\{now:[^}]*\}", "now", value) if isinstance(value, str) else value
 
 
-def _flatten(options: dict[str, object], prefix: str, tree: Mapping[str, object]) -> None:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            _flatten(options, f"{prefix}{name}.", value)
-        else:
-            options[f"{prefix}{name}"] = value
-
-
 def _read_devices(value: object, option: str) -> set[int]:
     """Return the devices of a role: a list, or the text of a sum of lists and ranges.
 
@@ -400,7 +389,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     model = command.text(f"{_T}model_args.model_name_or_path") or command.text("pretrain")
     if not model:
         raise ConfigError(["the file names no model: pretrain is missing"])
-    if count_experts(model) or (count_experts(model) is None and _EXPERTS.search(model)):
+    if has_experts(model):
         run.refuse("pretrain", f"experts, as {model} has them: ROLL's converter decides about their balancing")
     prompt, response = _read_lengths(command)
     checkpoints = not command.flag(f"{_T}model_args.disable_gradient_checkpointing")
