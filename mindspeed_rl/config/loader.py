@@ -18,6 +18,7 @@ from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.model_metadata import read_model_metadata
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, find_project_configs, locate
@@ -31,6 +32,7 @@ TOP_LEVEL: dict[str, type] = {
     "generate_config": GenerateConfig,
     "profiler_config": ProfilerGroups,
     "msprobe_config": MsprobeConfig,
+    "serve_config": ServeConfig,
 }
 
 
@@ -84,6 +86,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         set_keys["sampling_config"] = sampling
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
+    serve = build_group("serve_config", ServeConfig)
     platform, run_dir = _read_top_level(tree, errors)
     if errors:
         # each once: every role that takes a wrong model block reports it
@@ -108,6 +111,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         generate_config=generate,
         profiler_config=profiler,
         msprobe_config=msprobe,
+        serve_config=serve,
         set_keys=set_keys,
         deprecated=deprecated,
         aliased=aliased,
