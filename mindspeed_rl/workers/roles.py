@@ -113,6 +113,7 @@ class Role:
         steps_per_iteration: int | None,
         moves_slowly: bool = False,
         ema_decay: float = 0.0,
+        has_gradients: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -123,6 +124,7 @@ class Role:
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             moves_slowly: no optimizer changes the model, but an average does.
             ema_decay: decay of a moving average of the weights that train; 0 for none.
+            has_gradients: it has gradients for optimizers that are not its own.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -130,7 +132,7 @@ class Role:
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
-        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains)
+        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files = built.engine, built.files
         self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)

@@ -19,6 +19,7 @@ from mindspeed_rl.config.keys.ignored import IGNORED, IgnoredKey
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, list_keys
+from mindspeed_rl.config.keys.serve import ServeConfig
 
 #: dotted name of a group -> its class
 GROUPS: dict[str, type] = {
@@ -29,6 +30,7 @@ GROUPS: dict[str, type] = {
     "profiler_config.integrated": ProfilerConfig,
     "msprobe_config": MsprobeConfig,
     "audit": AuditKeys,
+    "serve_config": ServeConfig,
 }
 #: groups with the keys of megatron_training, one a role
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config")

@@ -30,7 +30,8 @@ _HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
 def _list_groups(cfg: RunConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
     """Yield (dotted name, dataclass, keys that were set) for every group of a run file."""
-    for name in ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config", "audit"):
+    names = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config", "audit", "serve_config")
+    for name in names:
         group = getattr(cfg, name)
         if group is not None and name in cfg.set_keys:
             yield name, group, cfg.set_keys[name]

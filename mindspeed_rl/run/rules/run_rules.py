@@ -701,6 +701,32 @@ def _paths(run: Run) -> Iterator[Broken]:
                     yield violate("path", text, {path: None}, keys={path: item})
 
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@needs("serve_config")
+def _server(run: Run) -> Iterator[Broken]:
+    """Check what a server of training needs, and what it has not yet."""
+    cfg, actor = run.config, run.config.actor_config
+    serve = cfg.serve_config
+    assert serve is not None
+    if run.config.generate_config is None:
+        yield violate("server_engine", "serve_config needs the group generate_config: its clients sample", keys={})
+    if not actor.lora_target_modules:
+        text = "serve_config needs actor_config.lora_target_modules: the models of its clients are adapters of one base"
+        yield violate("server_adapters", text, {"actor_config.lora_target_modules": list(LORA_TARGETS)})
+    if (size := run.placement.num_devices) > 1:
+        text = f"serve_config trains and samples on one device, and the run file has {size}"
+        yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
+    if actor.engine != "megatron":
+        yield violate(
+            "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
+        )
+    if serve.host not in _LOOPBACK and serve.api_keys_file is None:
+        text = "[serve_config.host] is not loopback, which needs serve_config.api_keys_file: anyone could train and read"
+        yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})
+
+
 RUN_RULES = (
     _stage,
     _length,
@@ -730,4 +756,5 @@ RUN_RULES = (
     _held_out,
     _evaluations,
     _audit,
+    _server,
 )
