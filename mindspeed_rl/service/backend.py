@@ -260,8 +260,8 @@ class SampleCall:
     def check(self, offered: Capabilities) -> None:
         """Raise CallError for a call that this backend cannot do."""
         size, longest = len(self.prompt), offered.max_tokens
-        if not 1 <= size <= longest:
-            raise CallError(f"prompt has {size} tokens; it must have 1 to {longest}.")
+        if not 1 <= size < longest:
+            raise CallError(f"prompt has {size} tokens; it must have 1 to {longest - 1}, which leaves room for a sampled one.")
         _check_ids("prompt", np.asarray(self.prompt), offered.vocab_size)
         if self.max_tokens is not None and not 0 <= self.max_tokens <= longest - size:
             raise CallError(

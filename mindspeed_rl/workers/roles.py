@@ -110,6 +110,7 @@ class Role:
         *,
         steps_per_iteration: int | None,
         moves_slowly: bool = False,
+        has_gradients: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -119,6 +120,7 @@ class Role:
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             moves_slowly: no optimizer changes the model, but an average does.
+            has_gradients: it has gradients for optimizers that are not its own.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -126,7 +128,7 @@ class Role:
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
-        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains)
+        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files = built.engine, built.files
         self._moves_slowly = moves_slowly
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _build_adapter_arguments(rank: int) -> dict[str, int | bool]:
-    """Return the arguments with which vLLM's engine takes one adapter of this rank at a time."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
+def _build_adapter_arguments(rank: int, count: int) -> dict[str, int | bool]:
+    """Return the arguments with which vLLM's engine takes so many adapters of up to this rank at a time."""
+    return {"enable_lora": True, "max_loras": count, "max_lora_rank": engine_adapter_rank(rank)}
 
 
 def _build_routing_arguments(key: str) -> EngineArguments:
@@ -92,7 +92,16 @@ class RolloutReplica:
             offloads training weights.
     """
 
-    def __init__(self, run: Run, plane: DataPlane | None, tokenizer: PreTrainedTokenizerBase, run_id: str) -> None:
+    def __init__(
+        self,
+        run: Run,
+        plane: DataPlane | None,
+        tokenizer: PreTrainedTokenizerBase,
+        run_id: str,
+        *,
+        engine_class: type[VllmEngine] = VllmEngine,
+        num_adapters: int = 1,
+    ) -> None:
         """Build the engine.
 
         Args:
@@ -100,13 +109,15 @@ class RolloutReplica:
             plane: where `generate` takes its prompts; None where it is not called.
             tokenizer: tokenizer of the actor.
             run_id: unique to the run and equal on all its ranks.
+            engine_class: class of the engine.
+            num_adapters: adapters that a step can compute together, where they are pushed as such.
         """
         config, actor = run.generate, run.models["actor"]
         sampling = build_sampling(config.sampling_config, actor.source.hf_folder, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         replays = run.rl.router_replay.mode == "R3"
         key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
-        self.engine = VllmEngine(
+        self.engine = engine_class(
             actor.source.hf_folder,
             config,
             sampling,
@@ -114,7 +125,11 @@ class RolloutReplica:
             kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
             image_rules=read_image_rules(actor),
             engine_arguments={
-                **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
+                **(
+                    _build_adapter_arguments(run.config.actor_config.lora_r, num_adapters)
+                    if config.lora_push == "adapter"
+                    else {}
+                ),
                 **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
                 # read only where texts or a form end a response
                 "tokenizer": tokenizer.name_or_path,
@@ -151,16 +166,19 @@ class RolloutReplica:
 
     # ------------------------------------------------------------------ weights
 
-    def load(self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None) -> int:
+    def load(
+        self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None, *, base_only: bool = False
+    ) -> int:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
         Args:
             stream: stream of the actor's weights.
             version: version of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
+            base_only: the weights are those without adapters, which come later and one by one.
         """
         self.engine.restore_memory("weights")
-        self.in_process.load(lambda model: self._write(model, stream, adapters is not None), version)
+        self.in_process.load(lambda model: self._write(model, stream, base_only or adapters is not None), version)
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
