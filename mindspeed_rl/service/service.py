@@ -408,10 +408,10 @@ class Service:
 
     # ---- results
 
-    async def retrieve(self, tenant: str, body: JsonObject, limit_s: float = _LONG_POLL_S) -> Request | JsonObject:
+    async def retrieve(self, tenant: str, body: JsonObject) -> Request | JsonObject:
         """Return a finished request, or what it waits for after some time."""
         request = self.ledger.find_request(tenant, read_body("retrieve_future", body)["request_id"])
-        if await self.ledger.wait(request, limit_s):
+        if await self.ledger.wait(request, _LONG_POLL_S):
             return self.ledger.find_request(tenant, request.id)
         describe = self.samplers.describe if request.kind == "asample" else self.lanes.describe
         state, reason = ("active", None) if request.kind == "unload_model" else describe(request)
