@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,22 @@ class ServerSettings:
     host: str
     owners: dict[str, str] | None
     limits: Limits
+
+
+class _Server(uvicorn.Server):
+    """Ends at a signal; uvicorn's own would raise the signal again, which ends the process before the backend has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
 
 
 def is_loopback(host: str) -> bool:
@@ -124,10 +141,7 @@ async def _serve(
             timeout_keep_alive=_KEEP_ALIVE_S,
             limit_concurrency=_MAX_CONNECTIONS,
         )
-        server = uvicorn.Server(config)
-        await server.serve(sockets=[listening])
-    except KeyboardInterrupt:  # uvicorn raises the signal again that has ended it
-        pass
+        await _Server(config).serve(sockets=[listening])
     finally:
         if service is not None:
             await service.close()

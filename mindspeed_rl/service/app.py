@@ -20,9 +20,9 @@ from mindspeed_rl.service.store import Request
 _LOG = logging.getLogger(__name__)
 _PREFIX = "/api/v1/"
 _BINARY = "application/x-protobuf"
-#: longest body of a call, and of those with data
-_MAX_BYTES, _MAX_DATA_BYTES = 1 << 20, 64 << 20
-_DATA_CALLS = ("forward_backward", "asample", "telemetry", "create_custom_loss")
+#: longest body of a call, and of calls with data
+_MAX_BYTES = 1 << 20
+_MAX_BYTES_OF_CALLS = {"forward_backward": 64 << 20, "asample": 16 << 20, "telemetry": 16 << 20}
 _SEQUENCED = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
 #: rows of a list where a call asks for none, and at most
 _ROWS, _MAX_ROWS = 20, 1000
@@ -121,7 +121,7 @@ class TinkerApp:
         if method not in ("POST", "PUT", "DELETE"):
             raise RefusedError(405, f"{method} is no method of this API")
         self._check_offered(name)
-        max_bytes = _MAX_DATA_BYTES if name in _DATA_CALLS else _MAX_BYTES
+        max_bytes = _MAX_BYTES_OF_CALLS.get(name, _MAX_BYTES)
         body = await self._bodies.read(headers, receive, max_bytes)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         if encoding:

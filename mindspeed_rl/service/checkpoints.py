@@ -42,6 +42,8 @@ class Checkpoints:
     def __init__(self, folder: Path, ledger: Ledger) -> None:
         self._folder, self._ledger = folder, ledger
         self._table = ledger.store.checkpoints
+        #: folders that no checkpoint has any more
+        self._stale: list[Path] = []
         folder.mkdir(parents=True, exist_ok=True)
 
     def new_folder(self) -> Path:
@@ -63,6 +65,11 @@ class Checkpoints:
         for folder in self._folder.iterdir():
             if folder.name not in known:
                 remove_folder(folder)
+
+    def remove_stale_folders(self) -> None:
+        """Remove the folders of checkpoints that were removed or replaced; the change is on the disk."""
+        while self._stale:
+            remove_folder(self._stale.pop())
 
     def find(self, tenant: str, path: str, kinds: Iterable[CheckpointKind] = ("training", "sampler", "external")) -> Checkpoint:
         """Return a checkpoint of a tenant.
@@ -137,7 +144,8 @@ class Checkpoints:
         return [*changes, self._table.put(path, **values)]
 
     def drop(self, checkpoint: Checkpoint) -> Record:
-        """Remove a checkpoint; return the change. Its folder goes with the next sweep."""
+        """Remove a checkpoint; return the change. `remove_stale_folders` removes its folder."""
+        self._stale.append(self.get_folder(checkpoint))
         return self._table.drop(checkpoint.id)
 
     def set_ttl(self, checkpoint: Checkpoint, ttl_s: int | None) -> Record:

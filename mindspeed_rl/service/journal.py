@@ -31,6 +31,8 @@ _MAX_RECORD_BYTES = 1 << 30
 _GROWTH_BYTES = 64 << 20
 
 Record = dict[str, Any]
+#: a record and its future, or all records that replace the file
+_Item = tuple[bytes, "asyncio.Future[None]"] | list[Mapping[str, Any]]
 
 
 class JournalError(Exception):
@@ -88,7 +90,7 @@ class Journal:
             self._sync()
         self._loop = asyncio.get_running_loop()
         self._size = self._base = self._file.tell()
-        self._items: queue.SimpleQueue[tuple[bytes, asyncio.Future[None] | None, bool] | None] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()  # None is the end
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
@@ -109,14 +111,13 @@ class Journal:
         done: asyncio.Future[None] = self._loop.create_future()
         # a caller may have no use for it; without a retrieval asyncio would log the error
         done.add_done_callback(lambda future: future.cancelled() or future.exception())
-        self._items.put((data, done, False))
+        self._items.put((data, done))
         return done
 
     def rewrite(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all records up to now by these, which say the same."""
-        data = b"".join(map(_pack, records))
-        self._size = self._base = len(data)
-        self._items.put((data, None, True))
+        """Replace all records up to now by these, which say the same; their values are not changed afterwards."""
+        self._base = self._size  # once is enough
+        self._items.put(list(records))
 
     def close(self) -> None:
         """Write what was appended, and end."""
@@ -139,10 +140,12 @@ class Journal:
                 if item is None:
                     is_open = False
                     continue
-                data, future, replaces = item
-                self._try(lambda data=data, replaces=replaces: self._replace(data) if replaces else self._file.write(data))
-                if future is not None:
-                    done.append(future)
+                if isinstance(item, list):
+                    self._try(lambda records=item: self._replace(records))
+                    continue
+                data, future = item
+                self._try(lambda data=data: self._file.write(data))
+                done.append(future)
             self._try(self._sync)
             if self._loop.is_closed():
                 return
@@ -156,11 +159,16 @@ class Journal:
                 self._error = error
                 self._loop.call_soon_threadsafe(self._failed, error)
 
-    def _replace(self, data: bytes) -> None:
+    def _replace(self, records: list[Mapping[str, Any]]) -> None:
+        before = self._file.tell()
         with replace_file(self._path) as partial, partial.open("wb") as file:
-            file.write(_MAGIC + data)
+            file.write(_MAGIC)
+            for record in records:
+                file.write(_pack(record))
             file.flush()
             os.fsync(file.fileno())
+            saved = before - file.tell()
+        self._loop.call_soon_threadsafe(self._shrink, saved)
         self._file.close()
         self._file = self._path.open("ab")
         folder = os.open(self._path.parent, os.O_RDONLY)
@@ -168,6 +176,10 @@ class Journal:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def _shrink(self, saved: int) -> None:
+        self._size -= saved
+        self._base -= saved
 
     @staticmethod
     def _finish(futures: list[asyncio.Future[None]], error: OSError | None) -> None:

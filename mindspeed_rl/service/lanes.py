@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.folders import remove_folder
-from mindspeed_rl.service.backend import Backend, CallError, LossCall, check_data
+from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, check_data
 from mindspeed_rl.service.bodies import JsonObject, read_adam, read_body, read_json
 from mindspeed_rl.service.checkpoints import Checkpoints, read_spec
 from mindspeed_rl.service.history import Histories
@@ -154,7 +154,6 @@ class Lanes:
                 model.done_seq = request.seq
 
     async def _perform(self, request: Request, model: Model, lane: _Lane) -> None:
-        before_s = self._meter.take(model.tenant)
         try:
             async with self._queue.turn(model.tenant, request.cost):
                 lane.running = request.seq
@@ -180,8 +179,8 @@ class Lanes:
             self._slot_freed.set()
         done = self._ledger.store.models.put(model.id, done_seq=request.seq, used_s=self._ledger.now_s())
         outcome = Outcome(outcome.payload, outcome.succeeded, outcome.is_binary, (*outcome.changes, done), outcome.used)
-        device_s = before_s + self._meter.take(model.tenant)
-        await self._ledger.finish(request, outcome, keeps_body=request.kind in _REDONE and outcome.succeeded, device_s=device_s)
+        keeps_body, device_s = request.kind in _REDONE and outcome.succeeded, self._meter.take(model.tenant)
+        await self._ledger.finish(request, outcome, keeps_body=keeps_body, device_s=device_s)
         if request.kind == "optim_step" and outcome.succeeded:
             await self._take_snapshot_where_due(model)
 
@@ -216,19 +215,28 @@ class Lanes:
         return Outcome(result.payload, changes=(change, snapshot))
 
     async def _pass(self, request: Request, model: Model) -> Outcome:
+        data, loss = await asyncio.to_thread(self._read_pass, request)
+        forward_only = request.kind == "forward"
+        result = await self._backend.forward_backward(model.id, data, loss, forward_only=forward_only)
+        if not forward_only:
+            metrics = self._lane(model.id).metrics
+            for name, value in (("loss:sum", result.metrics.get("loss:sum", 0.0)), ("tokens", float(request.cost))):
+                metrics[name] = metrics.get(name, 0.0) + value
+        payload = await asyncio.to_thread(write_pass_result, result)
+        return Outcome(payload, is_binary=True, used={"train_tokens": request.cost})
+
+    def _read_pass(self, request: Request) -> tuple[list[Datum], LossCall]:
+        """Return data and loss of a pass.
+
+        Raises:
+            CallError: the backend cannot compute them.
+        """
         assert request.body is not None
         parsed = read_pass_request(request.body)
         loss = LossCall(parsed.loss_fn, parsed.config)  # type: ignore[arg-type]
-        data = await asyncio.to_thread(parsed.read_data)
+        data = parsed.read_data()
         check_data(data, loss, self._offered)
-        result = await self._backend.forward_backward(model.id, data, loss, forward_only=parsed.forward_only)
-        if not parsed.forward_only:
-            metrics = self._lane(model.id).metrics
-            for name in ("loss:sum",):
-                metrics[name] = metrics.get(name, 0.0) + result.metrics.get(name, 0.0)
-            metrics["tokens"] = metrics.get("tokens", 0) + request.cost
-        payload = await asyncio.to_thread(write_pass_result, result)
-        return Outcome(payload, is_binary=True, used={"train_tokens": request.cost})
+        return data, loss
 
     async def _step(self, request: Request, model: Model) -> Outcome:
         params = read_adam(self._read(request))
@@ -307,9 +315,8 @@ class Lanes:
     # ---- snapshots
 
     def _list_redone(self, model: Model) -> list[Request]:
-        rows = (row for row in self._ledger.store.requests.values() if row.target == model.id and row.kind in _REDONE)
-        redone = (row for row in rows if row.finished_s is not None and self._ledger.is_redone(row))
-        return sorted(redone, key=lambda row: row.seq)
+        rows = (row for row in self._ledger.list_finished(model.id, 0) if row.kind in _REDONE)
+        return sorted((row for row in rows if self._ledger.is_redone(row)), key=lambda row: row.seq)
 
     async def _restore(self, model: Model) -> None:
         if model.snapshot:
@@ -318,13 +325,11 @@ class Lanes:
         else:
             await self._backend.create_model(model.id, read_spec(model.spec))
         for request in self._list_redone(model):
-            assert request.body is not None
             if request.kind == "optim_step":
                 await self._backend.optim_step(model.id, read_adam(self._read(request)))
                 continue
-            parsed = read_pass_request(request.body)
-            loss = LossCall(parsed.loss_fn, parsed.config)  # type: ignore[arg-type]
-            await self._backend.forward_backward(model.id, parsed.read_data(), loss, forward_only=False)
+            data, loss = await asyncio.to_thread(self._read_pass, request)
+            await self._backend.forward_backward(model.id, data, loss, forward_only=False)
 
     async def _take_snapshot_where_due(self, model: Model) -> None:
         redone = self._list_redone(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import json
 import logging
 import time
@@ -97,6 +98,11 @@ class Ledger:
         #: futures of requests that are not on the disk yet, and events of those that are not finished
         self._accepted: dict[str, asyncio.Future[None]] = {}
         self._finished = {request.id: asyncio.Event() for request in requests if request.finished_s is None}
+        #: finished requests by target, in the order of their numbers
+        self._ended: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in sorted(requests, key=lambda row: row.number):
+            if request.finished_s is not None:
+                self._ended[request.target].append(request)
         #: event of a target: another of its requests has finished
         self._news: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -230,6 +236,7 @@ class Ledger:
         )
 
     def _publish(self, request: Request) -> None:
+        self._ended[request.target].append(request)
         event = self._finished.pop(request.id, None)
         if event is not None:
             event.set()
@@ -273,8 +280,8 @@ class Ledger:
 
     def list_finished(self, target: str, after: int) -> list[Request]:
         """Return the finished requests of a target whose number is above `after`, in the order of their numbers."""
-        rows = (row for row in self.store.requests.values() if row.target == target and row.id not in self._finished)
-        return sorted((row for row in rows if row.number > after), key=lambda row: row.number)
+        rows = self._ended.get(target, [])
+        return rows[bisect.bisect_right([row.number for row in rows], after) :]
 
     def mark_retrieved(self, request: Request) -> None:
         """Note that a client has fetched a result; it is kept for some time, in case the reply was lost."""
@@ -298,6 +305,7 @@ class Ledger:
         """Drop results that were fetched, or that nobody fetches, and write the journal anew where it has grown."""
         now_s = self.now_s()
         changes: list[Record] = []
+        dropped: set[str] = set()
         kept_bytes: defaultdict[str, int] = defaultdict(int)
         newest_first = sorted(
             (row for row in self.store.requests.values() if row.id not in self._finished),
@@ -315,8 +323,11 @@ class Ledger:
                     request.body = None  # the journal loses it when it is written anew
             elif not self.is_redone(request):
                 changes.append(self.store.requests.drop(request.id))
+                dropped.add(request.target)
             elif request.payload is not None:
                 changes.append(self.store.requests.put(request.id, payload=None))
+        for target in dropped:
+            self._ended[target] = [row for row in self._ended[target] if row.id in self.store.requests]
         if changes:
             self.journal.append(*changes)
         if self.journal.needs_rewrite:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_rl.service.backend import Backend, CallError
-from mindspeed_rl.service.bodies import read_body, read_json, read_sample
+from mindspeed_rl.service.bodies import SampleRequest, read_body, read_json, read_sample
 from mindspeed_rl.service.checkpoints import Checkpoints
 from mindspeed_rl.service.ledger import Ledger, Outcome, make_failure
 from mindspeed_rl.service.messages import write_sample_result
@@ -82,10 +82,8 @@ class Samplers:
     async def _perform(self, request: Request) -> None:
         assert request.body is not None
         tenant = request.tenant
-        before_s = self._meter.take(tenant)
         try:
-            asked = read_sample(read_body("asample", read_json(request.body)))
-            asked.call.check(self._offered)
+            asked = await asyncio.to_thread(self._read, request.body)
             sampler = self._ledger.store.samplers[request.target]
             async with self._queue.turn(tenant, request.cost, asked.call.num_samples):
                 self._running.add(request.id)
@@ -111,7 +109,12 @@ class Samplers:
             outcome = make_failure(f"{type(error).__name__}: {error}", "server")
         finally:
             self._running.discard(request.id)
-        await self._ledger.finish(request, outcome, device_s=before_s + self._meter.take(tenant))
+        await self._ledger.finish(request, outcome, device_s=self._meter.take(tenant))
+
+    def _read(self, body: bytes) -> SampleRequest:
+        asked = read_sample(read_body("asample", read_json(body)))
+        asked.call.check(self._offered)
+        return asked
 
     async def _use(self, sampler: Sampler, work: Callable[[str], Awaitable[Any]]) -> Any:
         """Return what `work` does with the sampler of the backend."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from mindspeed_rl.folders import remove_folder
 from mindspeed_rl.service import messages
 from mindspeed_rl.service.backend import Backend, CallError
 from mindspeed_rl.service.bodies import (
@@ -38,6 +37,8 @@ _LONG_POLL_S = 25.0
 _MAX_PASSES, _MAX_SEQUENCES = 4, 256
 #: between two looks at what has expired
 _SWEEP_S = 5.0
+#: a session that has made nothing is forgotten so long after its end
+_EMPTY_S = 86400.0
 #: rows of one answer
 _MAX_ROWS = 1000
 #: a sample without max_tokens counts as so many, at most
@@ -170,7 +171,8 @@ class Service:
         return {}
 
     async def _end_session(self, session: Session, reason: str) -> None:
-        await self.ledger.journal.append(self.store.sessions.put(session.id, ended=reason))
+        change = self.store.sessions.put(session.id, ended=reason, ended_s=self.ledger.now_s())
+        await self.ledger.journal.append(change)
         for model in list(self.store.models.values()):
             if model.session_id == session.id:
                 await self.lanes.end(model.id, f"session {session.id} has ended: {reason}")
@@ -500,10 +502,9 @@ class Service:
         return {}
 
     async def _drop(self, row: Checkpoint) -> None:
-        folder = self.checkpoints.get_folder(row)
         await self.ledger.journal.append(self.checkpoints.drop(row))
         await self.samplers.forget(row.id)
-        await asyncio.to_thread(remove_folder, folder)
+        await asyncio.to_thread(self.checkpoints.remove_stale_folders)
 
     async def set_ttl(self, tenant: str, model_id: str, id: str, body: JsonObject) -> JsonObject:
         """Set when a checkpoint expires."""
@@ -541,6 +542,12 @@ class Service:
                 await self._end_session(session, f"no heartbeat for {limit_s:.0f} s")
         for row in self.checkpoints.list_stale():
             await self._drop(row)
+        await asyncio.to_thread(self.checkpoints.remove_stale_folders)
+        used = {row.session_id for table in (self.store.models, self.store.samplers) for row in table.values()}
+        for session in list(self.store.sessions.values()):
+            if session.ended_s is not None and now_s - session.ended_s > _EMPTY_S and session.id not in used:
+                self.ledger.journal.append(self.store.sessions.drop(session.id))
+                self._heartbeats.pop(session.id, None)
         self.ledger.forget()
         self._write_accounts()
 

@@ -28,7 +28,7 @@ class Session:
         tenant: owner of the API key.
         user_metadata, display_name, tags, project_id: the client's.
         created_s: time of its creation.
-        ended: why it has ended; "" while it goes.
+        ended, ended_s: why it has ended, "" while it goes; and when.
     """
 
     id: str
@@ -39,6 +39,7 @@ class Session:
     project_id: str | None = None
     created_s: float = 0.0
     ended: str = ""
+    ended_s: float | None = None
 
 
 @dataclass

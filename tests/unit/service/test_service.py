@@ -27,10 +27,10 @@ BINARY = {"content-type": "application/x-protobuf"}
 class Server:
     """A server in this process, and calls to it."""
 
-    def __init__(self, folder, *, limits=Limits(), **backend):
+    def __init__(self, folder, *, limits=None, **backend):
         self.folder, self.failures, self.now_s = folder, [], 1_800_000_000.0
         self.backend = BigramBackend(folder, **backend)
-        self.service = Service(self.backend, folder, limits, self.failures.append, now_s=lambda: self.now_s)
+        self.service = Service(self.backend, folder, limits or Limits(), self.failures.append, now_s=lambda: self.now_s)
         self.app = TinkerApp(self.service, Keys(OWNERS, b"s" * 32, only_local=True), compresses=False)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://127.0.0.1")
 
@@ -235,7 +235,8 @@ def _sampler(model, number, **options):
 def _sample(sampler, seq, tokens=(2, 3), **options):
     prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
     params = {"max_tokens": 3, "seed": 1, **options.pop("params", {})}
-    return {"sampling_session_id": sampler["sampling_session_id"], "seq_id": seq, "prompt": prompt, "sampling_params": params} | options
+    body = {"sampling_session_id": sampler["sampling_session_id"], "seq_id": seq}
+    return body | {"prompt": prompt, "sampling_params": params} | options
 
 
 def test_a_record_that_a_kill_has_cut_off_was_never_promised(tmp_path):
@@ -366,10 +367,11 @@ def test_a_cancelled_sample_ends_and_a_session_that_ends_frees_its_slots(tmp_pat
             assert not waiting.done()
             await server.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
             assert (await waiting).endswith(":train:0")
+            create = {"session_id": session, "model_seq_id": 1, "base_model": "bigram", "lora_config": {"rank": 1}}
             for path, body in (
                 ("session_heartbeat", {"session_id": session}),
                 ("asample", _sample(sampler, 1)),
-                ("create_model", {"session_id": session, "model_seq_id": 1, "base_model": "bigram", "lora_config": {"rank": 1}}),
+                ("create_model", create),
             ):
                 reply = await server.send("POST", path, body)
                 assert reply.status_code == 410 and "has ended" in reply.json()["detail"]
