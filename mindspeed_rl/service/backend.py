@@ -182,6 +182,23 @@ def check_data(data: Sequence[Datum], loss: LossCall, offered: Capabilities) -> 
                 _check_ids(f"{where}.loss_fn_inputs.{name}", values, offered.vocab_size)
             elif not (np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()):
                 raise CallError(f"{where}.loss_fn_inputs.{name} has a value that is not a finite number.")
+        _check_token_thresholds(where, datum, loss)
+
+
+def _check_token_thresholds(where: str, datum: Datum, loss: LossCall) -> None:
+    """Check the optional arrays of a datum, whose shapes are sound."""
+    marked = datum.inputs.get("sequence_ratio_mask")
+    if marked is not None and not marked.any():
+        raise CallError(f"{where}.loss_fn_inputs.sequence_ratio_mask marks no token, so that the sequence has no ratio.")
+    bounds = [np.asarray(datum.inputs.get(name, loss.config.get(name, 0.0)), np.float64) for name in _CLIPS]
+    for name, values in zip(_CLIPS, bounds):
+        if (values < 0).any():
+            raise CallError(f"{where}.loss_fn_inputs.{name} has a value below 0.")
+    low, high = np.broadcast_arrays(*bounds)
+    if (wrong := np.flatnonzero(low > high)).size:
+        token = int(wrong[0])
+        values = f"{low.flat[token]} and {high.flat[token]}"
+        raise CallError(f"{where}.loss_fn_inputs: {_CLIPS[0]} is above {_CLIPS[1]} at token {token} ({values}).")
 
 
 def _check_ids(name: str, ids: Array, vocab_size: int) -> None:
@@ -219,6 +236,8 @@ class AdamParams:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             _check_number(f"adam_params.{name}", value, below=1.0 if name.startswith("beta") else math.inf)
+        if not self.eps:
+            raise CallError(f"adam_params.eps: {self.eps} is not above 0; a matrix without a gradient would become NaN.")
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,13 @@ Importing this imports Megatron and vLLM: `service.opening` prepares the process
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
-import json
 import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -38,7 +36,6 @@ from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterSlot
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.vocab import compute_vocab_log_probs
-from mindspeed_rl.files import read_json, write_file
 from mindspeed_rl.run import Run
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.service.backend import (
@@ -53,15 +50,13 @@ from mindspeed_rl.service.backend import (
     SampleResult,
     check_data,
 )
+from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
 from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
-_STATE, _TENSORS, _ADAPTER = "state.json", "state.safetensors", "adapter"
 #: matrices of the output layer, next to those of the slot
 _HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
-#: form of the folders of `save_state`
-_FORM = 1
 
 
 @dataclass(frozen=True)
@@ -315,67 +310,47 @@ class Tenants:
     def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.save_state`."""
         model = self._find(model_id)
-        if folder.exists():
-            raise CallError(f"{folder} exists already.")
-        with _building(folder) as partial_folder:
+        with building(folder) as partial_folder:
             tensors = {name: parameter.detach() for name, parameter in model.matrices.items()}
             if with_optimizer:
                 tensors |= {f"{kind}/{name}": value for kind, name, value in _list_moments(model)}
-            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial_folder / _TENSORS)
-            record = {
-                "form": _FORM,
-                "spec": asdict(model.spec),
-                "base": self.capabilities.base_model,
-                "num_steps": model.num_steps,
-                "has_optimizer": with_optimizer,
-            }
-            write_file(partial_folder / _STATE, json.dumps(record, indent=2) + "\n")
-            self._write_peft(model_id, model, partial_folder / _ADAPTER)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial_folder / TENSORS)
+            record = ModelRecord(model.spec, self.capabilities.base_model, model.num_steps, with_optimizer)
+            record.write(partial_folder)
+            self._write_peft(model_id, model, partial_folder / ADAPTER)
 
     def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.load_state`."""
         record = self._read_record(folder)
-        spec = AdapterSpec(**record["spec"])
-        if with_optimizer and not record["has_optimizer"]:
+        spec = record.spec
+        if with_optimizer and not record.has_optimizer:
             raise CallError(f"{folder} was saved without the optimizer's state; load it without.")
         existing = self._models.get(model_id)
         if existing is None:
             self._check_new(model_id, spec)
         elif replace(existing.spec, seed=None) != replace(spec, seed=None):
             raise CallError(f"{folder} has another adapter than model {model_id}: {spec}, not {existing.spec}.")
-        tensors = load_file(folder / _TENSORS)
+        tensors = load_file(folder / TENSORS)
         model = self._build_model(spec, {name: tensor for name, tensor in tensors.items() if "/" not in name})
         if with_optimizer:
-            model.num_steps = record["num_steps"]
+            model.num_steps = record.num_steps
             _load_moments(model, tensors)
         self._models[model_id] = model
         if self._filled is not None and self._filled[0] == model_id:
             self._filled = None
 
-    def _read_record(self, folder: Path) -> dict[str, Any]:
-        if not (folder / _STATE).is_file():
-            raise CallError(f"{folder} is no saved model.")
-        record = read_json(folder / _STATE)
-        if record.get("form") != _FORM:
-            raise CallError(f"{folder} has another form ({record.get('form')}) than this version reads ({_FORM}).")
-        if record["base"] != self.capabilities.base_model:
-            raise CallError(f"{folder} is of the base {record['base']}, not {self.capabilities.base_model}.")
-        return record
-
-    def read_spec(self, folder: Path) -> AdapterSpec | None:
-        """See `Backend.read_spec`."""
-        return AdapterSpec(**self._read_record(folder)["spec"])
+    def _read_record(self, folder: Path) -> ModelRecord:
+        return ModelRecord.read(folder, self.capabilities.base_model)
 
     def export_adapter(self, source: str | Path, folder: Path) -> None:
         """See `Backend.export_adapter`."""
-        if folder.exists():
-            raise CallError(f"{folder} exists already.")
         if isinstance(source, Path):
             self._read_record(source)
-            with _building(folder) as partial_folder:
-                shutil.copytree(source / _ADAPTER, partial_folder, dirs_exist_ok=True)
+            with building(folder) as partial_folder:
+                shutil.copytree(source / ADAPTER, partial_folder, dirs_exist_ok=True)
         else:
-            self._write_peft(source, self._find(source), folder)
+            with building(folder) as partial_folder:
+                self._write_peft(source, self._find(source), partial_folder)
 
     def _write_peft(self, model_id: str, model: _Model, folder: Path) -> None:
         self._fill_slot(model_id, model)
@@ -511,24 +486,3 @@ def _load_moments(model: _Model, tensors: Mapping[str, Tensor]) -> None:
             "step": torch.tensor(float(model.num_steps)),
             **{kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
         }
-
-
-@contextlib.contextmanager
-def _building(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill; it takes its name at the end, complete and on the disk, or is removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
-    try:
-        yield building
-        for path in [*building.rglob("*"), building]:
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        os.rename(building, folder)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
