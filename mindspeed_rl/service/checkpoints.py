@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from mindspeed_rl.folders import remove_folder
 from mindspeed_rl.service.backend import AdapterSpec, CallError
@@ -178,11 +179,11 @@ def check_ttl(ttl_s: int | None) -> None:
         raise CallError(f"ttl_seconds: {ttl_s} is not from {_TTL_S.start} (an hour) to {_TTL_S.stop - 1} (ten years).")
 
 
-def read_spec(values: dict[str, object] | None) -> AdapterSpec | None:
+def read_spec(values: dict[str, Any] | None) -> AdapterSpec | None:
     """Return the adapter of a table."""
-    return None if values is None else AdapterSpec(**values)  # type: ignore[arg-type]
+    return None if values is None else AdapterSpec(**values)
 
 
-def write_spec(spec: AdapterSpec | None) -> dict[str, object] | None:
+def write_spec(spec: AdapterSpec | None) -> dict[str, Any] | None:
     """Return the adapter as a table has it."""
     return None if spec is None else asdict(spec)

@@ -40,7 +40,7 @@ class JournalError(Exception):
 
 
 def _pack(record: Mapping[str, Any]) -> bytes:
-    data = msgpack.packb(record, use_bin_type=True)
+    data: bytes = msgpack.Packer(use_bin_type=True).pack(record)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 

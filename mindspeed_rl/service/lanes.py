@@ -12,10 +12,10 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mindspeed_rl.folders import remove_folder
-from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, check_data
+from mindspeed_rl.service.backend import Backend, CallError, Datum, LossCall, LossName, check_data
 from mindspeed_rl.service.bodies import JsonObject, read_adam, read_body, read_json
 from mindspeed_rl.service.checkpoints import Checkpoints, read_spec
 from mindspeed_rl.service.history import Histories
@@ -233,7 +233,7 @@ class Lanes:
         """
         assert request.body is not None
         parsed = read_pass_request(request.body)
-        loss = LossCall(parsed.loss_fn, parsed.config)  # type: ignore[arg-type]
+        loss = LossCall(cast("LossName", parsed.loss_fn), parsed.config)  # which refuses other names
         data = parsed.read_data()
         check_data(data, loss, self._offered)
         return data, loss

@@ -252,8 +252,8 @@ class Ledger:
         if request is None or request.tenant != tenant:
             model = self.store.models.get(id.rpartition(":")[0])
             number = id.rpartition(":")[2]
-            is_mine = model is not None and model.tenant == tenant
-            if is_mine and number.isascii() and number.isdigit() and int(number[:20]) <= model.done_seq:
+            done_seq = model.done_seq if model is not None and model.tenant == tenant else -1
+            if number.isascii() and number.isdigit() and int(number[:20]) <= done_seq:
                 raise RefusedError(410, f"the result of request {id} is no longer kept")
             raise RefusedError(404, _UNKNOWN.format(kind="request", id=id))
         if request.finished_s is not None and request.payload is None:

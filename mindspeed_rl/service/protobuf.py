@@ -202,10 +202,10 @@ def encode(table: Table, message: Message) -> bytes:
                 wire, data = _BYTES, encode(field.kind, item)
             elif item == field.kind.default and not field.is_optional and not field.repeats:
                 continue
+            elif field.kind.wire == _VARINT:
+                wire, data = _VARINT, _write_varint(field.kind.write(item))
             else:
                 wire, data = field.kind.wire, field.kind.write(item)
-            written.append(_write_varint(number << 3 | wire))
-            if wire == _BYTES:
-                written.append(_write_varint(len(data)))
-            written.append(_write_varint(data) if wire == _VARINT else data)
+            size = _write_varint(len(data)) if wire == _BYTES else b""
+            written += [_write_varint(number << 3 | wire), size, data]
     return b"".join(written)
