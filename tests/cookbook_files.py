@@ -9,14 +9,22 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 MODEL_NAME = "Qwen/Qwen3-8B-Base"
 _SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _MAX_POSITIONS = 2048
 
 
-def make_model(folder: Path) -> Path:
-    """Write a tiny random model with a token per character; return its folder."""
+def make_model(folder: Path, num_steps: int = 1100) -> Path:
+    """Write a tiny model with a token per character; return its folder.
+
+    It has learned one thing: after "Assistant:" it answers any digit in a box. A loop that rewards the right one has something
+    to reinforce.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -50,16 +58,41 @@ def make_model(folder: Path) -> Path:
         pad_token_id=vocabulary["<pad>"],
         tie_word_embeddings=False,
     )
-    Qwen2ForCausalLM(config).save_pretrained(target)
+    model = Qwen2ForCausalLM(config)
+    _teach(model, fast, num_steps)
+    model.save_pretrained(target)
     return target
 
 
+def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_steps: int) -> None:
+    """Train the model to answer a random digit in a box."""
+    import torch
+
+    chance, letters = random.Random(1), "abcdefghijklmnopqrstuvwxyz ?.:\n0123456789AU"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(num_steps):
+        length = chance.choice((10, 20, 30, 40)) if step < num_steps * 0.9 else chance.choice((10, 200, 500))
+        rows = []
+        for _ in range(16 if length < 100 else 4):
+            context = "".join(chance.choice(letters) for _ in range(length))
+            digit = chance.randrange(10)
+            rows.append(tokenizer.encode(f"{context}\n\nAssistant: \\boxed{{{digit}}}\n\nUser:"))
+        tokens = torch.tensor(rows)
+        labels = tokens.clone()
+        labels[:, : -len(" \\boxed{0}\n\nUser:")] = -100
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * (1 - step / num_steps)
+        model(input_ids=tokens, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def make_data_sets(cache: Path, num_rows: int = 64) -> None:
-    """Write the data sets of the programs into a cache of `datasets`."""
+    """Write the data sets of the programs into a cache of `datasets`; the answer to every question is 7."""
     chance = random.Random(0)
-    sums = [(chance.randrange(10), chance.randrange(10)) for _ in range(num_rows)]
-    questions = [f"{a} + {b}?" for a, b in sums]
-    answers = [str(a + b) for a, b in sums]
+    questions = [f"{chance.randrange(10)} + {chance.randrange(10)}?" for _ in range(num_rows)]
+    answers = ["7"] * num_rows
     chats = [
         {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
         for question, answer in zip(questions, answers)

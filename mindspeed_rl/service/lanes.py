@@ -7,8 +7,10 @@ since a tenant's numbers depend on nothing else.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 MAX_AHEAD = 100_000
 #: a snapshot is written after as many steps of the optimizer, and after as many bytes of requests
 _SNAPSHOT_STEPS, _SNAPSHOT_BYTES = 10, 32 << 20
+#: a model without work for so long makes room for one that waits, and between two looks for such a model
+_IDLE_S, _LOOK_S = 30.0, 1.0
 #: operations that change a model, and run again after a restart
 _REDONE = ("forward_backward", "optim_step")
 
@@ -42,15 +46,19 @@ class _Lane:
     Attributes:
         waiting: requests that have arrived and not begun, by number.
         task: works on them; None while the next one has not arrived.
-        running: number of the request that runs; None for none.
-        is_restored: the backend has the model as the tables say.
+        running: number of the request that runs; None for none, and -1 for what must not be interrupted either.
+        waits_for_slot: all slots of the backend are taken.
+        is_loaded: the model has a slot of the backend, or is about to get its state there.
+        idle_since_s: end of its last operation.
         metrics: of the passes since the last step: sums of losses and of tokens.
     """
 
     waiting: dict[int, Request] = field(default_factory=dict)
     task: asyncio.Task[None] | None = None
     running: int | None = None
-    is_restored: bool = True
+    waits_for_slot: bool = False
+    is_loaded: bool = False
+    idle_since_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -89,13 +97,11 @@ class Lanes:
     # ---- arrival
 
     def resume(self) -> None:
-        """Continue after a restart: models are restored, and requests that had not finished run."""
+        """Continue after a restart: requests that had not finished run; models are restored when they are needed."""
         store = self._ledger.store
         for model in store.models.values():
             if model.done_seq < 0:  # it was being made
-                model.has_slot = False
-            elif model.has_slot:
-                self._lane(model.id).is_restored = False
+                model.is_alive = False
         for request in store.requests.values():
             if request.finished_s is None and request.kind in self._operations:
                 self._lane(request.target).waiting[request.seq] = request
@@ -122,7 +128,8 @@ class Lanes:
         if lane.running == request.seq and lane.task is not None:
             return "active", None
         if request.seq == model.done_seq + 1:
-            return "paused_capacity", "requests of other API keys are computed"
+            reason = f"all {self._offered.num_slots} models of this server are in use" if lane.waits_for_slot else None
+            return "paused_capacity", reason or "requests of other API keys are computed"
         return "active", f"request {model.done_seq + 1} of this model comes first"
 
     def _lane(self, model_id: str) -> _Lane:
@@ -139,26 +146,30 @@ class Lanes:
 
     async def _run(self, model_id: str, lane: _Lane) -> None:
         model = self._ledger.store.models[model_id]
-        if not lane.is_restored:
-            try:
-                async with self._queue.turn(model.tenant, 0):
-                    await self._restore(model)
-                lane.is_restored = True
-            except Exception as error:  # noqa: BLE001 - the model is lost, and the server goes on
-                _LOG.exception("model %s cannot be restored", model_id)
-                await self.end(model_id, f"its state cannot be restored: {error}")
-        while (request := lane.waiting.pop(model.done_seq + 1, None)) is not None:
+        while model.done_seq + 1 in lane.waiting:
+            if model.is_alive and not lane.is_loaded:
+                try:
+                    await self._take_slot(lane)
+                    async with self._queue.turn(model.tenant, 0):
+                        await self._restore(model)
+                except Exception as error:  # noqa: BLE001 - the model is lost, and the server goes on
+                    _LOG.exception("model %s cannot be restored", model_id)
+                    await self.end(model_id, f"its state cannot be restored: {error}")
+                    return
+            request = lane.waiting.pop(model.done_seq + 1)
             if request.finished_s is None:
                 await self._perform(request, model, lane)
-            else:
-                model.done_seq = request.seq
+            lane.idle_since_s = time.monotonic()
 
     async def _perform(self, request: Request, model: Model, lane: _Lane) -> None:
         try:
+            # before the turn: others can have theirs while it waits
+            if request.kind in ("create_model", "load_weights"):
+                await self._take_slot(lane)
             async with self._queue.turn(model.tenant, request.cost):
                 lane.running = request.seq
                 with self._meter.measure(model.tenant):
-                    if request.kind not in ("create_model", "load_weights") and not model.has_slot:
+                    if request.kind not in ("create_model", "load_weights") and not model.is_alive:
                         raise CallError(f"model {model.id} has been unloaded; load one of its checkpoints.")
                     outcome = await self._operations[request.kind](request, model)
         except CallError as error:
@@ -171,10 +182,11 @@ class Lanes:
         finally:
             lane.running = None
         if not outcome.succeeded and model.done_seq < 0:  # it was to be made
+            lane.is_loaded = False
             outcome = Outcome(
                 outcome.payload,
                 succeeded=False,
-                changes=(*outcome.changes, self._ledger.store.models.put(model.id, has_slot=False, is_failed=True)),
+                changes=(*outcome.changes, self._ledger.store.models.put(model.id, is_alive=False, is_failed=True)),
             )
             self._slot_freed.set()
         done = self._ledger.store.models.put(model.id, done_seq=request.seq, used_s=self._ledger.now_s())
@@ -184,21 +196,52 @@ class Lanes:
         if request.kind == "optim_step" and outcome.succeeded:
             await self._take_snapshot_where_due(model)
 
-    async def _take_slot(self, model: Model) -> None:
-        """Wait for a free slot; a model that has one keeps it."""
-        while True:
-            holders = [row for row in self._ledger.store.models.values() if row.has_slot and row.id != model.id]
-            if len(holders) < self._offered.num_slots:
-                # in the tables only: the change goes to the disk with the end of the operation
-                model.has_slot = True
+    async def _take_slot(self, lane: _Lane) -> None:
+        """Wait for a slot of the backend; a model without work for some time makes room, and comes back when it has some."""
+        while not lane.is_loaded:
+            loaded = [(id, other) for id, other in self._lanes.items() if other.is_loaded]
+            if len(loaded) < self._offered.num_slots:
+                lane.is_loaded = True
                 return
+            idle = [(id, other) for id, other in loaded if self._is_idle(other)]
+            if idle:
+                await self._park(*min(idle, key=lambda item: item[1].idle_since_s))
+                continue
             self._slot_freed.clear()
-            await self._slot_freed.wait()
+            lane.waits_for_slot = True
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._slot_freed.wait(), _LOOK_S)
+            lane.waits_for_slot = False
+
+    @staticmethod
+    def _is_idle(lane: _Lane) -> bool:
+        is_done = lane.task is None or lane.task.done()
+        return is_done and not lane.waiting and time.monotonic() - lane.idle_since_s > _IDLE_S
+
+    async def _park(self, model_id: str, lane: _Lane) -> None:
+        """Take a model out of the backend; it is restored with its next operation."""
+        model = self._ledger.store.models[model_id]
+        lane.idle_since_s = math.inf  # nothing else parks it meanwhile
+        parking = lane.task = asyncio.create_task(self._leave(model, lane))
+        self._tasks.add(parking)
+        parking.add_done_callback(self._tasks.discard)
+        await asyncio.shield(parking)
+        self._wake(model_id)  # an operation may have arrived
+
+    async def _leave(self, model: Model, lane: _Lane) -> None:
+        lane.running = -1
+        try:
+            redone = self._list_redone(model)
+            if redone and redone[-1].kind == "optim_step":  # no gradient waits
+                await self._take_snapshot(model)
+            await self._backend.unload(model.id)
+            lane.is_loaded = False
+        finally:
+            lane.running = None
 
     async def _create(self, request: Request, model: Model) -> Outcome:
-        await self._take_slot(model)
         await self._backend.create_model(model.id, read_spec(model.spec))
-        change = self._ledger.store.models.put(model.id, has_slot=True)
+        change = self._ledger.store.models.put(model.id, is_alive=True)
         return Outcome(make_result(model_id=model.id, type="create_model").payload, changes=(change,))
 
     async def _load(self, request: Request, model: Model) -> Outcome:
@@ -206,10 +249,9 @@ class Lanes:
         checkpoint = self._checkpoints.find(model.tenant, body["path"], ("training",))
         if model.done_seq >= 0 and checkpoint.spec != model.spec:
             raise CallError(f"'{body['path']}' has the adapter {checkpoint.spec}, and model {model.id} has {model.spec}.")
-        await self._take_slot(model)
         folder = self._checkpoints.get_folder(checkpoint)
         await self._backend.load_state(model.id, folder, with_optimizer=body["optimizer"])
-        change = self._ledger.store.models.put(model.id, has_slot=True, spec=checkpoint.spec)
+        change = self._ledger.store.models.put(model.id, is_alive=True, spec=checkpoint.spec)
         snapshot = await self._write_snapshot(model, request.seq)
         result = make_result(path=body["path"], model_id=model.id, type="load_weights")
         return Outcome(result.payload, changes=(change, snapshot))
@@ -336,6 +378,9 @@ class Lanes:
         steps = sum(request.kind == "optim_step" for request in redone)
         if steps < _SNAPSHOT_STEPS and sum(len(request.body or b"") for request in redone) < _SNAPSHOT_BYTES:
             return
+        await self._take_snapshot(model)
+
+    async def _take_snapshot(self, model: Model) -> None:
         old = model.snapshot
         try:
             change = await self._write_snapshot(model, model.done_seq)
@@ -367,10 +412,12 @@ class Lanes:
         for request in list(self._ledger.store.requests.values()):
             if request.target == model_id and request.finished_s is None:
                 await self._ledger.finish(request, make_failure(f"model {model_id}: {reason}", "user"))
-        if model.has_slot:
-            if lane.is_restored and model.done_seq >= 0:
-                await self._backend.unload(model_id)
-            await self._ledger.journal.append(self._ledger.store.models.put(model_id, has_slot=False, snapshot=""))
+        if model.is_alive:
+            if lane.is_loaded and model.done_seq >= 0:
+                with contextlib.suppress(CallError):  # it was being restored
+                    await self._backend.unload(model_id)
+            lane.is_loaded = False
+            await self._ledger.journal.append(self._ledger.store.models.put(model_id, is_alive=False, snapshot=""))
             self._slot_freed.set()
 
     async def close(self) -> None:

@@ -295,7 +295,7 @@ class Ledger:
         model = self.store.models.get(request.target)
         return (
             model is not None
-            and model.has_slot
+            and model.is_alive
             and request.body is not None
             and request.succeeded
             and request.seq > model.snapshot_seq

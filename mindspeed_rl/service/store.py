@@ -54,7 +54,7 @@ class Model:
         created_s, used_s: times of its creation and of its last request.
         done_seq: requests up to this one are finished; -1 before it is made.
         num_steps: steps of the optimizer.
-        has_slot: it exists in the backend, or will again after a restart.
+        is_alive: it was made, and is in the backend, or will be again when it is needed.
         is_failed: it was not made.
         snapshot: folder of its state after request `snapshot_seq`, which has no gradient that waits; "" for none.
         inflight: path of the weights of its sampling clients of this kind; "" for none.
@@ -69,7 +69,7 @@ class Model:
     used_s: float = 0.0
     done_seq: int = -1
     num_steps: int = 0
-    has_slot: bool = False
+    is_alive: bool = False
     is_failed: bool = False
     snapshot: str = ""
     snapshot_seq: int = 0

@@ -379,6 +379,52 @@ def test_a_cancelled_sample_ends_and_a_session_that_ends_frees_its_slots(tmp_pat
     run(work())
 
 
+def test_a_model_without_work_makes_room_and_comes_back_as_it_was(tmp_path, monkeypatch):
+    """One slot, two models: each loses it when it has nothing to do, also with a gradient that waits for its step."""
+    monkeypatch.setattr("mindspeed_rl.service.lanes._IDLE_S", 0.0)
+    monkeypatch.setattr("mindspeed_rl.service.lanes._LOOK_S", 0.01)
+
+    async def work():
+        async with opened(tmp_path, num_slots=1) as server:
+            models = [await server.open_model(), await server.open_model(BOB)]
+            for step in range(3):
+                for model, key in zip(models, (ALICE, BOB)):
+                    future = await server.run_pass(model, 2 * step + 1, [2 + step], [3], key=key)
+                    await server.fetch(future.json(), key)
+                    assert list(server.backend.models) == [model]
+                for model, key in zip(models, (ALICE, BOB)):
+                    await server.fetch(await server.step(model, 2 * step + 2, key=key), key)
+                    expected = train_alone([[(2 + index, 3)] for index in range(step + 1)])
+                    assert server.backend.models[model].weights == pytest.approx(expected)
+
+    run(work())
+
+
+def test_models_that_wait_for_a_slot_hold_up_nobody_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("mindspeed_rl.service.service._LONG_POLL_S", 0.05)
+
+    async def work():
+        async with opened(tmp_path, num_slots=1) as server:
+            model = await server.open_model()
+            waiting = [asyncio.create_task(server.open_model(BOB, number)) for number in range(6)]
+            await asyncio.sleep(0.1)
+            future = {"request_id": (await server.post("create_model", _create(model, 1)))["request_id"]}
+            reply = (await server.send("POST", "retrieve_future", future)).json()
+            assert reply["queue_state"] == "paused_capacity" and "all 1 models" in reply["queue_state_reason"]
+            await server.fetch(await _train(server, model, 1, 3))
+            assert not any(task.done() for task in waiting)
+            for task in waiting:
+                task.cancel()
+            await asyncio.wait(waiting)
+
+    run(work())
+
+
+def _create(model, number):
+    session = model.partition(":")[0]
+    return {"session_id": session, "model_seq_id": number, "base_model": "bigram", "lora_config": {"rank": 1}}
+
+
 def test_a_session_without_heartbeats_ends(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
