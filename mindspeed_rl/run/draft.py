@@ -116,7 +116,15 @@ def _complete_server(cfg: RunConfig) -> RunConfig:
     generate = cfg.generate_config
     if cfg.serve_config is None or generate is None:
         return cfg
-    rl_keys, role_keys = {"n_samples_per_prompt": 2, "max_prompt_length": max(1, generate.max_model_len - 1)}, _SERVER_ROLE
+    budget = cfg.serve_config.max_tokens_per_pass
+    rl_keys: dict[str, Any] = {
+        "n_samples_per_prompt": 2,
+        "max_prompt_length": max(1, generate.max_model_len - 1),
+        "use_remove_padding": True,
+        "use_dynamic_bsz": True,
+        **dict.fromkeys(("update_max_packing_token_size", "actor_max_packing_token_size"), budget),
+    }
+    role_keys = _SERVER_ROLE
     written = {name: cfg.set_keys.get(name, frozenset()) for name in ("rl_config", "generate_config", "actor_config")}
     written["actor_config"] |= cfg.set_keys.get("megatron_training", frozenset())
     rl = cfg.rl_config or RLConfig(actor_resource=Resource(num_npus=1))

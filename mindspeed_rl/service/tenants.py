@@ -29,7 +29,7 @@ from torch.nn import functional
 from mindspeed_rl.algorithms.call_losses import compute_call_loss
 from mindspeed_rl.algorithms.interfaces import LossInputs
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
-from mindspeed_rl.engine.batching import MicroBatching, Rows
+from mindspeed_rl.engine.batching import Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.interface import NonFiniteError
 from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterSlot, save_peft
@@ -52,7 +52,7 @@ from mindspeed_rl.service.backend import (
 )
 from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
 from mindspeed_rl.service.sampling import SamplingEngine
-from mindspeed_rl.workers.roles import Role, build_pass_settings
+from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica
 
 #: matrices of the output layer, next to those of the slot
@@ -139,7 +139,7 @@ class Tenants:
         self._engine = self._role.megatron
         self._engine.start_gradients()
         self._slot = AdapterSlot(self._role.model)
-        self._batching = MicroBatching(1, serve.max_tokens_per_pass)
+        self._batching = build_micro_batching(run.rl, "update", 1)
         self._filled: tuple[str, int] | None = None
         self._models: dict[str, _Model] = {}
         self._replica = RolloutReplica(
