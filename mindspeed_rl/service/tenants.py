@@ -53,7 +53,7 @@ from mindspeed_rl.service.backend import (
 from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
 from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
-from mindspeed_rl.workers.rollout_replica import RolloutReplica
+from mindspeed_rl.workers.rollout_replica import RolloutReplica, build_vllm
 
 #: matrices of the output layer, next to those of the slot
 _HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
@@ -156,8 +156,9 @@ class Tenants:
             None,
             self._tokenizer,
             f"service-{os.getpid()}",
-            engine_class=SamplingEngine,
-            num_adapters=serve.num_engine_adapters or serve.num_models,
+            build=partial(
+                build_vllm, engine_class=SamplingEngine, num_adapters=serve.num_engine_adapters or serve.num_models
+            ),
         )
         assert isinstance(self._replica.engine, SamplingEngine)
         self._sampling: SamplingEngine = self._replica.engine
