@@ -774,6 +774,33 @@ def test_a_compressed_body_is_read_only_as_far_as_it_may_go():
     assert decompress(pyarrow.Codec("zstd").compress(b"abc", asbytes=True), "zstd", 10) == b"abc"
 
 
+def test_a_tenant_that_sends_slowly_leaves_room_for_others(monkeypatch):
+    from mindspeed_rl.service import doors
+
+    monkeypatch.setattr(doors, "_MAX_BYTES_OF_TENANT", 100)
+    monkeypatch.setattr(doors, "_DROP_S", 0.01)
+
+    async def work():
+        reader, headers = doors.BodyReader(), {b"content-length": b"60"}
+
+        async def never():
+            await asyncio.sleep(100)
+
+        async def at_once():
+            return {"type": "http.request", "body": b"x" * 60}
+
+        slow = asyncio.create_task(reader.read("slow", headers, never, 1000))
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="too many bodies"):
+            await reader.read("slow", headers, never, 1000)
+        assert len(await reader.read("other", headers, at_once, 1000)) == 60
+        slow.cancel()
+        await asyncio.wait([slow])
+        assert len(await reader.read("slow", headers, at_once, 1000)) == 60
+
+    run(work())
+
+
 def test_a_token_stands_for_its_key(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
