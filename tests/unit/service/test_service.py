@@ -580,6 +580,9 @@ def test_an_exported_folder_is_downloaded_by_signed_addresses(tmp_path):
             name = f"training_runs/{model}/checkpoints/external_weights/e/external_weights_urls"
             urls = (await server.send("GET", name)).json()["urls"]
             assert set(urls) == {"adapter_config.json", "weights.npy"}
+            await server.do("save_weights_external", {"model_id": model, "seq_id": 2, "path": "e.merged"})
+            merged = (await server.send("GET", name.replace("/e/", "/e.merged/"))).json()["urls"]
+            assert set(merged) == {"merged.npy"}
             assert (await server.client.get(urls["adapter_config.json"])).json() == {"peft_type": "LORA"}
             head, _, signature = urls["weights.npy"].rpartition(".")
             forged = (f"{head}.{signature[:-2]}AA", f"{head[:-3]}AAA.{signature}", head, f"{head}.")
