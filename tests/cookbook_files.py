@@ -93,7 +93,7 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_steps
         optimizer.zero_grad()
 
 
-def make_data_sets(cache: Path, num_rows: int = 64) -> None:
+def make_data_sets(cache: Path, num_rows: int = 136, num_solved: int = 16) -> None:
     """Write the data sets of the programs into a cache of `datasets`; the answer to every question is 7."""
     chance = random.Random(0)
     questions = [f"{chance.randrange(10)} + {chance.randrange(10)}?" for _ in range(num_rows)]
@@ -106,7 +106,7 @@ def make_data_sets(cache: Path, num_rows: int = 64) -> None:
         {"chosen": f"\n\nHuman: {question}\n\nAssistant: {answer}", "rejected": f"\n\nHuman: {question}\n\nAssistant: no"}
         for question, answer in zip(questions, answers)
     ]
-    solved = [{"question": question, "answer": f"#### {answer}"} for question, answer in zip(questions, answers)]
+    solved = [{"question": question, "answer": f"#### {answer}"} for question, answer in zip(questions[:num_solved], answers)]
     words = "when the ship sailed over several seas many people could see it before they were known ".split()
     pages = [{"text": " ".join(chance.choice(words) for _ in range(200))} for _ in range(200)]
     _write(cache, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:4]})
