@@ -21,11 +21,12 @@ from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
 from mindspeed_rl.planner.experts import format_experts, place_experts
-from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block
+from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block, read_folder
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
+from mindspeed_rl.planner.shapes import find_model_folder
 from mindspeed_rl.planner.smallest import find_smallest
 from mindspeed_rl.planner.text import FitReport, MemoryReport, SmallestReport, TimeReport
 from mindspeed_rl.run import Run
@@ -120,7 +121,7 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
+    parser.add_argument("--model", required=True, help="model block of configs/model, such as qwen3_32b, or a model's folder")
     parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
     parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
     parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
@@ -236,9 +237,15 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) 
     for name, count in given.items():
         if count < 1:
             raise ValueError(f"--{name}: {count} must be at least 1.")
-    block = read_block(arguments.model, arguments.config_dir)
     lengths = arguments.prompt, arguments.response, arguments.prompts, arguments.samples
-    return FitRequest(arguments.model, block, npus, *lengths, nodes)
+    folder = find_model_folder(arguments.model)
+    if folder is None:
+        return FitRequest(arguments.model, read_block(arguments.model, arguments.config_dir), npus, *lengths, nodes)
+    try:
+        block = read_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from error
+    return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
 
 
 def _smallest(arguments: argparse.Namespace) -> int:
