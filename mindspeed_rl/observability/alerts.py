@@ -283,8 +283,8 @@ def _check_depths(history: History) -> Iterator[Alert]:
                 "bad",
                 iteration,
                 f"Trainer and rollout differ {where}: log-probs by {value:.3g} in the mean, {near:.3g} in the first 16 tokens.",
-                "`mindspeed-rl diff train rollout --run FOLDER`, which train runs at the end, names the first module that differs: "
-                "position embeddings and the cache are suspects of deep tokens, the template of tokens after a tool.",
+                "`mindspeed-rl diff train rollout --run FOLDER`, which train runs at the end, names the first module that "
+                "differs: position embeddings and the cache are suspects of deep tokens, the template of tokens after a tool.",
             )
             return
 
