@@ -25,6 +25,7 @@ from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.optimizer import build_scheduler
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability import heartbeat
@@ -82,6 +83,8 @@ class FsdpEngine:
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""
         self.model.load(source)
+        if isinstance(self.plan.architecture, ModuleArchitecture):
+            self.model.check_head()
 
     def limit_vocab(self, size: int) -> None:
         """Give no probability to tokens from this id on. Not collective."""
