@@ -120,25 +120,17 @@ class MegatronEngine:
         return _Answer(index, request, generator, StopStringFinder(self._tokenizer, stop_strings), max_tokens)
 
     def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Delta, None, None]:
-        """Generate all sequences in step: a shorter prompt has answers while a longer one is still read."""
+        """Generate all sequences in step; see `CachedModel.generate`."""
         prompts = [answer.request.prompt_ids for answer in answers]
         max_len = max(len(prompt) + answer.max_tokens for prompt, answer in zip(prompts, answers))
-        self._model.reset(len(answers), max_len)
-        # all rows of Megatron's cache are at one position, so one pass reads what all prompts have
-        read = min(map(len, prompts))
-        logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
-        while True:
-            # sampled on the host: every rank samples for itself, and must get the same token
-            on_host = logits.cpu()
-            for row, answer in enumerate(answers):
-                if not answer.done and read >= len(prompts[row]):
-                    yield self._add(answer, on_host[row], sampling)
-            if all(answer.done for answer in answers):
-                return
-            # answers that are done continue with their last token, and the results are ignored
-            column = [prompt[read] if read < len(prompt) else answer.token_ids[-1] for prompt, answer in zip(prompts, answers)]
-            logits = self._model.next_logits(torch.tensor(column)[:, None])
-            read += 1
+        deltas: list[Delta] = []
+
+        def choose(row: int, logits: Tensor) -> tuple[int, bool]:
+            deltas.append(self._add(answers[row], logits, sampling))
+            return answers[row].token_ids[-1], answers[row].done
+
+        for _ in self._model.generate(prompts, max_len, choose):
+            yield deltas.pop()
 
     def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
         request = answer.request

@@ -166,10 +166,11 @@ STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _build_base_tree(request: FitRequest) -> dict[str, Any]:
     """Return the run file that the search completes, of the request's stage, with every feature that costs nothing."""
-    return STAGES[request.stage](_build_grpo_tree(request))
+    return STAGES[request.stage](build_grpo_tree(request))
 
 
-def _build_grpo_tree(request: FitRequest) -> dict[str, Any]:
+def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
+    """Return the run file of GRPO of a request's model, with every feature that costs nothing and no layout."""
     is_moe = bool(request.block.get("num_experts"))
     named = {"model": request.model} if request.folder is None else {}
     actor = named if request.folder is None else {"load": request.folder}

@@ -84,7 +84,7 @@ class ModuleEngine:
         self.layout = RolloutLayout.from_config(config, world_size)
         self.image_rules: ImageRules | None = None
         self.list_replaced: Callable[[nn.Module], Sequence[Tensor]] | None = None
-        self.weight_version, self.syncs_drafts = -1, False
+        self.weight_version, self.syncs_drafts, self.fell_back_to_eager = -1, False, False
         self._max_len, self._max_rows = config.max_model_len, config.max_num_seqs
         self._device = platform.current().current_device()
         dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16

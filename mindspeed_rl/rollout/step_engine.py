@@ -31,6 +31,7 @@ class StepEngine(Protocol):
         image_rules: image rules of a model of images; None for a model of text.
         list_replaced: returns the tensors of the model that the next weight sync writes; None where that is not known.
         syncs_drafts: weight syncs bring the multi-token-prediction layers too, which make drafts.
+        fell_back_to_eager: the engine captures no graphs, although its keys ask for them.
     """
 
     layout: RolloutLayout
@@ -40,6 +41,7 @@ class StepEngine(Protocol):
     image_rules: ImageRules | None
     list_replaced: Callable[[nn.Module], Sequence[Tensor]] | None
     syncs_drafts: bool
+    fell_back_to_eager: bool
 
     def add_request(self, name: str, prompt_ids: Sequence[int], sampling: Sampling, seed: int) -> None:
         """Add a request, under a name that no running one has; results depend on its arguments and the weights only."""

@@ -203,14 +203,17 @@ class ShardedModel:
             return list(zip(edges, edges[1:]))
         return [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in zip(edges, edges[1:])]
 
+    def read_shard(self, parameter: str) -> Tensor:
+        """Return this rank's rows of a parameter, which are its memory."""
+        return cast(DTensor, self.names[parameter].detach()).to_local()
+
     def read_rows(self, name: str) -> tuple[Tensor, int]:
         """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
         place, rank = self.places[name], dist.get_rank()
         if place.parameter in self.buffers:
             return self.buffers[place.parameter], 0
-        parameter = self.names[place.parameter]
-        local = cast(DTensor, parameter.detach()).to_local()
-        start = first_row(parameter.shape[0], dist.get_world_size(), rank)
+        local = self.read_shard(place.parameter)
+        start = first_row(self.names[place.parameter].shape[0], dist.get_world_size(), rank)
         if place.index is None:
             return local, start
         if not start <= place.index < start + len(local):

@@ -392,7 +392,10 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         *((cfg.platform == name, None, reason) for name, reason in _EXACT_ELSEWHERE.items()),
         *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
-        (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
+        (
+            cfg.serve_config is None and actor.lora_target_modules,
+            *("actor_config.lora_target_modules", ": the engine has merged weights"),
+        ),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
         (
             actor.loss_vocab_chunk_size,
