@@ -57,7 +57,8 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config_set"]
     save = config["actor_config"].get("save")
     # only its weights: a run that has ended has no iteration left to resume
-    saved = [] if save is None or newest_checkpoint(save) is None else [f"actor_config.load={save}", "actor_config.finetune=true"]
+    weights = [f"actor_config.load={save}", "actor_config.finetune=true"]
+    saved = [] if save is None or newest_checkpoint(save) is None else weights
     # without model blocks, whose values config.json has
     groups = {name: group for name, group in config.items() if name not in ("run", "sampling_config")}
     tree = {name: {key: value for key, value in group.items() if key != "model"} for name, group in groups.items()}
