@@ -92,6 +92,9 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     registry.search_folders(cfg.plugin_folders)
     run = draft(cfg, num_nodes)
     report = explain(run)
+    if cfg.serve_config is not None:
+        report["unchecked"] = "files and memory: serve checks them before it listens"
+        return report
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
     if not report["errors"] and (checks_files or cfg.has_files_here):

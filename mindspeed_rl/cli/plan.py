@@ -15,6 +15,7 @@ from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.files import FileWriteError, write_file
 from mindspeed_rl.planner.advice import find_changes_to_fit
@@ -26,7 +27,6 @@ from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
-from mindspeed_rl.planner.shapes import find_model_folder
 from mindspeed_rl.planner.smallest import find_smallest
 from mindspeed_rl.planner.text import FitReport, MemoryReport, SmallestReport, TimeReport
 from mindspeed_rl.run import Run
@@ -121,7 +121,11 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model block of configs/model, such as qwen3_32b, or a model's folder")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="model block of configs/model, for example qwen3_32b; or a folder with config.json, or a model in a hub's cache",
+    )
     parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
     parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
     parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
@@ -238,14 +242,26 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) 
         if count < 1:
             raise ValueError(f"--{name}: {count} must be at least 1.")
     lengths = arguments.prompt, arguments.response, arguments.prompts, arguments.samples
-    folder = find_model_folder(arguments.model)
-    if folder is None:
-        return FitRequest(arguments.model, read_block(arguments.model, arguments.config_dir), npus, *lengths, nodes)
-    try:
-        block = read_folder(folder)
-    except ValueError as error:
-        raise ValueError(f"--model: {error}") from error
-    return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
+    folder = _find_folder(arguments.model)
+    if folder is not None:
+        name = folder.resolve().name
+        return FitRequest(name, read_folder(folder), npus, *lengths, nodes, folder=str(folder))
+    block = read_block(arguments.model, arguments.config_dir)
+    return FitRequest(arguments.model, block, npus, *lengths, nodes)
+
+
+def _find_folder(model: str) -> Path | None:
+    """Return the folder that `--model` names, as a path or as a name on a hub; None for the name of a model block.
+
+    Raises:
+        ValueError: it is a name on a hub whose files are not in the cache.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if (name := parse_hub_name(model)) is not None:
+        return fetch(name, "--model", "model", downloads=False)
+    return None
 
 
 def _smallest(arguments: argparse.Namespace) -> int:

@@ -59,6 +59,10 @@ def main(argv: list[str]) -> int:
             write_import = registry.load("mindspeed_rl.importers.command:write_import", "train")
             arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
+        if cfg.serve_config is not None:
+            raise ValueError(
+                f"{cfg.config_name} has the group serve_config: it is the run file of a server; mindspeed-rl serve starts it"
+            )
         with prepare_run(cfg, arguments.nodes) as run:
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch

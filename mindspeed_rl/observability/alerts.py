@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed_rl.observability.completions import Completion, CompletionRecord
+from mindspeed_rl.observability.diversity import ONE_PATTERN
 from mindspeed_rl.observability.history import History, Series
 
 #: iterations that count as the present, and iterations after which a reward of 0 is not bad luck
 _RECENT, _FEW = 10, 5
 #: KL divergence to the reference, in nats a token, beyond which a policy is another model
 _FAR_NATS = 1.0
+#: worth an alert: gap between reward and audit, in fractions of their full scores; rise of the share of one pattern
+_GAP, _PATTERN_RISE = 0.1, 0.3
 
 #: mean difference of log-probs, and its ratio to that of the first tokens, beyond which a depth or class of tokens is wrong
 _DEPTH_BOUND, _DEPTH_RATIO = 0.02, 4.0
@@ -374,6 +377,44 @@ def _check_clipping(history: History) -> Iterator[Alert]:
         )
 
 
+def _check_audit(history: History) -> Iterator[Alert]:
+    """Compare the gap between reward and stricter check with that before the first iteration, beyond three errors."""
+    gap, error = history.finite("audit/gap"), history.finite("audit/gap_error")
+    earned, audited = history.finite("audit/earned"), history.finite("audit/audited")
+    if len(gap.y) < 2 or len({len(series.y) for series in (gap, error, earned, audited)}) > 1:
+        return
+    for index in range(1, len(gap.y)):
+        chance = 3 * math.hypot(error.y[0], error.y[index])
+        if gap.y[index] - gap.y[0] > max(_GAP, chance):
+            yield Alert(
+                "reward_tricked",
+                "bad",
+                gap.x[index],
+                f"The reward and its audit part: of their full scores, the reward went from {earned.y[0]:.2f} to "
+                f"{earned.y[index]:.2f}, and the stricter check from {audited.y[0]:.2f} to {audited.y[index]:.2f}.",
+                "Read audit.jsonl of the run folder, which has the responses that the reward overpays most, and close the hole "
+                "in rl_config.verifier_function; `mindspeed-rl audit reward` tries it with known cheats.",
+            )
+            return
+
+
+def _check_pattern(history: History) -> Iterator[Alert]:
+    series = history.finite("diversity/pattern_share")
+    if len(series.y) < 3:
+        return
+    before, now = min(series.y[:2]), statistics.median(series.y[-3:])
+    if now >= ONE_PATTERN and now - before >= _PATTERN_RISE:
+        first = next(x for x, y in zip(series.x, series.y) if y >= ONE_PATTERN)
+        yield Alert(
+            "one_sentence",
+            "watch",
+            first,
+            f"{now:.0%} of the responses are one sentence with words of their prompt filled in, {before:.0%} at the start.",
+            "Read some: does it answer every prompt, or does the reward pay for a form alone? A stricter check beside the "
+            "reward (group audit of the run file) tells.",
+        )
+
+
 _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_finite,
     _check_collapse,
@@ -390,6 +431,8 @@ _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_gradients,
     _check_kl,
     _check_clipping,
+    _check_audit,
+    _check_pattern,
 )
 #: an alert -> those that it explains, whose advice would not help or would be the opposite one
 _EXPLAINS: dict[str, tuple[str, ...]] = {

@@ -195,6 +195,17 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), *moments)]
     generate = run.generate
     assert generate is not None
+    if run.cfg.serve_config is not None:
+        models = {"client models": count_client_bytes(run) * run.cfg.serve_config.num_models}
+        owners = (
+            fixed,
+            weights,
+            {"gradients": state["gradients"]},
+            models,
+            _serving_bytes(engine),
+            {"packed weights": engine.packed},
+        )
+        return [_fullest("serve", owners, {owner: count for owner, count in activations.items() if owner != "tower"})]
     resident = _resident_bytes(run, weights, state, others)
     disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
@@ -229,6 +240,14 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
+
+
+def count_client_bytes(run: RunShape) -> int:
+    """Return the bytes of a client's model of the largest rank: matrices, gradient and two moments in float32."""
+    config, model_config = run.actor.config, run.actor.plan.model_config
+    layers = sum(elements.dense_adapters for elements in run.actor.elements)
+    head = config.lora_r * (model_config.hidden_size + model_config.vocab_size)
+    return 4 * 4 * (layers + head)
 
 
 def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:

@@ -12,12 +12,14 @@ from mindspeed_rl.catalogue import SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.compat import ROLE_NAMES_ELSEWHERE
 from mindspeed_rl.config.errors import KeyNames
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.keys.ignored import IGNORED, IgnoredKey
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, list_keys
+from mindspeed_rl.config.keys.serve import ServeConfig
 
 #: dotted name of a group -> its class
 GROUPS: dict[str, type] = {
@@ -27,6 +29,8 @@ GROUPS: dict[str, type] = {
     "generate_config.sampling_config": SamplingConfig,
     "profiler_config.integrated": ProfilerConfig,
     "msprobe_config": MsprobeConfig,
+    "audit": AuditKeys,
+    "serve_config": ServeConfig,
 }
 #: groups with the keys of megatron_training, one a role
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config")

@@ -301,6 +301,7 @@ def test_the_smallest_machine_of_each_stage_and_what_fewer_devices_cost(capsys: 
     assert stages["GRPO"]["machines"][0]["host_bytes"] == pytest.approx(7.616e9 * (12 + 2 * 2), rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_smallest_machine_is_explained_by_what_is_too_small(capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["--prompt", "1k", "--response", "1k", "--prompts", "16", "--samples", "4"]
     assert command.main(["smallest", "--model", "qwen25_7b", "--chip", "A2", "--memory-gib", "40", *lengths]) == 0
