@@ -244,6 +244,10 @@ class Trainer:
         self._do(lambda tenants: tenants.load_state(self._MODEL, Path(folder), with_optimizer=with_optimizer))
         self._drop_sampler()
 
+    def save_merged(self, folder: str | Path) -> None:
+        """Write the base with the adapter added into a new folder, which transformers and vLLM load."""
+        self._do(lambda tenants: tenants.export_merged(self._MODEL, Path(folder)))
+
     def _drop_sampler(self) -> None:
         sampler, self._sampler = self._sampler, None
         if sampler is not None:

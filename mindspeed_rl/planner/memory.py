@@ -243,11 +243,13 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
 
 
 def count_client_bytes(run: RunShape) -> int:
-    """Return the bytes of a client's model of the largest rank: matrices, gradient and two moments in float32."""
+    """Return the bytes of a client's model of the largest rank: matrices, gradient, two moments and average in float32."""
     config, model_config = run.actor.config, run.actor.plan.model_config
     layers = sum(elements.dense_adapters for elements in run.actor.elements)
     head = config.lora_r * (model_config.hidden_size + model_config.vocab_size)
-    return 4 * 4 * (layers + head)
+    serve = run.cfg.serve_config
+    copies = 4 + (serve is not None and serve.sampler_ema_decay > 0)
+    return 4 * copies * (layers + head)
 
 
 def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:

@@ -412,6 +412,10 @@ class Backend(Protocol):
         """Write a model (its id) or a folder of `save_state` as a PEFT folder, or full weights as an HF folder."""
         ...
 
+    async def export_merged(self, model_id: str, folder: Path) -> None:
+        """Write a model as a folder that transformers and vLLM load without an adapter."""
+        ...
+
     async def close(self) -> None:
         """End all work and free the devices."""
         ...

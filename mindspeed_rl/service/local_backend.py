@@ -235,6 +235,10 @@ class LocalBackend:
         """See `Backend.export_adapter`."""
         await self._call(lambda tenants: tenants.export_adapter(source, folder))
 
+    async def export_merged(self, model_id: str, folder: Path) -> None:
+        """See `Backend.export_merged`."""
+        await self._call(lambda tenants: tenants.export_merged(model_id, folder))
+
     async def close(self) -> None:
         """See `Backend.close`."""
         await asyncio.to_thread(self.stop)

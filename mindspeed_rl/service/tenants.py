@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -83,11 +83,10 @@ class _CallHead(HeadOutputs):
         """Compute them, [rows, width] each."""
         micro_batch, weight, vocab = head.micro_batch, head.weight, head.vocab
         if self.a is not None and self.b is not None:
-            # one product with the columns of both: W h + scale B A h
             inner = functional.linear(hidden, self.a.to(hidden.dtype)) * self.scale
-            outer = functional.pad(self.b, (0, 0, 0, len(weight) - len(self.b))).to(weight.dtype)
-            hidden, weight = torch.cat([hidden, inner], 1), torch.cat([weight, outer], 1)
-            vocab = replace(vocab, adds_to_main_grad=False)
+            vocab = replace(vocab, frozen=weight, adds_to_main_grad=False)
+            weight = functional.pad(self.b, (0, 0, 0, len(weight) - len(self.b))).to(weight.dtype)
+            hidden = torch.cat([hidden, inner], 1)
         if not self.num_targets:
             return head.align(compute_vocab_log_probs(hidden, weight, micro_batch.labels, vocab)[:1])
         ids = micro_batch.columns["targets"].flatten(0, 1).index_select(0, micro_batch.slots)
@@ -104,6 +103,7 @@ class _Model:
         settings: rank, scale and layers of its adapter.
         matrices: float32, by name; their `grad` is the gradient that waits for a step, None without one.
         optimizer: its AdamW.
+        averages: moving averages of the matrices, by name; empty where samplers have the last weights.
         num_steps: steps that it has made.
     """
 
@@ -111,7 +111,16 @@ class _Model:
     settings: LoraSettings
     matrices: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW
+    averages: dict[str, Tensor] = field(default_factory=dict)
     num_steps: int = 0
+
+    def average(self, decay: float) -> None:
+        """Move the averages by a step: they begin with the first step's matrices."""
+        for name, parameter in self.matrices.items():
+            if name in self.averages:
+                self.averages[name].lerp_(parameter.detach(), 1 - decay)
+            else:
+                self.averages[name] = parameter.detach().clone()
 
 
 def _build_optimizer(matrices: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
@@ -218,8 +227,9 @@ class Tenants:
         return matrices
 
     def _build_model(self, spec: AdapterSpec, matrices: Mapping[str, Tensor]) -> _Model:
-        device = self._engine.device
-        parameters = {name: nn.Parameter(tensor.to(device, torch.float32)) for name, tensor in matrices.items()}
+        # sorted, as in a file: the norm of the gradient adds them up in this order. Copies: tensors of a file begin at any
+        # address, and products of such a matrix may round otherwise
+        parameters = {name: nn.Parameter(_copy(matrices[name], self._engine.device)) for name in sorted(matrices)}
         return _Model(spec, self._build_settings(spec), parameters, _build_optimizer(parameters))
 
     def _find(self, model_id: str) -> _Model:
@@ -304,6 +314,8 @@ class Tenants:
         model.optimizer.step()
         model.optimizer.zero_grad()
         model.num_steps += 1
+        if self._serve.sampler_ema_decay:
+            model.average(self._serve.sampler_ema_decay)
         return {"grad_norm:mean": norm.item(), "step:max": float(model.num_steps)}
 
     # ------------------------------------------------------------------ folders
@@ -313,12 +325,13 @@ class Tenants:
         model = self._find(model_id)
         with building(folder) as partial_folder:
             tensors = {name: parameter.detach() for name, parameter in model.matrices.items()}
+            tensors |= {f"average/{name}": value for name, value in model.averages.items()}
             if with_optimizer:
                 tensors |= {f"{kind}/{name}": value for kind, name, value in _list_moments(model)}
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial_folder / TENSORS)
             record = ModelRecord(model.spec, self.capabilities.base_model, model.num_steps, with_optimizer)
             record.write(partial_folder)
-            self._write_peft(model_id, model, partial_folder / ADAPTER)
+            self._write_peft(model, partial_folder / ADAPTER)
 
     def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.load_state`."""
@@ -336,6 +349,9 @@ class Tenants:
         if with_optimizer:
             model.num_steps = record.num_steps
             _load_moments(model, tensors)
+        if self._serve.sampler_ema_decay:
+            averages = {name: tensors[f"average/{name}"] for name in model.matrices if f"average/{name}" in tensors}
+            model.averages = {name: _copy(tensor, self._engine.device) for name, tensor in averages.items()}
         self._models[model_id] = model
         if self._filled is not None and self._filled[0] == model_id:
             self._filled = None
@@ -351,14 +367,40 @@ class Tenants:
                 shutil.copytree(source / ADAPTER, partial_folder, dirs_exist_ok=True)
         else:
             with building(folder) as partial_folder:
-                self._write_peft(source, self._find(source), partial_folder)
+                self._write_peft(self._find(source), partial_folder)
 
-    def _write_peft(self, model_id: str, model: _Model, folder: Path) -> None:
-        self._fill_slot(model_id, model)
+    def _fill_for_sampling(self, model: _Model) -> Mapping[str, Tensor]:
+        """Fill the slot with the matrices that a model samples with, and return them."""
+        matrices: Mapping[str, Tensor] = model.averages or model.matrices
+        self._filled = None
+        self._slot.fill(matrices, model.settings)
+        return matrices
+
+    def _write_peft(self, model: _Model, folder: Path) -> None:
+        matrices = self._fill_for_sampling(model)
         head: dict[str, tuple[Tensor, Tensor]] = {}
-        if _HEAD_A in model.matrices:
-            head["lm_head"] = model.matrices[_HEAD_A].detach().cpu(), model.matrices[_HEAD_B].detach().cpu()
+        if _HEAD_A in matrices:
+            head["lm_head"] = matrices[_HEAD_A].detach().cpu(), matrices[_HEAD_B].detach().cpu()
         save_peft(self._role.model, model.settings, folder, str(self._role.source.hf_folder), others=head)
+
+    def export_merged(self, model_id: str, folder: Path) -> None:
+        """Write a model as a folder that transformers and vLLM load without an adapter: the base with its matrices added."""
+        model = self._find(model_id)
+        matrices = self._fill_for_sampling(model)
+        with building(folder) as partial_folder:
+            self._role.save_hf(partial_folder, output_layer=self._merge_head(model, matrices))
+
+    @torch.no_grad()
+    def _merge_head(self, model: _Model, matrices: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the output layer with its adapter added; None without one."""
+        if _HEAD_A not in matrices:
+            return None
+        chunk = self._role.model.models[-1]
+        tied = chunk.share_embeddings_and_output_weights
+        weight = cast(Tensor, chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight)
+        weight = weight[: self.capabilities.vocab_size]
+        merged = weight.float() + model.settings.scale * (matrices[_HEAD_B] @ matrices[_HEAD_A])
+        return merged.to(weight.dtype).cpu()
 
     # ------------------------------------------------------------------ samplers
 
@@ -425,6 +467,11 @@ class Tenants:
         self._remove_folder()
 
 
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a float32 copy in memory of torch's own alignment."""
+    return tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
 def _build_rows(data: Sequence[Datum]) -> tuple[Rows, int]:
     """Return the rows of a call, and the targets per token where some datum has several (else 0)."""
     targets = [np.asarray(datum.inputs["target_tokens"], np.int64) for datum in data]
@@ -485,5 +532,5 @@ def _load_moments(model: _Model, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in model.matrices.items():
         model.optimizer.state[parameter] = {
             "step": torch.tensor(float(model.num_steps)),
-            **{kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
+            **{kind: _copy(tensors[f"{kind}/{name}"], parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
         }

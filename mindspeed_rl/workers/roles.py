@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: name of the output layer in checkpoints of transformers
+OUTPUT_LAYER = "lm_head.weight"
+
+
 def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
     """Return the limits of a micro-batch of updates, or of forward passes of the actor or the reference.
 
@@ -306,10 +310,13 @@ class Role:
         if self._saver is not None:
             self._saver.finish(wait=wait)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, output_layer: Tensor | None = None) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
         Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
+
+        Args:
+            output_layer: output layer in place of the model's, which is then not tied to the embedding; on the first rank.
         """
         head = self.engine.plan.model_config.head
         # the remains of a save that was killed
@@ -325,14 +332,17 @@ class Role:
         if dist.get_rank() == 0:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
-            changes = self._hf_changes() | padding
+            changes = self._hf_changes() | padding | ({} if output_layer is None else {"tie_word_embeddings": False})
             with HfFolderWriter(folder, self.source.hf_folder, changes, finish=self._template.write) as writer:
                 plan, named = self.engine.plan, self.stream.named_tensors(ranks=[0])
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
                     named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
                 for name, tensor in named:
-                    writer.add(name, tensor)
+                    if output_layer is None or name != OUTPUT_LAYER:
+                        writer.add(name, tensor)
+                if output_layer is not None:
+                    writer.add(OUTPUT_LAYER, output_layer)
         else:
             # gathering is collective: every rank takes part to the end
             for _ in self.stream.named_tensors(ranks=[0]):

@@ -80,3 +80,23 @@ def test_samples_end_where_the_call_says_and_have_the_log_probs_of_the_model(see
     # temperature 0.5 and 0: both are those at temperature 1
     assert sampling["untempered"] < 1e-6
     assert sampling["prompt"] == [[], None, 0.0, 0.0, [0, 3, 3, 3]]
+
+
+def test_a_loop_of_a_program_learns_averages_its_weights_and_is_loaded_by_peft(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM.with_name("service_trainer_program.py")), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    # ten of 98 characters are digits
+    assert result["before"] < 0.4 and result["after"] > 0.9
+    # greedy tokens of two implementations may differ where two are equally likely
+    assert abs(result["by_peft"] - result["after"]) < 0.1
+    assert result["average"] < 1e-6
+    assert result["merged_gap"] < 1e-3
+    assert result["returns"]

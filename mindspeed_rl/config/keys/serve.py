@@ -22,8 +22,14 @@ class ServeConfig:
         "adapters that one step of the rollout engine computes together; others wait; num_models when unset",
         "推理引擎一步中同时计算的适配器数，其余等待；不设时为 num_models", range=Bounds(1, 1024), on_resume="exact")
     max_tokens_per_pass: int = key(8192, "tokens of one forward pass; longer requests take several, and a longer sequence one",
-        "一次前向的 token 数；更长的请求分几次，更长的单条序列单独一次", range=Range.TOKENS, on_resume="exact")
-    folder: str = key("./runs/serve", "folder of sessions, operations and checkpoints, from which a restarted server resumes",
+        "一次前向的 token 数；更长的请求分几次，更长的单条序列单独一次", range=Range.TOKENS,
+        on_resume="exact")
+    sampler_ema_decay: float = key(0.0,
+        "decay per step of the moving average of a model's matrices, which samplers and exports have; 0: the last weights",
+        "采样与导出所用权重的滑动平均每步的衰减系数；0 表示用最新权重", range=Bounds(0, 1, excludes_high=True),
+        on_resume="exact")
+    folder: str = key("./runs/serve",
+        "folder of sessions, operations and checkpoints, from which a restarted server resumes",
         "会话、操作与检查点的文件夹，服务重启后由此接续", on_resume="exact")
     host: str = key("127.0.0.1", "address to listen at; other than loopback needs api_keys_file",
         "监听地址；非本机回环地址需要 api_keys_file", on_resume="exact")

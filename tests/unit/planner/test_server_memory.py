@@ -23,6 +23,7 @@ def _owners(*overrides: str) -> dict[str, int]:
 def test_a_model_has_four_numbers_in_float32_for_each_of_its_matrices() -> None:
     assert _owners()["client models"] == 4 * _MODEL * 4 * 4
     assert _owners("serve_config.num_models=7")["client models"] == 7 * _MODEL * 4 * 4
+    assert _owners("serve_config.sampler_ema_decay=0.9")["client models"] == 4 * _MODEL * 4 * 5
 
 
 def test_the_engine_has_room_for_the_adapters_of_a_step() -> None:
