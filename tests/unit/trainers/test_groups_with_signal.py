@@ -94,10 +94,11 @@ def test_missing_scores_are_no_zeros_unless_the_policy_says_so() -> None:
 
 def _scored(results: list[RewardResult], monkeypatch: pytest.MonkeyPatch) -> Evaluator:
     evaluator = Evaluator.__new__(Evaluator)
-    evaluator._items, evaluator._greedy, evaluator._seed = [None] * len(results), True, 0
+    evaluator._sets, evaluator._sampling = [EvaluationSet("eval", [{}] * len(results))], EvaluationSampling()
     evaluator._rewards = SimpleNamespace(accuracies={"a"})
     evaluator._model_rewards = ModelRewards(None, None, weight=0.0, timeout_s=1.0, part_weights={"a": 1.0, "b": 1.0})
-    monkeypatch.setattr(Evaluator, "score", lambda *_, **__: ([[1]] * len(results), results))
+    monkeypatch.setattr(Evaluator, "generate", lambda *_: [SimpleNamespace(token_ids=[1])] * len(results))
+    monkeypatch.setattr(Evaluator, "score_trajectories", lambda *_: results)
     return evaluator
 
 

@@ -414,8 +414,8 @@ def test_explain_shows_the_card_and_train_epochs_count_raw_rows(
     assert explain(["--config", "own.yaml"]) == 0
     output = capsys.readouterr().out
     assert "2 iterations: 2 passes over 3 rows" in output
-    overview = output.split("\n\n")[1]
-    assert re.search(r"rows +4\n.*\n +steps +2 iterations of 3 rows\n +planned +fits", overview), overview
+    overview = next(part for part in output.split("\n\n") if "  steps " in part)
+    assert re.search(r"rows +4\n.*\n +steps +2 iterations of 3 rows", overview), overview
     for text in ("Alpaca rows (columns instruction, output)", "rows       4", "longest 6 tokens", "example 1  0?⟦yes<eos>⟧"):
         assert text in output, output
     assert explain(["--config", "own.yaml", "--validate"]) == 0
