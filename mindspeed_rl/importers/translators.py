@@ -20,7 +20,7 @@ from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 
 #: trackers by their names elsewhere
-TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow")
+TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio")
 
 
 # --- optimizer states -------------------------------------------------------------------------------------------------
