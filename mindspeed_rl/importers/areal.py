@@ -178,13 +178,13 @@ def read_layout(text: str, option: str, engines: tuple[str, ...]) -> tuple[Layou
     # the layout of attention counts the devices; that of experts is among them
     parts = [part.partition(":") for part in dimensions.strip("()").split("|")] if "|" in dimensions else []
     sections = {name: sizes for name, _, sizes in parts}
-    sizes = dict(re.findall(r"([a-z])(\d+)", sections.get("attn", dimensions)))
-    experts = dict(re.findall(r"([a-z])(\d+)", sections.get("ffn", dimensions))).get("e", "1")
-    valid = re.fullmatch(r"(?:[dptce][1-9]\d*)+", sections.get("attn", dimensions))
+    attention, experts = sections.get("attn", dimensions), sections.get("ffn", dimensions)
+    sizes, of_experts = (dict(re.findall(r"([a-z])(\d+)", text)) for text in (attention, experts))
+    valid = all(re.fullmatch(r"(?:[dptce][1-9]\d*)+", text) for text in (attention, experts))
     if engine not in engines or not valid or (sections and set(sections) != {"attn", "ffn"}):
         raise ConfigError([f"{option} is {text!r}, but must be {' or '.join(engines)} with sizes, such as {engines[0]}:d4p1t1"])
     number = {name: int(sizes.get(name, "1")) for name in "dptc"}
-    layout = Layout(engine, number["t"], number["p"], number["c"], int(experts))
+    layout = Layout(engine, number["t"], number["p"], number["c"], int(of_experts.get("e", "1")))
     return layout, layout.devices * number["d"]
 
 

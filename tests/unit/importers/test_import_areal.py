@@ -217,6 +217,7 @@ def test_numbers_that_differ_are_accepted_by_name(
         ("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B", "experts, as Qwen/Qwen3-30B-A3B has them"),
         ("megatron:d2t2p1", "deepspeed:d4", "must be fsdp or megatron or archon"),
         ("megatron:d2t2p1", "megatron:x4", "with sizes, such as fsdp:d4p1t1"),
+        ("megatron:d2t2p1", "megatron:(attn:d4|ffn:all)", "with sizes, such as fsdp:d4p1t1"),
         ("openai/gsm8k", "hiyouga/geometry3k", "rows with images"),
         ("tokenizer_path: ${actor.path}", "tokenizer_path: ${absent.path}", "absent"),
         ("eps_clip: 0.2", "eps_clip: 0.2\n  use_lora: true\n  target_modules: [router]", "adapters in router"),
