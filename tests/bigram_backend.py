@@ -220,5 +220,9 @@ class BigramBackend:
         (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
         np.save(folder / "weights.npy", self._find(source).weights)
 
+    async def export_merged(self, model_id: str, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        np.save(folder / "merged.npy", self._find(model_id).weights)
+
     async def close(self) -> None:
         self.models.clear()

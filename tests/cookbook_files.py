@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 MODEL_NAME = "Qwen/Qwen3-8B-Base"
 _SPECIAL = ["<pad>", "<eos>", "<unk>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 _MAX_POSITIONS = 2048
+_BOX, _NEXT_TURN = " \\boxed{", "\n\nUser:"
 
 
-def make_model(folder: Path, num_steps: int = 1100) -> Path:
+def make_model(folder: Path, num_steps: int = 150) -> Path:
     """Write a tiny model with a token per character; return its folder.
 
     It has learned one thing: after "Assistant:" it answers any digit in a box. A loop that rewards the right one has something
@@ -42,6 +43,8 @@ def make_model(folder: Path, num_steps: int = 1100) -> Path:
         extra_special_tokens=_SPECIAL[3:],
         clean_up_tokenization_spaces=False,
     )
+    # a token each, so that the form of an answer is learned in seconds
+    fast.add_tokens([_BOX, _NEXT_TURN])
     fast.save_pretrained(target)
     torch.manual_seed(0)
     config = Qwen2Config(
@@ -68,18 +71,20 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_steps
     """Train the model to answer a random digit in a box."""
     import torch
 
-    chance, letters = random.Random(1), "abcdefghijklmnopqrstuvwxyz ?.:\n0123456789AU"
+    chance = random.Random(1)
+    pieces = [*"abcdefghijklmnopqrstuvwxyz ?.:\n0123456789AU}", _BOX, _BOX, f"{_BOX}}}.", _NEXT_TURN]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(num_steps):
-        length = chance.choice((10, 20, 30, 40)) if step < num_steps * 0.9 else chance.choice((10, 200, 500))
+        length = chance.choice((20, 40, 60))
         rows = []
-        for _ in range(16 if length < 100 else 4):
-            context = "".join(chance.choice(letters) for _ in range(length))
+        for _ in range(16):
+            context = "".join(chance.choice(pieces) for _ in range(80))
             digit = chance.randrange(10)
-            rows.append(tokenizer.encode(f"{context}\n\nAssistant: \\boxed{{{digit}}}\n\nUser:"))
+            text = f"{context}\n\nAssistant:{_BOX}{digit}}}{_NEXT_TURN}"
+            rows.append(tokenizer.encode(text)[-length:])
         tokens = torch.tensor(rows)
         labels = tokens.clone()
-        labels[:, : -len(" \\boxed{0}\n\nUser:")] = -100
+        labels[:, :-4] = -100
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * (1 - step / num_steps)
         model(input_ids=tokens, labels=labels).loss.backward()
@@ -88,7 +93,7 @@ def _teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, num_steps
         optimizer.zero_grad()
 
 
-def make_data_sets(cache: Path, num_rows: int = 64) -> None:
+def make_data_sets(cache: Path, num_rows: int = 136, num_solved: int = 16) -> None:
     """Write the data sets of the programs into a cache of `datasets`; the answer to every question is 7."""
     chance = random.Random(0)
     questions = [f"{chance.randrange(10)} + {chance.randrange(10)}?" for _ in range(num_rows)]
@@ -101,7 +106,7 @@ def make_data_sets(cache: Path, num_rows: int = 64) -> None:
         {"chosen": f"\n\nHuman: {question}\n\nAssistant: {answer}", "rejected": f"\n\nHuman: {question}\n\nAssistant: no"}
         for question, answer in zip(questions, answers)
     ]
-    solved = [{"question": question, "answer": f"#### {answer}"} for question, answer in zip(questions, answers)]
+    solved = [{"question": question, "answer": f"#### {answer}"} for question, answer in zip(questions[:num_solved], answers)]
     words = "when the ship sailed over several seas many people could see it before they were known ".split()
     pages = [{"text": " ".join(chance.choice(words) for _ in range(200))} for _ in range(200)]
     _write(cache, "HuggingFaceH4/no_robots", "default", {"train": chats, "test": chats[:4]})

@@ -122,7 +122,7 @@ class TinkerApp:
             raise RefusedError(405, f"{method} is no method of this API")
         self._check_offered(name)
         max_bytes = _MAX_BYTES_OF_CALLS.get(name, _MAX_BYTES)
-        body = await self._bodies.read(headers, receive, max_bytes)
+        body = await self._bodies.read(tenant, headers, receive, max_bytes)
         encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
         if encoding:
             body = await asyncio.to_thread(decompress, body, encoding, max_bytes)

@@ -5,11 +5,11 @@ A body with a key that is not known here is refused, as the published service do
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from mindspeed_rl import registry
@@ -74,8 +74,12 @@ def _read_object(value: object) -> JsonObject:
 
 def _read_metadata(value: object) -> JsonObject:
     metadata = _read_object(value)
-    if len(json.dumps(metadata)) > _MAX_METADATA:
-        raise ValueError(f"an object of at most {_MAX_METADATA} characters")
+    try:
+        is_short = len(msgpack.packb(metadata)) <= _MAX_METADATA
+    except (OverflowError, ValueError):  # an integer of more than 64 bits, and half a character
+        is_short = False
+    if not is_short:
+        raise ValueError(f"an object of at most {_MAX_METADATA} bytes, with integers of 64 bits")
     return metadata
 
 

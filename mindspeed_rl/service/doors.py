@@ -13,6 +13,7 @@ import re
 import secrets
 import stat
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
-#: bytes of all bodies that are being read at the same time
-_MAX_BYTES_AT_ONCE = 1 << 30
+#: bytes of all bodies that are being read at the same time, and of those of one tenant
+_MAX_BYTES_AT_ONCE, _MAX_BYTES_OF_TENANT = 1 << 30, 1 << 28
 #: longest wait for the next part of a body, and longest time for which the rest of a body that is too long is read
 _MAX_SILENCE_S, _DROP_S = 60.0, 10.0
 _OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -181,10 +182,10 @@ class BodyReader:
     """Reads bodies: never more of one than it may have, and of all together no more than the memory is for."""
 
     def __init__(self) -> None:
-        self._free = _MAX_BYTES_AT_ONCE
+        self._reading: defaultdict[str, int] = defaultdict(int)
 
-    async def read(self, headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
-        """Return a body.
+    async def read(self, tenant: str, headers: Mapping[bytes, bytes], receive: Receive, max_bytes: int) -> bytes:
+        """Return a body of a tenant.
 
         The rest of one that is too long is read and dropped for some time: a client that is still sending reads no reply.
 
@@ -198,14 +199,15 @@ class BodyReader:
         if size > max_bytes:
             await _drop(receive)
             raise RefusedError(413, f"a body of this call has at most {max_bytes} bytes, and this one has {size}")
-        if size > self._free:
+        is_full = size + sum(self._reading.values()) > _MAX_BYTES_AT_ONCE
+        if is_full or size + self._reading[tenant] > _MAX_BYTES_OF_TENANT:
             await _drop(receive)
             raise RefusedError(503, "too many bodies are being read at the moment; send it again")
-        self._free -= size
+        self._reading[tenant] += size
         try:
             return await self._read(receive, size)
         finally:
-            self._free += size
+            self._reading[tenant] -= size
 
     async def _read(self, receive: Receive, size: int) -> bytes:
         chunks, read, has_more = [], 0, True

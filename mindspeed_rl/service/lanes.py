@@ -35,6 +35,8 @@ MAX_AHEAD = 100_000
 _SNAPSHOT_STEPS, _SNAPSHOT_BYTES = 10, 32 << 20
 #: a model without work for so long makes room for one that waits, and between two looks for such a model
 _IDLE_S, _LOOK_S = 30.0, 1.0
+#: end of the name of an export that is a model of its own, without an adapter
+_MERGED = ".merged"
 #: operations that change a model, and run again after a restart
 _REDONE = ("forward_backward", "optim_step")
 
@@ -344,7 +346,8 @@ class Lanes:
         name, ttl_s = body["path"], body["ttl_seconds"]
         path = self._checkpoints.check_new(model.tenant, model.id, "external", name, ttl_s)
         folder = self._checkpoints.new_folder()
-        await self._backend.export_adapter(model.id, folder)
+        export = self._backend.export_merged if name.endswith(_MERGED) else self._backend.export_adapter
+        await export(model.id, folder)
         changes = self._checkpoints.add(model, path, "external", folder, ttl_s=ttl_s)
         size = self._ledger.store.checkpoints[path].num_bytes
         return Outcome(make_result(path=path, size_bytes=size, type="save_weights_external").payload, changes=tuple(changes))

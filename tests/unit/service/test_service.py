@@ -580,6 +580,9 @@ def test_an_exported_folder_is_downloaded_by_signed_addresses(tmp_path):
             name = f"training_runs/{model}/checkpoints/external_weights/e/external_weights_urls"
             urls = (await server.send("GET", name)).json()["urls"]
             assert set(urls) == {"adapter_config.json", "weights.npy"}
+            await server.do("save_weights_external", {"model_id": model, "seq_id": 2, "path": "e.merged"})
+            merged = (await server.send("GET", name.replace("/e/", "/e.merged/"))).json()["urls"]
+            assert set(merged) == {"merged.npy"}
             assert (await server.client.get(urls["adapter_config.json"])).json() == {"peft_type": "LORA"}
             head, _, signature = urls["weights.npy"].rpartition(".")
             forged = (f"{head}.{signature[:-2]}AA", f"{head[:-3]}AAA.{signature}", head, f"{head}.")
@@ -774,6 +777,33 @@ def test_a_compressed_body_is_read_only_as_far_as_it_may_go():
     assert decompress(pyarrow.Codec("zstd").compress(b"abc", asbytes=True), "zstd", 10) == b"abc"
 
 
+def test_a_tenant_that_sends_slowly_leaves_room_for_others(monkeypatch):
+    from mindspeed_rl.service import doors
+
+    monkeypatch.setattr(doors, "_MAX_BYTES_OF_TENANT", 100)
+    monkeypatch.setattr(doors, "_DROP_S", 0.01)
+
+    async def work():
+        reader, headers = doors.BodyReader(), {b"content-length": b"60"}
+
+        async def never():
+            await asyncio.sleep(100)
+
+        async def at_once():
+            return {"type": "http.request", "body": b"x" * 60}
+
+        slow = asyncio.create_task(reader.read("slow", headers, never, 1000))
+        await asyncio.sleep(0)
+        with pytest.raises(RefusedError, match="too many bodies"):
+            await reader.read("slow", headers, never, 1000)
+        assert len(await reader.read("other", headers, at_once, 1000)) == 60
+        slow.cancel()
+        await asyncio.wait([slow])
+        assert len(await reader.read("slow", headers, at_once, 1000)) == 60
+
+    run(work())
+
+
 def test_a_token_stands_for_its_key(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
@@ -836,3 +866,62 @@ def test_what_a_tenant_has_used_is_counted_and_written_as_a_run(tmp_path):
     assert steps.history.series["train/loss_sum"].y[0] == pytest.approx(np.log(VOCAB))
     account = read_run(tmp_path / "metrics" / "tenants" / "alice")
     assert account.history.series["train/sample_tokens"].y[-1] == 6
+
+
+_JUNK = (None, True, -1, 1 << 70, 1e300, "x", "\x00", [], [None], {}, {"type": 3}, {"chunks": [{"tokens": [1 << 40]}]})
+
+
+@pytest.mark.slow
+def test_no_value_of_any_key_ends_a_request_in_an_error_of_the_server(tmp_path, monkeypatch):
+    """Each key of each body in turn has a value that is wrong; futures that were given end too, and nobody else is hit."""
+    monkeypatch.setattr("mindspeed_rl.service.service._LONG_POLL_S", 0.01)
+
+    async def work():
+        async with opened(tmp_path, num_slots=64) as server:
+            model = await server.open_model()
+            session = model.partition(":")[0]
+            sampler = await server.post("create_sampling_session", _sampler(model, 0))
+            sample = {**_sample(sampler, 0), "target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1, 1]}}
+            bodies = {
+                "create_session": {"tags": ["a"], "user_metadata": {"a": 1}, "sdk_version": "1", "display_name": "d"},
+                "session_heartbeat": {"session_id": session},
+                "create_model": _create(model, 1),
+                "get_info": {"model_id": model},
+                "optim_step": {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}},
+                "save_weights": {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": 3600, "overwrite": True},
+                "save_weights_for_sampler": {"model_id": model, "seq_id": 1, "path": "a", "kind": "snapshot"},
+                "save_weights_external": {"model_id": model, "seq_id": 1, "path": "a"},
+                "load_weights": {"session_id": session, "model_seq_id": 1, "path": "tinker://a", "optimizer": True},
+                "create_sampling_session": _sampler(model, 1),
+                "join_sampling_session": {"sampling_session_id": sampler["sampling_session_id"]},
+                "asample": sample,
+                "retrieve_future": {"request_id": f"{model}:0", "allow_metadata_only": True},
+                "retrieve_futures": {"target": {"sampling_session_id": sampler["sampling_session_id"]}, "timeout": 0},
+                "cancel_future": {"request_id": "x"},
+                "weights_info": {"tinker_path": "tinker://a"},
+                f"sessions/{session}x/finish": {"reason": {"type": "success"}, "detail": "d"},
+            }
+            seen, number = {}, 0
+            for name, body in bodies.items():
+                nested = [(key, inner) for key, value in body.items() if isinstance(value, dict) for inner in value]
+                for path in [(key,) for key in body] + nested:
+                    for junk in _JUNK:
+                        spoilt = json.loads(json.dumps(body))
+                        inner = spoilt if len(path) == 1 else spoilt[path[0]]
+                        inner[path[-1]] = junk
+                        number += 1
+                        for key in ("seq_id", "model_seq_id", "sampling_session_seq_id"):
+                            if key in spoilt and path != (key,):  # each is a request of its own
+                                spoilt[key] = number
+                        reply = await server.send("POST", name, spoilt)
+                        seen.setdefault(reply.status_code, []).append((name, path, junk, reply.text))
+            assert set(seen) <= {200, 400, 404, 410}, {code: seen[code][:3] for code in seen if code >= 500 or code == 429}
+            unfinished = [row for row in server.service.store.requests.values() if row.kind == "asample" and not row.finished_s]
+            for request in unfinished:
+                await server.service.ledger.wait(request, 10)
+            failures = [row for row in server.service.store.requests.values() if row.payload and b'"server"' in row.payload]
+            assert not failures, [(row.kind, row.body, row.payload) for row in failures[:3]]
+            other = await server.open_model(BOB)
+            await server.fetch(await server.step(other, 1, key=BOB), BOB)
+
+    run(work())
