@@ -10,6 +10,10 @@ from mindspeed_rl.files import read_regular
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 #: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
 EXPORTS = "hf"
+#: the same of the moving average of the weights, with `ema_decay`
+AVERAGES = "hf_ema"
+#: entry of the trainer's state: iteration of the best evaluation, whose checkpoint `keep_best` keeps
+BEST_ITERATION = "best_iteration"
 #: folder of a checkpoint with the responses that were being generated when it was written
 IN_FLIGHT = "in_flight"
 IN_FLIGHT_STAGING = f"{IN_FLIGHT}.partial"
@@ -56,17 +60,25 @@ def iterations(folder: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def lacks_export(folder: str | Path, iteration: int) -> bool:
-    """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there."""
-    name, link = f"iter_{iteration:07d}", Path(folder, EXPORTS, "latest")
+def lacks_export(folder: str | Path, iteration: int, exports: str = EXPORTS) -> bool:
+    """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there.
+
+    Args:
+        exports: folder of the exports beside the checkpoints.
+    """
+    name, link = f"iter_{iteration:07d}", Path(folder, exports, "latest")
     # a later one is of a run that was then restarted from this checkpoint
     return not link.with_name(name).is_dir() or not link.is_symlink() or os.readlink(link) < name
 
 
-def list_old(folder: Path, iteration: int, keep_last: int | None) -> list[Path]:
+def list_old(folder: Path, iteration: int, keep_last: int | None, *, best: int | None = None) -> list[Path]:
     """Return the folders of iterations that `keep_last` leaves out, of those up to this iteration.
 
     Newer ones are of a run that restarted from an older one: they are neither counted nor returned.
+
+    Args:
+        best: iteration of the best evaluation where its checkpoint is kept.
     """
     known = [folder / f"iter_{number:07d}" for number in iterations(folder) if number <= iteration]
-    return known[:-keep_last] if keep_last else []
+    old = known[:-keep_last] if keep_last else []
+    return [path for path in old if best is None or path.name != f"iter_{best:07d}"]

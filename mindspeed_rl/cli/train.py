@@ -34,6 +34,10 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument(
+        "--strict", action="store_true",
+        help="start no run that is predicted not to fit, and end one that is not as promised after 3, 10 or 50 iterations",
+    )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example rl_config.clip_ratio=0.1")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config_name is None and arguments.from_swift is None:
@@ -59,10 +63,14 @@ def main(argv: list[str]) -> int:
             from mindspeed_rl.trainers.termination import Terminated
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
+            bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
+            if arguments.strict and not predict(run).fits:
+                raise ValueError(f"--strict: the run is not predicted to fit: {predict(run).summary}")
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
-                    with recovery.retry_on_fault(), launch(attempt, predict(attempt)) as trainer:
+                    prediction = predict(attempt, bands=bands, is_strict=arguments.strict)
+                    with recovery.retry_on_fault(), launch(attempt, prediction) as trainer:
                         trainer.fit()
             except Terminated as error:
                 print_status(str(error))

@@ -43,6 +43,7 @@ class EngineShape:
         is_latent, latent_size: latent attention, and the width of its one cached head.
         max_length: maximum sequence that the positions of the model reach, in tokens.
         num_experts: experts of a layer with experts.
+        is_sparse: queries attend to the tokens that an indexer chooses.
         linear_heads, linear_size: key heads of the gated delta nets, and the smaller width of a key and a value head.
     """
 
@@ -55,6 +56,7 @@ class EngineShape:
     ffn_hidden_size: int | None = None
     max_length: int | None = None
     num_experts: int | None = None
+    is_sparse: bool = False
     linear_heads: int | None = None
     linear_size: int | None = None
 
@@ -118,6 +120,7 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         ffn_hidden_size=_read_count(config, "intermediate_size"),
         max_length=_read_max_length(folder, config),
         num_experts=next((count for count in counts if count), None),
+        is_sparse=_read_count(config, "index_topk") is not None,
         linear_heads=_read_count(config, "linear_num_key_heads"),
         linear_size=min((width for width in widths if width), default=None),
     )

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
@@ -71,6 +72,7 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
+    audit: AuditKeys = field(default_factory=AuditKeys)
     serve_config: ServeConfig | None = None
     model_metadata: dict[str, ModelMetadata] = field(default_factory=dict)
     derived: dict[str, Derivation] = field(default_factory=dict)
@@ -221,6 +223,7 @@ class RunConfig:
         names: list[object] = []
         for role in roles:
             names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
+            names += list((role.eval_sets or {}).values())
             names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
         paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
         # files of a data set begin with its prefix

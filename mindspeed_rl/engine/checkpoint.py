@@ -39,7 +39,15 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
 from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import EXPORTS, IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import (
+    BEST_ITERATION,
+    EXPORTS,
+    IN_FLIGHT,
+    IN_FLIGHT_STAGING,
+    iterations,
+    list_old,
+    newest_checkpoint,
+)
 from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.engine.disks import (
     RANDOM,
@@ -87,7 +95,13 @@ def _find_newest_iteration(folder: str | Path) -> int | None:
 
 
 class CheckpointSaver:
-    """Writer of checkpoints of one engine, in the background with `async_save`; all methods are collective."""
+    """Writer of checkpoints of one engine, in the background with `async_save`; all methods are collective.
+
+    Attributes:
+        best: iteration of the checkpoint that `keep_best` keeps; None where there is none.
+    """
+
+    best: int | None = None
 
     def __init__(self, engine: Engine, folder: str | Path, files: StateFiles | None = None) -> None:
         """Prepare to save.
@@ -136,6 +150,7 @@ class CheckpointSaver:
         # checkpoints must be finished in order, because the last one to finish is named newest
         self.finish()
         config = self.engine.config
+        self._note_best(run_state)
         final = iteration_folder(self.folder, iteration)
         partial = final.with_name(final.name + ".partial")
         disks = self.disks
@@ -205,6 +220,7 @@ class CheckpointSaver:
             **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
             "num_updates": engine.num_updates,
+            "average": engine.average is not None,
             "checksums": True,
             "run_state": run_state,
         }
@@ -244,10 +260,16 @@ class CheckpointSaver:
 
         return finish
 
+    def _note_best(self, run_state: Mapping[str, object]) -> None:
+        """Note which checkpoint `keep_best` keeps."""
+        best = run_state.get(BEST_ITERATION)
+        self.best = best if isinstance(best, int) and self.engine.config.keep_best else None
+
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
-        """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many."""
+        """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many, and for the best one."""
         keep_last = self.engine.config.keep_last
-        for path in list_old(self.folder, iteration, keep_last + spare if keep_last else None) if self.disks.leads else ():
+        old = list_old(self.folder, iteration, keep_last + spare if keep_last else None, best=self.best)
+        for path in old if self.disks.leads else ():
             shutil.rmtree(path)
 
     def finish(self, *, wait: bool = True) -> None:
@@ -494,6 +516,8 @@ def load_checkpoint(
     with_optimizer = engine.scheduler is not None and not (config.finetune or config.no_load_optim)
     _check_record(engine, files, record, path, with_optimizer=with_optimizer)
     subset = _choose_subset(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
+    # checkpoints of earlier versions do not say it
+    with_average = engine.average is not None and not config.finetune and record.get("average", False)
     fresh_head = engine.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
         raise ValueError(
@@ -510,7 +534,17 @@ def load_checkpoint(
             missing.fetch(list_needed() | ({random} if restores_random else set()))
 
     with _explaining_failures(f"load: {path} does not fit this run"):
-        files.restore(path, record, subset, with_optimizer=with_optimizer, fresh_head=fresh_head, fetch=fetch)
+        files.restore(
+            path,
+            record,
+            subset,
+            with_optimizer=with_optimizer,
+            with_average=with_average,
+            fresh_head=fresh_head,
+            fetch=fetch,
+        )
+    if engine.average is not None and not with_average:
+        engine.average.reset()
     random_restored = restores_random and (path / random).is_file()
     if random_restored:
         restore_rng_state(load_file(path / random))
@@ -580,7 +614,7 @@ class MegatronFiles:
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return Megatron's request."""
         config = self._engine.config
-        state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
+        state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False, with_average=True)
         if config.async_save and config.swap_optimizer:  # whose next step changes what is in host memory
             dict_list_map_inplace(_copy_from_host, cast(Any, state))
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
@@ -594,12 +628,13 @@ class MegatronFiles:
         subset: Literal["all", "adapters", "base"],
         *,
         with_optimizer: bool,
+        with_average: bool,
         fresh_head: bool,
         fetch: Callable[[Callable[[], set[str]]], None],
     ) -> None:
         """Take the state of a checkpoint."""
         engine = self._engine
-        sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True)
+        sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True, with_average=with_average)
         if fresh_head:
             for index in range(len(engine.model.models)):
                 sharded[f"model{index}"].pop(SCORE_HEAD, None)
@@ -612,6 +647,8 @@ class MegatronFiles:
             for index, model in enumerate(engine.model.models):
                 _add_zero_head(model, state[f"model{index}"])
         engine.load_weights(state, strict=subset == "all")
+        if with_average:
+            engine.load_average(state)
         if with_optimizer:
             engine.load_optimizer(state, record)
         elif engine.optimizer is not None:

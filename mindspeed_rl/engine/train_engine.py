@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -53,6 +53,7 @@ from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.parts import build_parts
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
 from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
@@ -78,6 +79,7 @@ class TrainEngine:
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
         stored_weights: form of the weights that an average moves.
+        average: moving average of the trained weights; None without one.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -98,6 +100,7 @@ class TrainEngine:
         self.parts = build_parts(config, model)
         self.on_gradients: list[Callable[[], None]] = []
         self.stored_weights = StoredWeights()
+        self.average: WeightAverage | None = None
         self._num_counted = torch.empty(0)  # of one element once the schedule has finalized gradients
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
@@ -265,6 +268,8 @@ class TrainEngine:
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
+            if self.average is not None and not is_skipped:
+                self.average.update()
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
@@ -428,8 +433,24 @@ class TrainEngine:
         """Return the weights of this rank under their HF names, in forward order. Not collective."""
         return list_local_weights(self.model)
 
-    def state(self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool) -> ShardedStateDict:
-        """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
+    def list_trained(self) -> dict[str, Tensor]:
+        """Return this rank's storage of the parameters that train, by chunk and name. Not collective."""
+        return {
+            f"{index}.{name}": parameter.data
+            for index, model in enumerate(self.model.models)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def state(
+        self,
+        subset: Literal["all", "adapters", "base"],
+        *,
+        with_optimizer: bool,
+        is_loading: bool,
+        with_average: bool = False,
+    ) -> ShardedStateDict:
+        """Return Megatron's sharded state of weights and, where it is asked for and there is one, of optimizer and average."""
         state: ShardedStateDict = {}
         for index, model in enumerate(self.model.models):
             # a stage with prediction layers and a copy of the embedding reads the group from it
@@ -437,6 +458,8 @@ class TrainEngine:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
             self.stored_weights.substitute(model, weights)
+            if self.average is not None and with_average:
+                state[f"average{index}"] = _shard_average(weights, self.average.values, f"{index}.")
             if subset != "all":
                 # a score head is trained in a LoRA run, and belongs to a base model too
                 weights = {
@@ -463,6 +486,17 @@ class TrainEngine:
         for index, model in enumerate(self.model.models):
             model.load_state_dict(state[f"model{index}"], strict=strict)
             self.stored_weights.load_state(model, state[f"model{index}"])
+
+    def load_average(self, state: ShardedStateDict) -> None:
+        """Take the moving average of a loaded `state`."""
+        assert self.average is not None
+        self.average.load(
+            {
+                f"{index}.{name}": value
+                for index in range(len(self.model.models))
+                for name, value in state[f"average{index}"].items()
+            }
+        )
 
     def load_optimizer(self, state: ShardedStateDict, record: Mapping[str, Any]) -> None:
         """Take the optimizer's state of a loaded `state`, and move the schedule, which keeps the shape of this run.
@@ -575,3 +609,13 @@ class TrainEngine:
             "micro_batch_size": micro_batches[0].input_ids.size(0),
             "forward_only": not training,
         }
+
+
+def _shard_average(weights: ShardedStateDict, values: Mapping[str, Tensor], prefix: str) -> ShardedStateDict:
+    """Return the sharded state of an average: as that of the weights of a chunk, in float32 and under other keys."""
+    average: ShardedStateDict = {}
+    for name, entry in weights.items():
+        if prefix + name in values:
+            dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
+            average[name] = replace(entry, key=f"average.{entry.key}", data=values[prefix + name], **dtype)
+    return average

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.translators import (
     negated,

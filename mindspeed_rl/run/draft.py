@@ -23,7 +23,7 @@ from mindspeed_rl.run.deadlines import resolve_deadlines
 from mindspeed_rl.run.objective import read_objective, unusable_plugins
 from mindspeed_rl.run.placement import Placement, place
 from mindspeed_rl.run.record import Run
-from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, read_engine_shape
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, lacks_model, read_engine_shape
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MAX_TENSOR = 8
@@ -102,7 +102,7 @@ def _derive(cfg: RunConfig) -> RunConfig:
     if cfg.generate_config is None:
         return cfg
     set_keys = cfg.set_keys.get("generate_config", frozenset())
-    # in this order: the number of replicas follows from the first
+    # in this order: a size follows from the engine, and the number of replicas from that
     for name, derivation_rule in _DERIVED.items():
         if name not in set_keys and (derivation := derivation_rule(cfg)) is not None:
             derived[f"generate_config.{name}"] = derivation
@@ -227,8 +227,19 @@ def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:
     return dataclasses.replace(cfg, critic_config=critic, derived={**cfg.derived, CRITIC_FOLDER: earlier})
 
 
+def _derive_engine(cfg: RunConfig) -> Derivation | None:
+    lacking = lacks_model(read_engine_shape(cfg), cfg.platform)
+    # standalone servers and servers of the run are vLLM's
+    if not lacking or place(cfg).disaggregated:
+        return None
+    source = f"vLLM has no {lacking} on {cfg.platform}; transformers' own module generates, a response at a time: slow"
+    return Derivation("transformers", source)
+
+
 def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:
     placement, actor = place(cfg), cfg.actor_config
+    if cfg.generate_config is not None and cfg.generate_config.engine == "transformers":
+        return Derivation(1, "engine is transformers, which has a full model on each device")
     if placement.servers:
         return Derivation(1, "it is the business of the servers that vllm_server_host names")
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
@@ -266,6 +277,7 @@ def _derive_sequences(cfg: RunConfig) -> Derivation | None:
 
 
 _DERIVED = {
+    "engine": _derive_engine,
     "infer_tensor_parallel_size": _derive_tensor_size,
     "max_model_len": _derive_length,
     "max_num_seqs": _derive_sequences,

@@ -53,7 +53,7 @@ from mindspeed_rl.service.backend import (
 from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
 from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
-from mindspeed_rl.workers.rollout_replica import RolloutReplica
+from mindspeed_rl.workers.rollout_replica import RolloutReplica, build_vllm
 
 #: matrices of the output layer, next to those of the slot
 _HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
@@ -156,8 +156,9 @@ class Tenants:
             None,
             self._tokenizer,
             f"service-{os.getpid()}",
-            engine_class=SamplingEngine,
-            num_adapters=serve.num_engine_adapters or serve.num_models,
+            build=partial(
+                build_vllm, engine_class=SamplingEngine, num_adapters=serve.num_engine_adapters or serve.num_models
+            ),
         )
         assert isinstance(self._replica.engine, SamplingEngine)
         self._sampling: SamplingEngine = self._replica.engine
@@ -226,8 +227,9 @@ class Tenants:
         return matrices
 
     def _build_model(self, spec: AdapterSpec, matrices: Mapping[str, Tensor]) -> _Model:
-        device = self._engine.device
-        parameters = {name: nn.Parameter(tensor.to(device, torch.float32)) for name, tensor in matrices.items()}
+        # sorted, as in a file: the norm of the gradient adds them up in this order. Copies: tensors of a file begin at any
+        # address, and products of such a matrix may round otherwise
+        parameters = {name: nn.Parameter(_copy(matrices[name], self._engine.device)) for name in sorted(matrices)}
         return _Model(spec, self._build_settings(spec), parameters, _build_optimizer(parameters))
 
     def _find(self, model_id: str) -> _Model:
@@ -349,7 +351,7 @@ class Tenants:
             _load_moments(model, tensors)
         if self._serve.sampler_ema_decay:
             averages = {name: tensors[f"average/{name}"] for name in model.matrices if f"average/{name}" in tensors}
-            model.averages = {name: tensor.to(self._engine.device) for name, tensor in averages.items()}
+            model.averages = {name: _copy(tensor, self._engine.device) for name, tensor in averages.items()}
         self._models[model_id] = model
         if self._filled is not None and self._filled[0] == model_id:
             self._filled = None
@@ -465,6 +467,11 @@ class Tenants:
         self._remove_folder()
 
 
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a float32 copy in memory of torch's own alignment."""
+    return tensor.to(device, torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
 def _build_rows(data: Sequence[Datum]) -> tuple[Rows, int]:
     """Return the rows of a call, and the targets per token where some datum has several (else 0)."""
     targets = [np.asarray(datum.inputs["target_tokens"], np.int64) for datum in data]
@@ -525,5 +532,5 @@ def _load_moments(model: _Model, tensors: Mapping[str, Tensor]) -> None:
     for name, parameter in model.matrices.items():
         model.optimizer.state[parameter] = {
             "step": torch.tensor(float(model.num_steps)),
-            **{kind: tensors[f"{kind}/{name}"].to(parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
+            **{kind: _copy(tensors[f"{kind}/{name}"], parameter.device) for kind in ("exp_avg", "exp_avg_sq")},
         }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,11 +43,13 @@ class _CompletionWriter:
         path: the file; lines of an earlier part of the run stay.
         interval: iterations between two writes; 0 writes none.
         limit: completions of one iteration; all when None.
+        beside: folder of the checkpoints, where ms-swift has the file: it gets a link; None for none.
     """
 
     path: Path
     interval: int = 1
     limit: int | None = None
+    beside: Path | None = None
 
     def write(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Append the iteration's completions where it is one to be written."""
@@ -57,6 +60,18 @@ class _CompletionWriter:
             for completion in completions[: self.limit]:
                 record = {"iteration": iteration, **completion.to_record()}
                 file.write(json.dumps(hide_in_record(record), ensure_ascii=False) + "\n")
+        if self.beside is not None:
+            _link(self.beside.expanduser().absolute() / self.path.name, self.path.absolute())
+
+
+def _link(link: Path, path: Path) -> None:
+    """Make a link to a file, in place of a link to that of an earlier run; a file of this name stays."""
+    if os.path.realpath(link) == os.path.realpath(path) or (link.exists() and not link.is_symlink()):
+        return
+    with contextlib.suppress(OSError):  # a disk without links; the file itself is written
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(path, os.path.realpath(link.parent)))
 
 
 def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
@@ -68,12 +83,27 @@ def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devi
 class RolloutLogger(RunLogger):
     """Write one record an iteration, and the completions that are due."""
 
-    def __init__(self, run: Run, outputs: LogOutputs, plane: DataPlane, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(outputs, self._derive_throughput, self._write_completions)
+    def __init__(
+        self,
+        run: Run,
+        outputs: LogOutputs,
+        plane: DataPlane,
+        tokenizer: PreTrainedTokenizerBase,
+        further_figures: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Take the run.
+
+        Args:
+            further_figures: returns further figures of the iteration that ends.
+        """
+        super().__init__(outputs, self._derive_figures, self._write_completions)
+        self._further_figures = further_figures
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
-        self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
+        save = run.config.actor_config.save
+        beside = None if save is None else Path(save)
+        self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep, beside)
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
     def record_examples(self, iteration: int, examples: Sequence[tuple[PromptItem, list[int], RewardResult]]) -> None:
@@ -84,6 +114,9 @@ class RolloutLogger(RunLogger):
                 texts = {"prompt": str(decode(item["prompt_ids"])), "response": str(decode(response))}
                 record = {"iteration": iteration, "index": index, **texts, "label": item["label"], "reward": result.total}
                 file.write(json.dumps(hide_in_record(record), ensure_ascii=False, default=str) + "\n")
+
+    def _derive_figures(self, results: Mapping[str, float]) -> dict[str, float]:
+        return {**self._derive_throughput(results), **self._further_figures()}
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.

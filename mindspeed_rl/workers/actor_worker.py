@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
@@ -11,6 +12,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
@@ -51,17 +53,22 @@ class ActorWorker(ActorPhases):
 
     # ------------------------------------------------------------------ weights
 
-    def push_weights(self, version: int) -> WorkerReport:
-        """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it."""
+    def push_weights(self, version: int, average: bool = False) -> WorkerReport:
+        """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it.
+
+        Args:
+            version: version of the weights.
+            average: give it the moving average of the weights, for an evaluation.
+        """
         metrics = Metrics()
         with self.phase(Phases.PUSH_WEIGHTS, metrics):
-            num_proven = self._load_engine(version)
+            num_proven = self._load_engine(version, average=average)
         self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", num_proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)
 
-    def _load_engine(self, version: int) -> int:
+    def _load_engine(self, version: int, *, average: bool = False) -> int:
         """Swap the device to the engine, with the actor's weights; returns how many parameters were proven to have arrived.
 
         Training state is offloaded before the engine's weights are loaded: a device may not have room for both.
@@ -71,7 +78,8 @@ class ActorWorker(ActorPhases):
         self.actor.offloader.onload(params=True)
         with self.memory.exchange():
             self.rollout.engine.restore_memory("weights")
-        num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
+        with self.actor.averaged() if average else nullcontext():
+            num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
         with self.memory.exchange():
@@ -116,9 +124,11 @@ class ActorWorker(ActorPhases):
             self._load_engine(self.rollout.engine.weight_version)
         return self._report()
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[Trajectory] | None:
         """Generate this replica's share of the responses to prompts; see `RolloutReplica.generate_responses`."""
-        return self.rollout.generate_responses(items, seed, greedy=greedy)
+        return self.rollout.generate_responses(items, seed, evaluation)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ from mindspeed_rl.checkpoint.model_source import (
     base_of,
     lacks_score_head,
 )
-from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
+from mindspeed_rl.checkpoint.newest import AVERAGES, EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
@@ -45,6 +46,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.streamed_weights import StreamedWeights
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
@@ -114,6 +116,7 @@ class Role:
         *,
         steps_per_iteration: int | None,
         moves_slowly: bool = False,
+        ema_decay: float = 0.0,
         has_gradients: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
@@ -124,6 +127,7 @@ class Role:
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             moves_slowly: no optimizer changes the model, but an average does.
+            ema_decay: decay of a moving average of the weights that train; 0 for none.
             has_gradients: it has gradients for optimizers that are not its own.
         """
         config = model.config
@@ -134,7 +138,7 @@ class Role:
         self._random: dict[str, Tensor] | None = None
         built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files = built.engine, built.files
-        self._moves_slowly = moves_slowly
+        self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream: WeightSource = built.build_stream()
@@ -173,6 +177,8 @@ class Role:
         if steps_per_iteration is not None:
             # before the checkpoint: its optimizer state needs an optimizer that takes it
             self.engine.start_training(steps_per_iteration)
+            if self._ema_decay:
+                self.engine.average = WeightAverage(self.engine.list_trained, self._ema_decay)
         if source.kind == "training":
             if self._moves_slowly:
                 self.megatron.stored_weights = Float32Weights(self.model)
@@ -191,9 +197,11 @@ class Role:
         saver, resumed = self._saver, self.resumed
         if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
             return
-        if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
-            self.offloader.onload(params=True)
-            self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
+        for name, average in self._list_exports().items():
+            if gather_objects(lacks_export(saver.folder, resumed["iteration"], name))[0]:
+                self.offloader.onload(params=True)
+                with average:
+                    self._export(iteration_folder(saver.folder / name, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
         """Load weights from a source without training state.
@@ -244,7 +252,19 @@ class Role:
         savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
         self._saver.save(iteration, run_state, companions=savers)
         if self.config.save_hf:
-            self._export(iteration_folder(self._saver.folder / EXPORTS, iteration))
+            for name, average in self._list_exports().items():
+                with average:
+                    self._export(iteration_folder(self._saver.folder / name, iteration))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a block in which the model has the moving average in place of its weights, which stay on the device."""
+        assert self.engine.average is not None
+        return self.engine.average.in_place()
+
+    def _list_exports(self) -> dict[str, AbstractContextManager[None]]:
+        """Return the folders of exports, each with the block in which the model has the weights for it."""
+        averages = {} if self.engine.average is None else {AVERAGES: self.averaged()}
+        return {EXPORTS: nullcontext(), **averages}
 
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
         """Remove the checkpoints that `keep_last` leaves out, where no checkpoint of another role does it; see the saver's."""
@@ -257,6 +277,7 @@ class Role:
         Raises:
             ValueError: the disk does not take it.
         """
+        assert self._saver is not None  # folders are next to its checkpoints
         partial = folder.with_name(f"{folder.name}.partial")
         try:
             self.save_hf(partial)
@@ -268,7 +289,8 @@ class Role:
                 link.symlink_to(folder.name)
                 # in one step: a reader of `latest` finds the previous folder or this one
                 os.replace(link, folder.with_name("latest"))
-                for old in list_old(folder.parent, int(folder.name.removeprefix("iter_")), self.config.keep_last):
+                iteration, best = int(folder.name.removeprefix("iter_")), self._saver.best
+                for old in list_old(folder.parent, iteration, self.config.keep_last, best=best):
                     shutil.rmtree(old)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -367,7 +389,8 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     if name == "ref":
         return build_reference(run, passes)
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
-    return Role(name, run.models[name], passes, steps_per_iteration=steps)
+    ema_decay = run.rl.ema_decay if name == "actor" else 0.0
+    return Role(name, run.models[name], passes, steps_per_iteration=steps, ema_decay=ema_decay)
 
 
 def build_reference(run: Run, passes: PassSettings) -> Role:

@@ -245,7 +245,7 @@ class OwnFleet:
 
     # ------------------------------------------------------------------ phases
 
-    def push_weights(self, version: int) -> list[WorkerReport]:
+    def push_weights(self, version: int, average: bool = False) -> list[WorkerReport]:
         """The end of an iteration, and what comes before the first."""
         roles = self._worker.roles
         weights: dict[str, Any] = {"adapters": {}}
@@ -272,8 +272,8 @@ class OwnFleet:
     def continue_responses(self, responses: Any, num_tokens: int) -> list[Any]:
         return self._call("continue_responses", responses, num_tokens)
 
-    def generate_responses(self, items: Any, seed: int, greedy: bool) -> list[Any]:
-        return self._call("generate_responses", items, seed, greedy)
+    def generate_responses(self, items: Any, seed: int, evaluation: Any) -> list[Any]:
+        return self._call("generate_responses", items, seed, evaluation)
 
     def finish_rollout(self) -> list[WorkerReport]:
         return self._call("finish_rollout")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from mindspeed_rl.cli.doctor.checks import list_npu_devices
+from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.cli.new import made_rows
 from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_own, read_reasoning_gym, read_verifiers
 from mindspeed_rl.cli.new.made_rows import Row
@@ -375,12 +375,3 @@ def _find_model(model: str, option: str) -> Path:
 
 def _as_text(sizes: dict[str, float]) -> dict[str, str]:
     return {name: str(value) for name, value in sizes.items()}
-
-
-def computes_bfloat16() -> bool:
-    """Return True unless this machine has no other device than a processor that would emulate bfloat16."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return True
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or bool(list_npu_devices())

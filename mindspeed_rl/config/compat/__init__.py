@@ -38,7 +38,7 @@ NO_EQUIVALENT: dict[str, str] = {
     "vllm_importance_sampling_correction": "rl_config.rollout_importance_sampling_mode: token_truncate switches it on",
     "eps_clip_low_high": "write rl_config.clip_higher_enable: true with clip_ratio_low and clip_ratio_high",
     "attention_backend": "the platform has only one attention",
-    "use_vllm": "the rollout engine is always vLLM",
+    "use_vllm": "generate_config.engine chooses it, vllm or transformers",
     "rollout.name": "the rollout engine is always vLLM",
     "vllm_mode": "server is rl_config.rollout_resource or generate_config.vllm_server_host; without them it is colocate",
     "colocate": "rl_config.use_integrated_worker: true lets actor, reference and rollout share their devices",

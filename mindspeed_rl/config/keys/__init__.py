@@ -12,6 +12,7 @@ from mindspeed_rl.catalogue import SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.compat import ROLE_NAMES_ELSEWHERE
 from mindspeed_rl.config.errors import KeyNames
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.keys.ignored import IGNORED, IgnoredKey
@@ -28,6 +29,7 @@ GROUPS: dict[str, type] = {
     "generate_config.sampling_config": SamplingConfig,
     "profiler_config.integrated": ProfilerConfig,
     "msprobe_config": MsprobeConfig,
+    "audit": AuditKeys,
     "serve_config": ServeConfig,
 }
 #: groups with the keys of megatron_training, one a role

@@ -31,10 +31,10 @@ def explain(run: Run) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `server` (what a server offers, which has no loop); `overview` and `data` (cards
-    of run and data), `length` (of a run in passes over its prompts) and `unchecked`, which the command fills in; `samples` (of
-    several turns, and drafts); `learning_rate`; `derived` (keys that the file omits and that follow from it, each with its
-    value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
+    `dispatch_sizes`; `resources`; `formula`; `promise` (lines of memory, seconds and costs); `server` (what a server offers,
+    which has no loop); `overview` and `data` (cards of run and data), `length` (of a run in passes over its prompts) and
+    `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that
+    the file omits and that follow from it, each with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
     `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
@@ -69,6 +69,7 @@ def explain(run: Run) -> Report:
         ),
         "resources": {} if sizes is None else _describe_resources(run, sizes),
         "formula": formula(run),
+        "promise": [],
         "overview": {},
         "server": server,
         "data": "",
@@ -98,6 +99,7 @@ def report_failure(errors: list[str]) -> Report:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "promise": [],
         "overview": {},
         "server": {},
         "data": "",
@@ -193,6 +195,7 @@ def _render_resources(resources: Report) -> str:
 
 #: part of the report -> its title and its text, in the order of the page
 _SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "promise": ("Promise", _list_lines),
     "overview": ("", lambda rows: _table({name: text for name, text in rows.items() if text})),
     "server": ("", _table),
     "data": ("Data", _indent),
@@ -431,6 +434,8 @@ def _list_update_phases(
     if rl.sync_ref_model and objective.needs_ref:
         part = f"{rl.ref_model_mixup_alpha:g} of the actor"
         yield "sync_reference", shared, f"{part} enters the reference every {rl.ref_model_sync_steps} iteration(s)"
+    if rl.ema_decay:
+        yield "average", "host", f"moving average of the actor's weights, decay {rl.ema_decay:g}, after each optimizer step"
     count = round_number(rollout.dp_size)
     yield "update_weights", shared, f"resharding {actor} -> TP{rollout.tensor} x {count}{_describe_spread(run)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
@@ -520,6 +521,36 @@ def _streamed_reference(run: Run) -> Iterator[Broken]:
         )
 
 
+@needs("rl_config", "generate_config")
+def _moving_average(run: Run) -> Iterator[Broken]:
+    """Check that the average of the actor's weights has a reader, and that weights can change places with it."""
+    actor, rl = run.config.actor_config, run.rl
+    if not rl.ema_decay:
+        return
+    if not (actor.has_held_out_data or (actor.save and actor.save_hf)):
+        yield violate(
+            "average_is_read",
+            "[ema_decay] keeps an average that nothing would read: it is evaluated with [actor_config.eval_data_path:name], "
+            "and exported with [actor_config.save:name] and [actor_config.save_hf:name]",
+            {"ema_decay": 0},
+        )
+    if run.placement.disaggregated and actor.has_held_out_data:
+        yield violate(
+            "average_on_servers",
+            "[ema_decay] cannot be evaluated by rollout servers, which generate for training meanwhile; leave out "
+            "[actor_config.eval_data_path:name] and [split:name], and evaluate the exported folder",
+            {"ema_decay": 0},
+            {"actor_config.eval_data_path": None},
+        )
+    if actor.reuse_fp32_param:
+        yield violate(
+            "average_of_shared_storage",
+            "[ema_decay] excludes [actor_config.reuse_fp32_param:name]: bf16 weights that share memory with the optimizer's "
+            "cannot make room for the average",
+            {"ema_decay": 0, "actor_config.reuse_fp32_param": False},
+        )
+
+
 def _split(run: Run) -> Iterator[Broken]:
     key, split = "actor_config.split", run.config.actor_config.split
     try:
@@ -564,6 +595,87 @@ def _held_out(run: Run) -> Iterator[Broken]:
     if run.config.is_supervised and actor.skip_train and not actor.has_held_out_data:
         text = f"[{skip}:name]: there is nothing to evaluate on; set eval_data_path or split"
         yield violate("held_out", text, {skip: False}, keys={"eval_data_path": None})
+    off = {"eval_target": None, "eval_patience": None, "keep_best": False, "eval_metric": None}
+    for name, value in off.items():
+        if getattr(actor, name) != value and not actor.has_held_out_data:
+            key = f"megatron_training.{name}"
+            text = f"[{key}:name]: there is nothing to evaluate on; set eval_data_path or split"
+            yield violate("held_out", text, {key: value}, keys={"eval_data_path": None})
+
+
+def _generated_answers(run: Run) -> Iterator[Broken]:
+    """Check that a supervised run can answer prompts: with the cache of keys and values of Megatron's own modules."""
+    actor = run.config.actor_config
+    metadata = run.config.model_metadata.get("actor_config")
+    reasons = {
+        "its modules are those of transformers, without a cache (engine: megatron)": actor.engine != "megatron",
+        "a pass over one token cannot have sequence_parallel": actor.sequence_parallel and actor.tensor_model_parallel_size > 1,
+        "a pass over one token cannot be split (context_parallel_size 1)": actor.context_parallel_size > 1,
+        "its cache has no virtual stages (num_layers_per_virtual_pipeline_stage)": bool(
+            actor.num_layers_per_virtual_pipeline_stage
+        ),
+        "its cache has no positions of images": metadata is not None and metadata.reads_images,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield violate("answers_of_sft", f"[megatron_training.eval_sets:name] in stage sft: {reason}")
+    if not actor.eval_verifier:
+        text = "[megatron_training.eval_verifier:name] must name a reward function for the answers to eval_sets"
+        yield violate("eval_verifier", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if actor.seq_length is not None and actor.eval_max_tokens >= actor.seq_length:
+        text = "[megatron_training.eval_max_tokens] leaves no room for a prompt in [megatron_training.seq_length]"
+        yield violate("eval_max_tokens", text, {"megatron_training.eval_max_tokens": max(1, actor.seq_length // 2)})
+
+
+def _audit(run: Run) -> Iterator[Broken]:
+    """Check the stricter check beside the reward."""
+    audit, actor = run.config.audit, run.config.actor_config
+    if not audit.has_check:
+        return
+    if run.config.is_supervised:
+        text = "the group audit checks rewards, and supervised stages have none"
+        yield violate("audit_of_rewards", text, keys={"audit.verifier_function": audit.verifier_function})
+        return
+    count, weights = len(audit.verifier_function), len(audit.verifier_weight)
+    if weights not in (0, count):
+        text = f"[audit.verifier_weight:name] has {weights} entries, but [audit.verifier_function:name] has {count}"
+        yield violate("audit_weights", text, {"audit.verifier_weight": [1.0] * count})
+    if audit.data_path is None and not actor.has_held_out_data:
+        text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
+        yield violate("audit_data", text)
+    step = run.rl.parameter_sync_step
+    if run.rl.trainer_mode == "async" and audit.interval % step:
+        yield violate(
+            "audit_interval",
+            "[audit.interval] must be a multiple of [parameter_sync_step]: between two pushes the rollout engine holds other "
+            "weights than the trainer",
+            {"audit.interval": -(-audit.interval // step) * step},
+        )
+
+
+#: names of sets of prompts, which are parts of names of figures
+_SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _evaluations(run: Run) -> Iterator[Broken]:
+    """Check the sets and the sampling of evaluations that generate."""
+    actor, rl = run.config.actor_config, run.config.rl_config
+    functions = set() if rl is None else {*rl.verifier_function}
+    for name, path in (actor.eval_sets or {}).items():
+        key = f"megatron_training.eval_sets.{name}"
+        if not _SET_NAME.fullmatch(name) or name in functions:
+            reason = "the name of a reward function" if name in functions else "no name"
+            text = f"{key}: {name!r} is {reason}; name the set by letters, digits, '_', '-' and '.'"
+            yield violate("eval_set_name", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+        elif not isinstance(path, str) or not path.strip():
+            text = f"{key} is {path!r}; it must be one file, prefix or name on a hub"
+            yield violate("eval_set_path", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if run.config.stage == "sft" and actor.eval_sets:
+        yield from _generated_answers(run)
+    greedy = actor.eval_temperature == 0 or actor.eval_temperature is None and (rl is None or rl.eval_greedy)
+    if actor.eval_n_samples > 1 and greedy:
+        text = "[megatron_training.eval_n_samples]: greedy responses to a prompt are all the same; set eval_temperature above 0"
+        yield violate("eval_samples_vary", text, {"megatron_training.eval_temperature": 1.0})
 
 
 #: paths that are empty by default
@@ -632,6 +744,7 @@ RUN_RULES = (
     _pushed_adapters,
     _shared_backbone,
     _streamed_reference,
+    _moving_average,
     _muon,
     _offloaded_optimizer,
     _mindspeed,
@@ -641,5 +754,7 @@ RUN_RULES = (
     _data,
     _paths,
     _held_out,
+    _evaluations,
+    _audit,
     _server,
 )

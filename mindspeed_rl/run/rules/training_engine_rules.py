@@ -126,7 +126,7 @@ _FSDP = _EngineLimits(
         "latent attention": lambda model: model.multi_latent_attention,
         "sparse attention": lambda model: model.sparse_attention is not None,
     },
-    commands=("plan", "diff", "npu-cost"),
+    commands=("diff", "npu-cost"),
 )
 #: value of the key `engine` -> its limits
 _LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
