@@ -243,11 +243,13 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) 
             raise ValueError(f"--{name}: {count} must be at least 1.")
     lengths = arguments.prompt, arguments.response, arguments.prompts, arguments.samples
     folder = _find_folder(arguments.model)
-    if folder is not None:
-        name = folder.resolve().name
-        return FitRequest(name, read_folder(folder), npus, *lengths, nodes, folder=str(folder))
-    block = read_block(arguments.model, arguments.config_dir)
-    return FitRequest(arguments.model, block, npus, *lengths, nodes)
+    if folder is None:
+        return FitRequest(arguments.model, read_block(arguments.model, arguments.config_dir), npus, *lengths, nodes)
+    try:
+        block = read_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from error
+    return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
 
 
 def _find_folder(model: str) -> Path | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,9 +16,15 @@ from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
+
+#: alerts after which trainer and rollout engine are compared, and seconds that this may take
+_COMPARED, _COMPARISON_S = frozenset(("mismatch_depth", "mismatch_token")), 1800.0
 
 
 def main(argv: list[str]) -> int:
@@ -82,7 +89,26 @@ def main(argv: list[str]) -> int:
             _print_resume(run, launched_s)
         return code
     print(f"finished: {run.folder}")
+    if needs_comparison(run.folder):
+        _compare_engines(run.folder)
     return 0
+
+
+def needs_comparison(folder: Path) -> bool:
+    """Return True where the figures of a run say that trainer and rollout engine differ at some depth or class of tokens."""
+    alerts = find_alerts(History(read_lines(folder / "metrics.jsonl")))
+    return any(alert.kind in _COMPARED for alert in alerts)
+
+
+def _compare_engines(folder: Path) -> None:
+    """Run `diff train rollout` on a run that has ended, which names the first module that differs; it decides nothing."""
+    result = folder / "mismatch.json"
+    print(f"trainer and rollout engine differ: comparing them module by module, result in {result} ...", flush=True)
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "diff", "train", "rollout", "--run", str(folder)]
+    try:
+        subprocess.run([*command, "--json", str(result)], timeout=_COMPARISON_S, check=False)
+    except subprocess.TimeoutExpired:
+        print_status(f"the comparison was ended after {_COMPARISON_S:g} s; repeat it with: {' '.join(command[2:])}")
 
 
 @contextlib.contextmanager

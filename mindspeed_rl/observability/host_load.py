@@ -17,6 +17,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _OTHERS, _STOLEN = 0.1, 0.01
 
 
+def read_resident_gib(root: Path = Path("/")) -> float | None:
+    """Return the resident memory of this process; None where the system does not say."""
+    try:
+        return int((root / "proc/self/statm").read_text().split()[1]) * _PAGE_MIB / 1024
+    except (OSError, ValueError, IndexError):
+        return None
+
+
 @dataclass(frozen=True)
 class _Sample:
     """Counts since the machine's start.

@@ -10,15 +10,18 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
 from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.errors import suggest_name
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
+from mindspeed_rl.models.model_keys import fill_model_keys
 from mindspeed_rl.models.plan import read_model
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
@@ -83,6 +86,7 @@ class FitRequest:
         prompt, response: maximum tokens.
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
         stage: one of STAGES.
+        folder: Hugging Face folder whose config.json has the model's shape; None for a model block.
     """
 
     model: str
@@ -531,6 +535,20 @@ def _size_micro_batches(request: FitRequest, factor: int) -> _Values:
 # ---------------------------------------------------------------------- run files
 
 
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Return the keys of a model block that describe the model of a folder.
+
+    Raises:
+        ValueError: its config.json is of no supported model.
+    """
+    _, model_config, _ = read_model(folder)
+    config = MegatronConfig(num_layers=model_config.num_layers)
+    filled = fill_model_keys(config, model_config, folder / "config.json", frozenset())
+    defaults = MegatronConfig()
+    values = {field.name: getattr(filled, field.name) for field in fields(ModelKeys)}
+    return {name: value for name, value in values.items() if value is not None and value != getattr(defaults, name)}
+
+
 def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     """Return the keys of a model block.
 
@@ -550,17 +568,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     known = sorted(path.stem for folder in folders for path in (folder / "model").glob("*.yaml"))
     likely = suggest_name(name, known)
     hint = f"the nearest name is {likely}" if likely else f"known are {', '.join(known) or 'none'}"
-    raise ValueError(f"--model: there is no model block {name!r}; {hint}.")
-
-
-def read_folder(folder: Path) -> dict[str, Any]:
-    """Return the numbers of layers and experts of the model in a folder, under the names of a model block.
-
-    Raises:
-        ValueError: its config.json is of no model that Megatron trains here.
-    """
-    _, shape, _ = read_model(folder)
-    return {"num_layers": shape.num_layers, "num_experts": shape.num_moe_experts}
+    raise ValueError(f"--model: there is no model block {name!r}, and no folder with a config.json; {hint}.")
 
 
 def format_run_file(request: FitRequest, result: FitResult) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import IterationProgress, StartSteps
-from mindspeed_rl.observability.host_load import HostLoad
+from mindspeed_rl.observability.host_load import HostLoad, read_resident_gib
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_imbalance, compute_timings
 from mindspeed_rl.observability.trackers import Trackers
@@ -113,6 +113,8 @@ class RunLogger:
     def _compute_figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
         self._before_record()
         results = metrics.results() | compute_timings(intervals) | compute_imbalance(intervals) | self._host_load.measure()
+        if (resident := read_resident_gib()) is not None:
+            results["residue/iteration/driver_gib"] = resident
         return results | self._derive(results)
 
     def close(self) -> None:

@@ -34,8 +34,9 @@ def explain(run: Run) -> Report:
     `dispatch_sizes`; `resources`; `formula`; `promise` (lines of memory, seconds and costs); `server` (what a server offers,
     which has no loop); `overview` and `data` (cards of run and data), `length` (of a run in passes over its prompts) and
     `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that
-    the file omits and that follow from it, each with its value and source); `earlier_names` (keys by deprecated names); `warnings` (settings that cost time or results);
-    `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not in this version) and `missing` (needed to start).
+    the file omits and that follow from it, each with its value and source); `earlier_names` (keys by deprecated names);
+    `warnings` (settings that cost time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not
+    in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     cfg, sizes, violations = run.config, run.sizes, validate(run)

@@ -25,7 +25,9 @@ _READ = set(
     "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size "
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
-    "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train".split()
+    "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
+    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_verifier "
+    "keep_best".split()
 )
 
 
