@@ -239,7 +239,7 @@ def _build_model(path: Path, content: GgufFile) -> GgufModel:
     if not isinstance(family, str) or family not in _FAMILIES:
         raise ValueError(f"its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
     form, names, unknown = _FAMILIES[family], {}, []
-    block_names = _BLOCK_NAMES | form.names
+    block_names = {**_BLOCK_NAMES, **form.names}
     for tensor in tensors:
         outer, _, kind = tensor.name.rpartition(".")
         match = _BLOCK.fullmatch(tensor.name)

@@ -69,11 +69,13 @@ class ModelMetadata:
         folder: the folder as the run file names it.
         shape: the sizes in the files.
         reads_images: it is a model of images.
+        hf_folder: folder of config.json.
     """
 
     folder: str
     shape: EngineShape
     reads_images: bool = False
+    hf_folder: str = ""
 
 
 def find_adapter_base(folder: str | Path | None, base_model: str | None = None) -> str | None:
@@ -98,7 +100,7 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
                 reads_images = "vision_config" in config and "image_token_id" in config
                 text = config.get("text_config")
                 config |= text if isinstance(text, dict) else {}  # the sizes of a model with several parts are there
-                return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images)
+                return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images, str(folder))
     return None
 
 
@@ -133,6 +135,11 @@ def _read_max_length(folder: Path, config: Mapping[str, object]) -> int | None:
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = scaling if isinstance(scaling, Mapping) else {}
+    if scaling.get("rope_type", scaling.get("type")) == "longrope":
+        # beyond, other frequencies would change the probabilities of a row's first tokens: only transformers computes these
+        original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        length = original if isinstance(original, int) else length
+        scaling = {}
     factor = scaling.get("factor")
     # llama3 scaling is part of max_position_embeddings already
     if isinstance(factor, (int, float)) and scaling.get("rope_type", scaling.get("type")) != "llama3":

@@ -22,6 +22,8 @@ from mindspeed_rl.files import read_json
 
 #: mark of transformers' initializer on a parameter that it leaves alone
 _MARK = "_is_hf_initialized"
+#: suffix of the float32 parameter by which a weight sync brings a table of whole numbers, exact below 2**24
+_AS_FLOATS = "_as_floats"
 #: setting of a run that generates with such a module
 _ROLLOUT = "generate_config.engine: transformers"
 
@@ -53,22 +55,25 @@ def drop_dropout(hf_config: PretrainedConfig) -> None:
             setattr(hf_config, name, 0.0)
 
 
+def list_kept(module: nn.Module) -> list[str]:
+    """Return the parameters that the class of a model keeps in float32 whatever the format of the others."""
+    kept: set[str] = set()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            kept |= set(part._keep_in_fp32_modules_strict or ())
+    patterns = [re.compile(rf"(^|\.){re.escape(name)}(\.|$)") for name in kept]
+    return [name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns)]
+
+
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Store the parameters in a format, but for those that the class keeps in float32.
 
     Buffers stay as they are: rotary frequencies in bfloat16 would turn late positions by a wrong angle, and a bias by which
     experts are chosen would change the choice.
     """
-    kept: set[str] = set()
-    for part in module.modules():
-        if isinstance(part, PreTrainedModel):
-            kept |= set(part._keep_in_fp32_modules_strict or ())
-    patterns = [re.compile(rf"(^|\.){re.escape(name)}(\.|$)") for name in kept]
+    kept = set(list_kept(module))
     for name, parameter in module.named_parameters():
-        if dtype == torch.float32 or not any(pattern.search(name) for pattern in patterns):
-            parameter.data = parameter.data.to(dtype)
-        else:
-            parameter.data = parameter.data.to(torch.float32)
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
 
 
 def mark_loaded(module: nn.Module) -> None:
@@ -130,6 +135,8 @@ class CheckpointNames:
         found = rename_source_key(name, self._renamings, self._converters, prefix, self._parameters)
         if found[0] not in self._parameters and name in self._parameters:
             found = (name, None)
+        if f"{found[0]}{_AS_FLOATS}" in self._parameters:
+            return f"{found[0]}{_AS_FLOATS}", found[1]
         return found if found[0] in self._parameters else None
 
     def list_sources(self, pattern: str | None) -> list[str]:
@@ -246,22 +253,33 @@ class LoadableModule(nn.Module):
         self.model.initialize_weights()
         for module in self.model.modules():
             for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
-                value = module._buffers.pop(name)
+                value = module._buffers[name]
                 if value is not None and value.is_floating_point():
+                    del module._buffers[name]
                     module.register_parameter(name, nn.Parameter(value.float()))
+                elif value is not None:
+                    module.register_parameter(f"{name}{_AS_FLOATS}", nn.Parameter(torch.zeros(value.shape, device=device)))
         self.model.requires_grad_(False).eval()
         self.model.tie_weights()
         self.config = hf_config
         self._names = CheckpointNames(self.model)
         if float32_head and dtype != torch.float32:
-            head = self.model.get_output_embeddings()
+            head = cast(nn.Linear, self.model.get_output_embeddings())
             head.register_forward_hook(
                 lambda head, arguments, logits: functional.linear(arguments[0].float(), head.weight.float(), head.bias)
             )
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
-        """Take tensors under HF names; return the names of the parameters that were filled."""
+        """Take tensors under HF names; return the names of the parameters that were filled. `finish_load` comes after it."""
         return {f"model.{name}" for name in self._names.load(weights)}
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        """Fill the tables of whole numbers from the parameters that stand for them in a weight sync."""
+        for module in self.model.modules():
+            for name, table in module.named_buffers(recurse=False):
+                if (floats := module._parameters.get(f"{name}{_AS_FLOATS}")) is not None:
+                    table.copy_(floats.round())
 
 
 def list_untaken(hf_folder: Path, names: Iterable[str]) -> list[str]:

@@ -109,11 +109,11 @@ class ModuleEngine:
         ended = []
         for name, response in running.items():
             if response.token_ids:
-                logits, response.cache = self._read(response.list_unread(), response.cache)
+                logits, response.cache = self.read(response.list_unread(), response.cache)
             else:
                 prompt = response.prompt_ids
                 if prompt not in read:
-                    read[prompt] = self._read(prompt, None)
+                    read[prompt] = self.read(prompt, None)
                 logits, response.cache = read[prompt][0], copy.deepcopy(read[prompt][1])
             response.sample(logits)
             if response.token_ids[-1] in response.sampling.stop_token_ids:
@@ -124,11 +124,23 @@ class ModuleEngine:
             del self._responses[name]
         return ended
 
-    def _read(self, token_ids: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
-        """Return the logits after the last of some tokens, [vocabulary] float32 on the host, and the cache with them."""
+    @torch.no_grad()
+    def read(self, token_ids: Sequence[int], cache: Any) -> tuple[Tensor, Any]:
+        """Return the logits after the last of some tokens, [vocabulary] float32 on the host, and the cache with them.
+
+        Args:
+            token_ids: the tokens after those of the cache.
+            cache: from an earlier call; None for the start of a sequence.
+        """
         tokens = torch.tensor([list(token_ids)], device=self._device)
         output = self._model.model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return output.logits[0, -1].float().cpu(), output.past_key_values
+
+    @torch.no_grad()
+    def read_all(self, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits after each token of a sequence, [tokens, vocabulary] float32 on the host."""
+        tokens = torch.tensor([list(token_ids)], device=self._device)
+        return self._model.model(input_ids=tokens, use_cache=False).logits[0].float().cpu()
 
     def partial_completion(self, name: str) -> Completion:
         return self._responses[name].complete(truncated=False)
@@ -158,7 +170,11 @@ class ModuleEngine:
                 raise RuntimeError(
                     f"weight push: {len(missing)} parameters of the rollout engine got no tensor, for example {min(missing)}."
                 )
+        self._model.finish_load()
         self.weight_version = version
+
+    def reset_prefix_cache(self) -> None:
+        """Do nothing: no prefix outlives a response."""
 
     def load_adapter(self, folder: Path, version: int) -> None:
         raise AssertionError("a rule excludes generate_config.lora_push: adapter")

@@ -75,6 +75,10 @@ class StepEngine(Protocol):
         """Replace all weights, by full tensors under HF names or a function that fills the model in place."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Drop cached prefixes, so that later prompts are computed in full; nothing may be running."""
+        ...
+
     def load_adapter(self, folder: Path, version: int) -> None:
         """Sample later responses with this adapter next to the weights."""
         ...

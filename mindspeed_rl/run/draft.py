@@ -24,6 +24,7 @@ from mindspeed_rl.run.objective import read_objective, unusable_plugins
 from mindspeed_rl.run.placement import Placement, place
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, lacks_model, read_engine_shape
+from mindspeed_rl.run.rules.training_engine_rules import trains_other_family
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MAX_TENSOR = 8
@@ -228,12 +229,16 @@ def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:
 
 
 def _derive_engine(cfg: RunConfig) -> Derivation | None:
-    lacking = lacks_model(read_engine_shape(cfg), cfg.platform)
     # standalone servers and servers of the run are vLLM's
-    if not lacking or place(cfg).disaggregated:
+    if place(cfg).disaggregated:
         return None
-    source = f"vLLM has no {lacking} on {cfg.platform}; transformers' own module generates, a response at a time: slow"
-    return Derivation("transformers", source)
+    lacking = lacks_model(read_engine_shape(cfg), cfg.platform)
+    reason = f"vLLM has no {lacking} on {cfg.platform}" if lacking else ""
+    if not reason and cfg.platform == "cpu" and trains_other_family(cfg):
+        reason = "the model is of no family of docs/models.md, and vLLM's CPU build was not tried with it"
+    if not reason:
+        return None
+    return Derivation("transformers", f"{reason}; transformers' own module generates, a response at a time: slow")
 
 
 def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:

@@ -93,7 +93,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             changes[name] = role
             continue
         try:
-            architecture, model_config, _ = read_model(source.hf_folder)
+            architecture, model_config, _ = read_model(source.hf_folder, role.engine)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
             if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
@@ -406,6 +406,9 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
+        if not plan.architecture.packs:
+            source = f"rows are padded: transformers' module of {plan.architecture.name} takes no packed ones"
+            derived[f"{name}_config.engine"] = Derivation(config.engine, source)
         if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
             detaches = not is_supervised
             decided[name] = dataclasses.replace(

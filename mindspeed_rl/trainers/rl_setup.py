@@ -282,7 +282,7 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     for key, path in list_prompt_paths(run).items():
         if isinstance(path, str):
             yield partial(check_prompt_files, path, key)
-    if run.rl.judge_prompt is not None:
+    if run.rl.judge_prompt is not None or run.rl.judge_rubric is not None:
         yield partial(JudgeForm, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
 
 

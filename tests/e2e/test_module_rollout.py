@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from grpo_command import ONE_PROCESS, finished
 from tiny_task import make_other_task
+from transformers import AutoModelForCausalLM
 
 pytestmark = pytest.mark.slow
 
@@ -29,3 +30,17 @@ def test_a_tiny_model_with_sparse_attention_learns(tmp_path: Path, name: str, ch
     # the trainer computes the same model in float32 with other operations
     assert max(record["rollout/log_probs_diff_max"] for record in command.metrics) < 1e-4
     assert "a response at a time: slow" in command.output
+
+
+@pytest.mark.parametrize("name", ["nemotron-h", "deepseek-v4"])
+def test_a_tiny_model_that_only_transformers_computes_learns(tmp_path: Path, name: str) -> None:
+    task = make_other_task(tmp_path / "task", name)
+    length = ["megatron_training.train_iters=12", "megatron_training.save_interval=12"]
+    engine = ["megatron_training.engine=fsdp", "rl_config.use_prefix_grouper=false"]
+    command = finished(task, tmp_path / "run", *ONE_PROCESS, *length, *engine)
+    scores = [record["grpo/score/mean"] for record in command.metrics]
+    assert sum(scores[:2]) / 2 < 0.8 and sum(scores[-4:]) / 4 > 0.85
+    assert max(record["rollout/log_probs_diff_max"] for record in command.metrics) < 1e-4
+    assert "a response at a time: slow" in command.output
+    # what was trained is the model that transformers loads
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "save" / "hf" / "latest")

@@ -73,3 +73,19 @@ def test_keys_of_vllm_are_listed_as_without_effect(tmp_path: Path) -> None:
     idle = explain(made)["keys_without_effect"]
     for name in ("kv_cache_memory_gib", "max_num_batched_tokens"):
         assert idle[f"generate_config.{name}"] == "engine is transformers"
+
+
+def test_a_family_that_only_transformers_computes_is_generated_by_its_module(tmp_path: Path) -> None:
+    neox = {**PLAIN, "architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"}
+    made = run(tmp_path / "m", neox, megatron_training={"engine": "fsdp"})
+    assert made.generate.engine == "transformers"
+    assert any("with padded rows where it takes no packed ones" in text for text in explain(made)["warnings"])
+    qwen = {**neox, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 2, "vocab_size": 64}
+    assert run(tmp_path / "m", qwen, megatron_training={"engine": "fsdp"}).generate.engine == "vllm"
+
+
+def test_a_row_is_no_longer_than_the_frequencies_of_a_model_stay_the_same(tmp_path: Path) -> None:
+    rope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 32.0}
+    long = {**PLAIN, "max_position_embeddings": 131072, "original_max_position_embeddings": 40, "rope_scaling": rope}
+    found = [item.message for item in validate(run(tmp_path / "m", long)) if item.rule == "rollout.length"]
+    assert len(found) == 1 and "must be at most 40" in found[0]
