@@ -732,6 +732,24 @@ def test_wrong_data_fails_in_its_turn_and_later_requests_go_on(tmp_path, options
     run(work())
 
 
+def test_an_operation_that_breaks_off_in_the_middle_leaves_nothing_behind(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            await server.fetch(await _train(server, model, 1, 2))
+            failure = {"error": "RuntimeError: the device has lost its power", "category": "server"}
+            server.backend.breaks = True
+            assert await server.fetch((await server.run_pass(model, 5, [4], [9])).json()) == failure
+            await server.fetch((await server.run_pass(model, 6, [4], [9], forward_only=True)).json())
+            server.backend.breaks = True
+            assert await server.fetch(await server.step(model, 7)) == failure
+            server.backend.breaks = True  # in the middle of the restore
+            await server.fetch(await _train(server, model, 8, 2))
+            assert server.backend.models[model].weights == pytest.approx(train_alone(_batches(0, 2) + _batches(0, 2)))
+
+    run(work())
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
