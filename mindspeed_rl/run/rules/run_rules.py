@@ -707,10 +707,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 @needs("serve_config")
 def _server(run: Run) -> Iterator[Broken]:
     """Check what a server of training needs, and what it has not yet."""
-    cfg, actor = run.config, run.config.actor_config
+    cfg, actor, generate = run.config, run.config.actor_config, run.config.generate_config
     serve = cfg.serve_config
     assert serve is not None
-    if run.config.generate_config is None:
+    if generate is None:
         yield violate("server_engine", "serve_config needs the group generate_config: its clients sample", keys={})
     if not actor.lora_target_modules:
         text = "serve_config needs actor_config.lora_target_modules: the models of its clients are adapters of one base"
@@ -722,6 +722,9 @@ def _server(run: Run) -> Iterator[Broken]:
         yield violate(
             "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
         )
+    if generate is not None and generate.engine != "vllm":
+        text = "serve_config needs [generate_config.engine] vllm: a step has the adapters of several models"
+        yield violate("server_rollout_engine", text, {"generate_config.engine": "vllm"})
     if serve.host not in _LOOPBACK and serve.api_keys_file is None:
         text = "[serve_config.host] is not loopback, which needs serve_config.api_keys_file: anyone could train and read"
         yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sample_runs import completion_level, prompt_level
 
-from mindspeed_rl.config import build_run_config
+from mindspeed_rl.config import build_run_config, load_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_keys
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.draft import draft
@@ -714,3 +714,18 @@ def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     assert said(partial_rollout_max_split=2, off_policy_token_limit=0.0) == []
     for keys in ({"trainer_mode": "async"}, {"trainer_mode": "one_step_off"}, {"partial_rollout_max_split": 2}):
         assert len(said(**keys)) == 1
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        ("serve_config.host=0.0.0.0", "serve_config.host (0.0.0.0) is not loopback, which needs serve_config.api_keys_file"),
+        ("rl_config.actor_resource.num_npus=2", "serve_config trains and samples on one device, and the run file has 2"),
+        ("actor_config.lora_target_modules=null", "serve_config needs actor_config.lora_target_modules"),
+        ("generate_config.engine=transformers", "serve_config needs generate_config.engine (transformers) vllm"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_and_its_run_file_needs_no_loop(override: str, text: str) -> None:
+    assert not validate(draft(load_run_config("serve_tiny_cpu"), platform="cpu"))
+    broken = validate(draft(load_run_config("serve_tiny_cpu", None, [override]), platform="cpu"))
+    assert any(text in str(violation) for violation in broken)
