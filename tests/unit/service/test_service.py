@@ -179,6 +179,19 @@ def test_a_request_that_is_sent_again_is_not_applied_again(tmp_path):
     run(work())
 
 
+def test_weights_for_a_sampler_are_saved_once_though_the_sdk_numbers_its_retry_anew(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+            first = await server.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": 0})
+            again = await server.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": 1})
+            assert first == again
+            assert (await server.fetch(again))["sampling_session_id"] == f"{model.partition(':')[0]}:sample:0"
+
+    run(work())
+
+
 async def _train(server, model, first_seq, count):
     for index in range(count):
         seq = first_seq + 2 * index
