@@ -15,6 +15,7 @@ from mindspeed_rl.config import (
     ProfilerConfig,
     RLConfig,
     SamplingConfig,
+    ServeConfig,
     build_run_config,
 )
 from mindspeed_rl.config.keys.ignored import IGNORED
@@ -24,7 +25,7 @@ from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import unavailable
 
 PACKAGE = Path(mindspeed_rl.__file__).parent
-GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig)
+GROUPS = (MegatronConfig, RLConfig, GenerateConfig, SamplingConfig, ProfilerConfig, MsprobeConfig, ServeConfig)
 #: folders that declare, check and explain keys
 ABOUT_KEYS = tuple(PACKAGE / name for name in ("config", "run/rules", "run/explain"))
 #: modules among them that turn keys into others
