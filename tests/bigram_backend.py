@@ -78,6 +78,8 @@ class BigramBackend:
         self._offered = Capabilities("bigram", folder, VOCAB, max_tokens, 8, num_slots, True, False)
         self.pause_s, self.models, self._samplers = pause_s, {}, {}
         self.calls: list[str] = []
+        #: the next pass and step break off in the middle
+        self.breaks = False
         self._number = 0
 
     def capabilities(self) -> Capabilities:
@@ -121,13 +123,20 @@ class BigramBackend:
             outputs.append({"logprobs": log_probs.astype(np.float32)})
         if not forward_only:
             model.grad += grad
+        self._break_off()
         return PassResult(tuple(outputs), {"loss:sum": total})
+
+    def _break_off(self) -> None:
+        if self.breaks:
+            self.breaks = False
+            raise RuntimeError("the device has lost its power")
 
     async def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
         self.calls.append(f"{model_id} step")
         await asyncio.sleep(self.pause_s)
         model = self._find(model_id)
         norm = model.step(params)
+        self._break_off()
         return {"grad_norm:mean": norm, "step:max": float(model.steps)}
 
     async def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:

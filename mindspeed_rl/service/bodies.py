@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 
 from mindspeed_rl import registry
 from mindspeed_rl.bounds import check_depth, show
 from mindspeed_rl.data.strict_json import StrictDecoder
 from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Array, CallError, SampleCall
+from mindspeed_rl.service.journal import pack_value
 from mindspeed_rl.service.messages import Targets, make_dense
 from mindspeed_rl.service.replies import RefusedError
 
@@ -75,7 +75,7 @@ def _read_object(value: object) -> JsonObject:
 def _read_metadata(value: object) -> JsonObject:
     metadata = _read_object(value)
     try:
-        is_short = len(msgpack.packb(metadata)) <= _MAX_METADATA
+        is_short = len(pack_value(metadata)) <= _MAX_METADATA
     except (OverflowError, ValueError):  # an integer of more than 64 bits, and half a character
         is_short = False
     if not is_short:

@@ -39,8 +39,19 @@ class JournalError(Exception):
     """The journal cannot be written: nothing more can be promised."""
 
 
+def pack_value(value: object) -> bytes:
+    """Return a value as msgpack.
+
+    Raises:
+        OverflowError, ValueError: it has an integer of more than 64 bits, or half a character.
+    """
+    data = msgpack.packb(value, use_bin_type=True)
+    assert isinstance(data, bytes)
+    return data
+
+
 def _pack(record: Mapping[str, Any]) -> bytes:
-    data: bytes = msgpack.Packer(use_bin_type=True).pack(record)
+    data = pack_value(record)
     return _HEAD.pack(len(data), zlib.crc32(data)) + data
 
 

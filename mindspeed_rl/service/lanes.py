@@ -37,6 +37,8 @@ _SNAPSHOT_STEPS, _SNAPSHOT_BYTES = 10, 32 << 20
 _IDLE_S, _LOOK_S = 30.0, 1.0
 #: end of the name of an export that is a model of its own, without an adapter
 _MERGED = ".merged"
+#: times that a restore is tried
+_TRIES = 3
 #: operations that change a model, and run again after a restart
 _REDONE = ("forward_backward", "optim_step")
 
@@ -150,18 +152,29 @@ class Lanes:
         model = self._ledger.store.models[model_id]
         while model.done_seq + 1 in lane.waiting:
             if model.is_alive and not lane.is_loaded:
-                try:
-                    await self._take_slot(lane)
-                    async with self._queue.turn(model.tenant, 0):
-                        await self._restore(model)
-                except Exception as error:  # noqa: BLE001 - the model is lost, and the server goes on
-                    _LOG.exception("model %s cannot be restored", model_id)
-                    await self.end(model_id, f"its state cannot be restored: {error}")
+                await self._take_slot(lane)
+                if (problem := await self._try_to_restore(model, lane)) is not None:
+                    await self.end(model_id, f"its state cannot be restored: {problem}")
                     return
             request = lane.waiting.pop(model.done_seq + 1)
             if request.finished_s is None:
                 await self._perform(request, model, lane)
             lane.idle_since_s = time.monotonic()
+
+    async def _try_to_restore(self, model: Model, lane: _Lane) -> Exception | None:
+        """Restore a model; return why it cannot be."""
+        problem: Exception | None = None
+        for _ in range(_TRIES):
+            try:
+                async with self._queue.turn(model.tenant, 0):
+                    await self._restore(model)
+                return None
+            except Exception as error:  # noqa: BLE001 - the model may be lost, and the server goes on
+                _LOG.exception("model %s is not restored", model.id)
+                problem = error
+                await self._unload(model.id, lane)
+                lane.is_loaded = True  # it keeps the slot
+        return problem
 
     async def _perform(self, request: Request, model: Model, lane: _Lane) -> None:
         try:
@@ -174,13 +187,14 @@ class Lanes:
                     if request.kind not in ("create_model", "load_weights") and not model.is_alive:
                         raise CallError(f"model {model.id} has been unloaded; load one of its checkpoints.")
                     outcome = await self._operations[request.kind](request, model)
-        except CallError as error:
-            outcome = make_failure(str(error), "user")
-        except RefusedError as error:
+        except (CallError, RefusedError) as error:
             outcome = make_failure(str(error), "user")
         except Exception as error:  # noqa: BLE001 - the client decides about any failure of the backend
             _LOG.exception("%s of %s failed", request.kind, model.id)
             outcome = make_failure(f"{type(error).__name__}: {error}", "server")
+            if lane.is_loaded and model.done_seq >= 0:
+                # what the backend has of it is unknown: the next operation restores what was promised
+                await self._unload(model.id, lane)
         finally:
             lane.running = None
         if not outcome.succeeded and model.done_seq < 0:  # it was to be made
@@ -240,6 +254,11 @@ class Lanes:
             lane.is_loaded = False
         finally:
             lane.running = None
+
+    async def _unload(self, model_id: str, lane: _Lane) -> None:
+        with contextlib.suppress(Exception):  # it may not be there
+            await self._backend.unload(model_id)
+        lane.is_loaded = False
 
     async def _create(self, request: Request, model: Model) -> Outcome:
         await self._backend.create_model(model.id, read_spec(model.spec))
@@ -417,8 +436,7 @@ class Lanes:
                 await self._ledger.finish(request, make_failure(f"model {model_id}: {reason}", "user"))
         if model.is_alive:
             if lane.is_loaded and model.done_seq >= 0:
-                with contextlib.suppress(CallError):  # it was being restored
-                    await self._backend.unload(model_id)
+                await self._unload(model_id, lane)
             lane.is_loaded = False
             await self._ledger.journal.append(self._ledger.store.models.put(model_id, is_alive=False, snapshot=""))
             self._slot_freed.set()

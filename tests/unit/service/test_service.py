@@ -179,6 +179,19 @@ def test_a_request_that_is_sent_again_is_not_applied_again(tmp_path):
     run(work())
 
 
+def test_weights_for_a_sampler_are_saved_once_though_the_sdk_numbers_its_retry_anew(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            save = {"model_id": model, "seq_id": 1, "kind": "snapshot"}
+            first = await server.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": 0})
+            again = await server.post("save_weights_for_sampler", {**save, "sampling_session_seq_id": 1})
+            assert first == again
+            assert (await server.fetch(again))["sampling_session_id"] == f"{model.partition(':')[0]}:sample:0"
+
+    run(work())
+
+
 async def _train(server, model, first_seq, count):
     for index in range(count):
         seq = first_seq + 2 * index
@@ -728,6 +741,24 @@ def test_wrong_data_fails_in_its_turn_and_later_requests_go_on(tmp_path, options
             await server.fetch(right)
             await server.fetch(step)
             assert server.backend.models[model].weights == pytest.approx(train_alone([[(2, 3)]]))
+
+    run(work())
+
+
+def test_an_operation_that_breaks_off_in_the_middle_leaves_nothing_behind(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            await server.fetch(await _train(server, model, 1, 2))
+            failure = {"error": "RuntimeError: the device has lost its power", "category": "server"}
+            server.backend.breaks = True
+            assert await server.fetch((await server.run_pass(model, 5, [4], [9])).json()) == failure
+            await server.fetch((await server.run_pass(model, 6, [4], [9], forward_only=True)).json())
+            server.backend.breaks = True
+            assert await server.fetch(await server.step(model, 7)) == failure
+            server.backend.breaks = True  # in the middle of the restore
+            await server.fetch(await _train(server, model, 8, 2))
+            assert server.backend.models[model].weights == pytest.approx(train_alone(_batches(0, 2) + _batches(0, 2)))
 
     run(work())
 
