@@ -95,7 +95,8 @@ def plan_conversion(options: ConvertOptions, source: Source) -> Plan:
     merged, peft = _merge_adapter(options, source)
     config = None if options.hf_cfg_dir is None else options.hf_cfg_dir / "config.json"
     beside = tuple(path for path in (options.lora_load, config) if path is not None)
-    return replace(make_plan(merged, _destination(options, merged), peft), beside=beside)
+    adapter = None if peft is None else peft.path
+    return replace(make_plan(merged, _destination(options, merged), peft), beside=beside, adapter=adapter)
 
 
 def adapter_of(options: ConvertOptions, source: Source) -> tuple[Source, float]:

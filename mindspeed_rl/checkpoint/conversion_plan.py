@@ -160,6 +160,8 @@ class Plan:
         memory_bytes: upper bound of the tensors in memory at once, per worker.
         num_bytes: bytes to be written.
         beside: what is read beside the source: the folder of an adapter, another config.json.
+        settings: what else decides the numbers that are written, for the record of an interrupted run.
+        adapter: adapter that becomes part of an HF folder: its tokenizer and generation settings replace the base's.
     """
 
     source: Source
@@ -170,6 +172,8 @@ class Plan:
     memory_bytes: int
     num_bytes: int
     beside: tuple[Path, ...] = ()
+    settings: str = ""
+    adapter: Path | None = None
 
 
 #: (path at the destination, (name, shape, dtype) of every tensor) of every weight file.

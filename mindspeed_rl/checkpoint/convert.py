@@ -252,7 +252,7 @@ def _fingerprint(plan: Plan, task_bytes: int) -> str:
     # --overwrite changes nothing of what is written, and may be added for the second run
     digest.update(repr(replace(plan.destination, overwrite=False)).encode())
     adapters = [group.lora for group in plan.source.groups if isinstance(group, MegatronGroup)]
-    digest.update(repr((plan.files, plan.transform, adapters)).encode())
+    digest.update(repr((plan.files, plan.transform, adapters, plan.settings)).encode())
     return digest.hexdigest()
 
 
@@ -298,6 +298,11 @@ def _write_companions(plan: Plan, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if plan.source.companions is not None and plan.source.companions.resolve() != folder.resolve():
         copy_companions(plan.source.companions, folder)
+    if plan.adapter is not None:
+        # imports the tokenizers' library, which a conversion does without
+        from mindspeed_rl.checkpoint.trained_template import replace_by_adapter
+
+        replace_by_adapter(plan.adapter, folder)
     write_config(folder, config)
 
 

@@ -10,6 +10,8 @@ from mindspeed_rl.files import read_regular
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 #: folder beside the checkpoints with what `save_hf` writes: a Hugging Face folder for each, and the link `latest`
 EXPORTS = "hf"
+#: the same of the moving average of the weights, with `ema_decay`
+AVERAGES = "hf_ema"
 #: entry of the trainer's state: iteration of the best evaluation, whose checkpoint `keep_best` keeps
 BEST_ITERATION = "best_iteration"
 #: folder of a checkpoint with the responses that were being generated when it was written
@@ -58,9 +60,13 @@ def iterations(folder: str | Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def lacks_export(folder: str | Path, iteration: int) -> bool:
-    """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there."""
-    name, link = f"iter_{iteration:07d}", Path(folder, EXPORTS, "latest")
+def lacks_export(folder: str | Path, iteration: int, exports: str = EXPORTS) -> bool:
+    """Return True where a run was killed before the Hugging Face folder of this checkpoint, or the link to it, was there.
+
+    Args:
+        exports: folder of the exports beside the checkpoints.
+    """
+    name, link = f"iter_{iteration:07d}", Path(folder, exports, "latest")
     # a later one is of a run that was then restarted from this checkpoint
     return not link.with_name(name).is_dir() or not link.is_symlink() or os.readlink(link) < name
 

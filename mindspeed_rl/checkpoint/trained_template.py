@@ -138,6 +138,18 @@ def copy_beside_adapter(source: Path, target: Path) -> None:
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
 
 
+def replace_by_adapter(adapter: Path, target: Path) -> None:
+    """Put what an adapter's folder has of tokenizer, chat template, generation settings and record in place of the base's."""
+    names = {path.name for path in _list_files(adapter)}
+    # a whole tokenizer, whose template may be elsewhere than the base's
+    if "tokenizer_config.json" in names and len(names) > 1:
+        for path in _list_files(target):
+            path.unlink()
+    copy_beside_adapter(adapter, target)
+    if (adapter / _RECORD).is_file():
+        shutil.copyfile(adapter / _RECORD, target / _RECORD)
+
+
 def _list_files(folder: Path) -> list[Path]:
     """List the files of a folder's tokenizer."""
     names = (path for path in folder.iterdir() if any(fnmatch(path.name, pattern) for pattern in _TOKENIZER_FILES))

@@ -208,7 +208,8 @@ def _check_hf_result(args: argparse.Namespace) -> None:
             )
 
 
-def _print_plan(plan: Plan) -> None:
+def print_plan(plan: Plan) -> None:
+    """Print the files and tensors that a conversion would write."""
     source, destination = plan.source, plan.destination
     print(
         f"{source.path} ({source.kind}, {source.architecture.name}, {source.dtype}) -> {destination.final} ({destination.kind})"
@@ -223,7 +224,7 @@ def _print_plan(plan: Plan) -> None:
     )
 
 
-class _Bar(Progress):
+class Bar(Progress):
     """A tqdm bar in bytes, which shows GB/s and the time left on a terminal and nothing when piped."""
 
     def start(self, what: str, total_bytes: int, done_bytes: int) -> None:
@@ -272,11 +273,11 @@ def _convert(args: argparse.Namespace) -> int:
         return 0
     plan = command.plan_conversion(options, source)
     if args.dry_run:
-        _print_plan(plan)
+        print_plan(plan)
         return 0
     convert.check_destination(plan.destination)
     start = time.perf_counter()
-    result = convert.run_plan(plan, workers=args.workers, verify=args.verify, progress=_Bar())
+    result = convert.run_plan(plan, workers=args.workers, verify=args.verify, progress=Bar())
     seconds = time.perf_counter() - start
     proof = ""
     if args.verify:

@@ -7,6 +7,8 @@ Start the same command on every node; the node that MASTER_ADDR (or the first of
 The head waits until all nodes have joined, checks that they run the same code and versions and see the same paths, runs the
 command, and ends the cluster with the command's exit code on all nodes. It only stops processes that it started. After
 `--` comes a mindspeed-rl command, or a program when its first word is `python`, `bash` or a path.
+
+`mindspeed-rl launch --write volcano|rayjob|slurm|docker-compose RUN -o FILE` writes the file with which a scheduler does this.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+from mindspeed_rl.cli import launch_files
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.megatron import is_weight
@@ -601,7 +604,9 @@ def _allow_many_files() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run this node's part and return the run's exit code."""
+    """Run this node's part and return the run's exit code; with `--write`, write a scheduler's file (`launch_files.py`)."""
+    if any(word.partition("=")[0] == "--write" for word in argv[: argv.index("--") if "--" in argv else None]):
+        return launch_files.main(argv)
     settings = parse(argv)
     _allow_many_files()
     # Ray's sockets live below this folder, and their paths may be 107 characters long

@@ -19,6 +19,7 @@ from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.model_metadata import read_model_metadata
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, find_project_configs, locate
@@ -33,6 +34,7 @@ TOP_LEVEL: dict[str, type] = {
     "profiler_config": ProfilerGroups,
     "msprobe_config": MsprobeConfig,
     "audit": AuditKeys,
+    "serve_config": ServeConfig,
 }
 
 
@@ -87,6 +89,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
     audit = build_group("audit", AuditKeys) or AuditKeys()
+    serve = build_group("serve_config", ServeConfig)
     platform, run_dir = _read_top_level(tree, errors)
     if errors:
         # each once: every role that takes a wrong model block reports it
@@ -112,6 +115,7 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         profiler_config=profiler,
         msprobe_config=msprobe,
         audit=audit,
+        serve_config=serve,
         set_keys=set_keys,
         deprecated=deprecated,
         aliased=aliased,

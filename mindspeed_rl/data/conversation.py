@@ -18,6 +18,8 @@ SOURCE_ROLES = ("user", "observation")
 #: keys of a message that say whether it trains
 TRAIN_KEYS = ("weight", "loss", "train", "training", "loss_weight", "loss_scale")
 _TARGET_ROLES = ("assistant", "function")
+#: name of a source's message in errors
+_SOURCES: dict[Role, str] = {"user": "a message of the user", "observation": "a tool's result"}
 
 
 class MalformedRowError(ValueError):
@@ -139,6 +141,12 @@ class Conversation:
             raise MalformedRowError("the conversation has no messages")
         for index, message in enumerate(self.messages):
             expected = _TARGET_ROLES if index % 2 else SOURCE_ROLES
+            if index % 2 and message.role in SOURCE_ROLES and message.role != self.messages[index - 1].role:
+                earlier, later = (_SOURCES[other.role] for other in (self.messages[index - 1], message))
+                raise MalformedRowError(
+                    f"{later} ({message.content[:40]!r}) comes directly after {earlier}; an answer of the assistant must be "
+                    "between the two: add it, or make one message of both"
+                )
             if message.role not in expected:
                 raise MalformedRowError(f"message {index} is from {message.role!r}, but {' or '.join(expected)} must be there")
 

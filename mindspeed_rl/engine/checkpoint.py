@@ -220,6 +220,7 @@ class CheckpointSaver:
             **self._files.describe(),
             "steps_per_iteration": engine.steps_per_iteration,
             "num_updates": engine.num_updates,
+            "average": engine.average is not None,
             "checksums": True,
             "run_state": run_state,
         }
@@ -515,6 +516,8 @@ def load_checkpoint(
     with_optimizer = engine.scheduler is not None and not (config.finetune or config.no_load_optim)
     _check_record(engine, files, record, path, with_optimizer=with_optimizer)
     subset = _choose_subset(LoraSettings.from_config(config), record["lora"], path, with_optimizer=with_optimizer)
+    # checkpoints of earlier versions do not say it
+    with_average = engine.average is not None and not config.finetune and record.get("average", False)
     fresh_head = engine.plan.model_config.head == "reward" and not has_score_head(Path(folder), iteration)
     if fresh_head and with_optimizer:
         raise ValueError(
@@ -531,7 +534,17 @@ def load_checkpoint(
             missing.fetch(list_needed() | ({random} if restores_random else set()))
 
     with _explaining_failures(f"load: {path} does not fit this run"):
-        files.restore(path, record, subset, with_optimizer=with_optimizer, fresh_head=fresh_head, fetch=fetch)
+        files.restore(
+            path,
+            record,
+            subset,
+            with_optimizer=with_optimizer,
+            with_average=with_average,
+            fresh_head=fresh_head,
+            fetch=fetch,
+        )
+    if engine.average is not None and not with_average:
+        engine.average.reset()
     random_restored = restores_random and (path / random).is_file()
     if random_restored:
         restore_rng_state(load_file(path / random))
@@ -601,7 +614,7 @@ class MegatronFiles:
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return Megatron's request."""
         config = self._engine.config
-        state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False)
+        state = self._engine.state(subset, with_optimizer=with_optimizer, is_loading=False, with_average=True)
         if config.async_save and config.swap_optimizer:  # whose next step changes what is in host memory
             dict_list_map_inplace(_copy_from_host, cast(Any, state))
         request = dist_checkpointing.save(state, str(folder), async_sharded_save=True)
@@ -615,12 +628,13 @@ class MegatronFiles:
         subset: Literal["all", "adapters", "base"],
         *,
         with_optimizer: bool,
+        with_average: bool,
         fresh_head: bool,
         fetch: Callable[[Callable[[], set[str]]], None],
     ) -> None:
         """Take the state of a checkpoint."""
         engine = self._engine
-        sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True)
+        sharded = engine.state(subset, with_optimizer=with_optimizer, is_loading=True, with_average=with_average)
         if fresh_head:
             for index in range(len(engine.model.models)):
                 sharded[f"model{index}"].pop(SCORE_HEAD, None)
@@ -633,6 +647,8 @@ class MegatronFiles:
             for index, model in enumerate(engine.model.models):
                 _add_zero_head(model, state[f"model{index}"])
         engine.load_weights(state, strict=subset == "all")
+        if with_average:
+            engine.load_average(state)
         if with_optimizer:
             engine.load_optimizer(state, record)
         elif engine.optimizer is not None:

@@ -21,6 +21,7 @@ from mindspeed_rl.algorithms.interfaces import LossInputs, LossOutput
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import BatchShape, MicroBatching, Rows
 from mindspeed_rl.engine.head_outputs import HeadOutputs
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability.metrics import Metrics, merge
@@ -96,6 +97,7 @@ class Engine(Protocol):
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
         on_gradients: functions that are called in every step between the backward pass and the optimizer.
+        average: moving average of the trained weights; None without one.
         passes_together: all ranks must make equally many calls of `forward`, because each pass is collective over them.
     """
 
@@ -106,6 +108,7 @@ class Engine(Protocol):
     steps_per_iteration: int
     num_updates: int
     on_gradients: list[Callable[[], None]]
+    average: WeightAverage | None
 
     @property
     def device(self) -> torch.device: ...
@@ -121,6 +124,10 @@ class Engine(Protocol):
 
     def start_training(self, steps_per_iteration: int) -> None:
         """Build optimizer and schedule; the weights must be loaded."""
+        ...
+
+    def list_trained(self) -> Mapping[str, Tensor]:
+        """Return this rank's storage of the weights that train, by their names in checkpoints. Not collective."""
         ...
 
     def load(self, source: TensorSource) -> None:
@@ -186,7 +193,7 @@ class StateFiles(Protocol):
         ...
 
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
-        """Return the request that writes this rank's files `__<rank>_*.distcp` into the folder."""
+        """Return the request that writes this rank's files `__<rank>_*.distcp` into the folder; of the average too."""
         ...
 
     def restore(
@@ -196,6 +203,7 @@ class StateFiles(Protocol):
         subset: Literal["all", "adapters", "base"],
         *,
         with_optimizer: bool,
+        with_average: bool,
         fresh_head: bool,
         fetch: Callable[[Callable[[], set[str]]], None],
     ) -> None:
@@ -206,6 +214,7 @@ class StateFiles(Protocol):
             record: its record.
             subset: the weights that it has for this model.
             with_optimizer: also optimizer and schedule.
+            with_average: also the moving average, which the checkpoint has.
             fresh_head: the checkpoint lacks the score head, whose values are then 0.
             fetch: brings files, by the names that a function lists, to this rank's disk where it lacks some.
         """

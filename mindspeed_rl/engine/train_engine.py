@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -53,6 +53,7 @@ from mindspeed_rl.engine.part import EnginePart
 from mindspeed_rl.engine.parts import build_parts
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
 from mindspeed_rl.engine.policy_model import HeadRequest, PolicyModel
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import LocalWeight, StoredWeights, list_local_weights, load_weights
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
@@ -78,6 +79,7 @@ class TrainEngine:
         steps_per_iteration: optimizer steps of an iteration.
         num_updates: optimizer steps since the start of the run.
         stored_weights: form of the weights that an average moves.
+        average: moving average of the trained weights; None without one.
     """
 
     def __init__(self, config: MegatronConfig, model: BuiltModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -98,6 +100,7 @@ class TrainEngine:
         self.parts = build_parts(config, model)
         self.on_gradients: list[Callable[[], None]] = []
         self.stored_weights = StoredWeights()
+        self.average: WeightAverage | None = None
         self._num_counted = torch.empty(0)  # of one element once the schedule has finalized gradients
         self.device = (
             platform.current().device(0) if platform.current().name == "cpu" else next(self.chunks[0].parameters()).device
@@ -128,12 +131,16 @@ class TrainEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         transformer_config = self.model.transformer_config
-        transformer_config.finalize_model_grads_func = self._finalize_gradients
+        self.start_gradients()
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
             # the interleaved schedule takes a list, undeclared
             transformer_config.no_sync_func = cast(Callable[..., object], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
+
+    def start_gradients(self) -> None:
+        """Let passes compute gradients; for an engine without an optimizer, which only `compute_gradients` uses."""
+        self.model.transformer_config.finalize_model_grads_func = self._finalize_gradients
 
     @property
     def plan(self) -> ModelPlan:
@@ -261,6 +268,8 @@ class TrainEngine:
             if self.config.overlap_param_gather and not has_next:
                 for chunk in self.model.ddp_chunks:
                     chunk.start_param_sync(force_sync=True)
+            if self.average is not None and not is_skipped:
+                self.average.update()
             if self._swaps_optimizer:
                 self.offloader.offload(optimizer=True)
             scheduler.step(increment=1)
@@ -276,6 +285,55 @@ class TrainEngine:
             sum(micro_batch.num_tokens for micro_batch in counted),
             sum(sum(micro_batch.lengths) for micro_batch in counted),
         )
+
+    def compute_gradients(
+        self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], Tensor], outputs: HeadOutputs | None = None
+    ) -> tuple[list[Tensor], ...] | None:
+        """Compute the gradient of a sum of losses, in the buffers of the gradients; the optimizer makes no step.
+
+        Nothing is divided, and routers have no losses of their own: the gradients of several calls add up to that of all rows.
+
+        Args:
+            loss: loss of each predicted token of a micro-batch, [rows, width]; values where the mask is False do not count.
+            outputs: results of the head that the loss gets; None for the engine's own.
+
+        Returns:
+            As `forward`: the results of the head, and the losses after them.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite.
+        """
+        self.offloader.onload(grads=True)
+        device = platform.current()
+        with self._mode(training=True):
+            for chunk in self.model.ddp_chunks:
+                chunk.zero_grad_buffer()
+            micro_batches = self._micro_batches(rows, batching)
+            nothing = torch.zeros((), dtype=torch.int, device=self.device)
+
+            def sum_losses(
+                index: int, micro_batch: MicroBatch, computed: tuple[Tensor, ...]
+            ) -> tuple[Tensor, Tensor, tuple[LossOutput, MicroBatch, list[Tensor]]]:
+                values = loss(LossInputs(computed, micro_batch.predicted_mask, micro_batch.columns))
+                values = torch.where(micro_batch.predicted_mask, values, 0.0)
+                total = values.sum()
+                results = [device.to_host(output.detach()) for output in (*computed, values)]
+                return total, nothing, (LossOutput(total.detach(), nothing), micro_batch, results)
+
+            passes = get_forward_backward_func()(
+                **self._schedule(micro_batches, sum_losses, outputs, training=True, has_parts=False)
+            )
+        device.synchronize()
+        losses = [output for output, _, _ in passes]
+        gradients = [buffer.grad_data for buffer in self.model.gradient_buffers()]
+        sums = [*(output.loss_sum for output in losses), *(gradient.sum(dtype=torch.float32) for gradient in gradients)]
+        all_finite = torch.stack(sums).isfinite().all().float()
+        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+        if not all_finite:
+            raise_non_finite(losses, micro_batches, gradients, math.nan)
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        return collect_rows([(micro_batch, results) for _, micro_batch, results in passes], rows.response_lengths)
 
     def loss_step(
         self,
@@ -375,8 +433,24 @@ class TrainEngine:
         """Return the weights of this rank under their HF names, in forward order. Not collective."""
         return list_local_weights(self.model)
 
-    def state(self, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool, is_loading: bool) -> ShardedStateDict:
-        """Return Megatron's sharded state of weights and, with `with_optimizer`, of the optimizer where there is one."""
+    def list_trained(self) -> dict[str, Tensor]:
+        """Return this rank's storage of the parameters that train, by chunk and name. Not collective."""
+        return {
+            f"{index}.{name}": parameter.data
+            for index, model in enumerate(self.model.models)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        }
+
+    def state(
+        self,
+        subset: Literal["all", "adapters", "base"],
+        *,
+        with_optimizer: bool,
+        is_loading: bool,
+        with_average: bool = False,
+    ) -> ShardedStateDict:
+        """Return Megatron's sharded state of weights and, where it is asked for and there is one, of optimizer and average."""
         state: ShardedStateDict = {}
         for index, model in enumerate(self.model.models):
             # a stage with prediction layers and a copy of the embedding reads the group from it
@@ -384,6 +458,8 @@ class TrainEngine:
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             weights = model.sharded_state_dict(metadata={"dp_cp_group": group} if copies else None)
             self.stored_weights.substitute(model, weights)
+            if self.average is not None and with_average:
+                state[f"average{index}"] = _shard_average(weights, self.average.values, f"{index}.")
             if subset != "all":
                 # a score head is trained in a LoRA run, and belongs to a base model too
                 weights = {
@@ -410,6 +486,17 @@ class TrainEngine:
         for index, model in enumerate(self.model.models):
             model.load_state_dict(state[f"model{index}"], strict=strict)
             self.stored_weights.load_state(model, state[f"model{index}"])
+
+    def load_average(self, state: ShardedStateDict) -> None:
+        """Take the moving average of a loaded `state`."""
+        assert self.average is not None
+        self.average.load(
+            {
+                f"{index}.{name}": value
+                for index in range(len(self.model.models))
+                for name, value in state[f"average{index}"].items()
+            }
+        )
 
     def load_optimizer(self, state: ShardedStateDict, record: Mapping[str, Any]) -> None:
         """Take the optimizer's state of a loaded `state`, and move the schedule, which keeps the shape of this run.
@@ -480,16 +567,18 @@ class TrainEngine:
         outputs: HeadOutputs | None = None,
         *,
         training: bool,
+        has_parts: bool = True,
         temperature: float | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of Megatron's schedule, which returns the third results of `on_output`, on the last stage.
 
         Args:
             on_output: (index of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, result.
+            has_parts: parts that only train take part where this pass trains.
             outputs, temperature: None for the engine's own.
         """
         indices = {id(chunk): index for index, chunk in enumerate(self.chunks)}
-        parts = [part for part in self.parts if training or not part.trains_only]
+        parts = [part for part in self.parts if (training and has_parts) or not part.trains_only]
         outputs, temperature = outputs or self.outputs, temperature or self.temperature
 
         def forward_step(
@@ -520,3 +609,13 @@ class TrainEngine:
             "micro_batch_size": micro_batches[0].input_ids.size(0),
             "forward_only": not training,
         }
+
+
+def _shard_average(weights: ShardedStateDict, values: Mapping[str, Tensor], prefix: str) -> ShardedStateDict:
+    """Return the sharded state of an average: as that of the weights of a chunk, in float32 and under other keys."""
+    average: ShardedStateDict = {}
+    for name, entry in weights.items():
+        if prefix + name in values:
+            dtype = {"dtype": torch.float32} if isinstance(entry, ShardedTensor) else {}
+            average[name] = replace(entry, key=f"average.{entry.key}", data=values[prefix + name], **dtype)
+    return average

@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import describe_missing, write_file
+from mindspeed_rl.importers.areal import PROJECT as AREAL
 from mindspeed_rl.importers.easyr1 import PROJECT as EASYR1
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.llama_factory import PROJECT as LLAMA_FACTORY
@@ -29,6 +30,7 @@ from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
 PROJECTS: dict[str, SourceProject] = {
+    "areal": AREAL,
     "easyr1": EASYR1,
     "llama-factory": LLAMA_FACTORY,
     "mindspeed-llm": MINDSPEED_LLM,
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help='the command, in quotes or as it is, or a script; "-" reads it from stdin'
     )
+    argv = _put_output_first(argv)
     arguments = parser.parse_args(argv)
     if (count := _count_leading(parser, arguments.command)) > 0:  # options of import between the project and the command
         front = argv[: len(argv) - len(arguments.command) - 1]
@@ -84,10 +87,6 @@ def main(argv: list[str]) -> int:
         front = argv[: len(argv) - len(arguments.command) - 1]
         arguments = parser.parse_args([*front, *words[1:], arguments.project, "--", words[0]])
         words = words[:1]
-    elif words[:1] != ["ssh"] and "-o" in words[1:-1]:
-        place = words.index("-o", 1)
-        arguments.output = words[place + 1]
-        words = [*words[:place], *words[place + 2 :]]
     if not words:
         parser.error("there is no command")
     variables = dict(item.partition("=")[::2] for item in arguments.variables)
@@ -107,6 +106,12 @@ def main(argv: list[str]) -> int:
         return report_failure(error)
     print(f"\nwritten: {path}\nshow its plan: {imported} {path}")
     return 0
+
+
+def _put_output_first(argv: list[str]) -> list[str]:
+    """Return the arguments with `-o FILE` in front, wherever it is; no command has an option of this name but ssh."""
+    place = argv.index("-o") if "-o" in argv[:-1] and "ssh" not in argv else 0
+    return [*argv[place : place + 2], *argv[:place], *argv[place + 2 :]] if place else argv
 
 
 def _count_leading(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.options import Option, SourceCommand, no_effect, part, read_count, read_scalar, refused, to
+from mindspeed_rl.importers.options import Option, SourceCommand, no_effect, part, read_count, read_scalar, to
 from mindspeed_rl.importers.recipe import ACTOR
-from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.importers.shell import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.swift_options import OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
 from mindspeed_rl.importers.swift_plugins import give_rows
@@ -44,7 +44,7 @@ OTHER_PROGRAMS = {
 #: earlier names of options that commands still have
 _EARLIER = {
     "train_type": "tuner_type", "sft_type": "tuner_type", "load": "model", "save": "output_dir", "save_interval": "save_steps",
-    "eval_interval": "eval_steps", "max_epochs": "num_train_epochs",
+    "eval_interval": "eval_steps", "max_epochs": "num_train_epochs", "multi_turn_func": "multi_turn_scheduler",
 }  # fmt: skip
 _BY_STAGE = {name: OPTIONS if name in WITH_ROLLOUTS else SUPERVISED_OPTIONS for name in STAGES}
 #: options of earlier releases, which its guides still name
@@ -55,7 +55,6 @@ _RETIRED: dict[str, Option] = {
     ),
     "moe_router_bias_update_rate": to(f"{ACTOR}.moe_router_bias_update_rate"),
     "gc_collect_after_offload": no_effect("memory that is freed is always returned to the device"),
-    "multi_turn_func": refused("a function of several turns; see rl_config.multi_turn_scheduler"),
 }
 TABLES = {
     **_BY_STAGE,

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mindspeed_rl.cli.options import print_status, report_failure
+from mindspeed_rl.importers.command import write_import
 
 #: script -> run file without --config-name
 _TRAINING = {
@@ -107,7 +108,7 @@ def _translate(script: Path, arguments: list[str], nodes: _Nodes) -> list[str] |
     """
     name, folder = script.name, script.parent.name
     if name == "ray_gpt.py":
-        return _run_of_llm(arguments)
+        return _run_of_llm(script, arguments)
     if name in _TRAINING and folder in ("cli", ""):
         return _train(script, arguments, nodes)
     if name == "preprocess_data.py" and folder == "cli":
@@ -139,17 +140,32 @@ def _read_hydra(script: str, arguments: list[str]) -> tuple[dict[str, str], list
     return flags, overrides
 
 
-def _run_of_llm(arguments: list[str]) -> list[str]:
-    """Return the script with the run that a run file of MindSpeed-LLM names; its own keys are of another format."""
+def _run_of_llm(script: Path, arguments: list[str]) -> list[str]:
+    """Return the command that trains with a run file of MindSpeed-LLM, which is imported first: its keys are others.
+
+    Without the file, the script of this suite with the run of that name.
+    """
     flags, overrides = _read_hydra("ray_gpt.py", arguments)
     name = flags.get("--config-name", "").removesuffix(".yaml")
+    folder = script.parent / "configs" / "rlxf"
+    if "--config-path" in flags:
+        folder = script.parent / flags["--config-path"]
+    elif "--config-dir" in flags:
+        folder = Path(flags["--config-dir"])
+    if name and (folder / f"{name}.yaml").is_file():
+        words = ["python", "ray_gpt.py", "--config-name", name, "--config-dir", str(folder), *overrides]
+        path, _ = write_import("mindspeed-llm", shlex.join(words), Path("imported", f"{name}.yaml"), may_replace=True)
+        return ["mindspeed-rl", "train", "--config-name", str(path), "--nodes", str(_join_cluster())]
     if name not in _RUNS_OF_LLM:
         known = ", ".join(_RUNS_OF_LLM)
-        raise ValueError(f"ray_gpt.py --config-name {name}: no run of this suite has this name; known are {known}")
-    script = Path(__file__).resolve().parents[2] / _RUNS_OF_LLM[name]
-    if not script.is_file():
-        raise ValueError(f"ray_gpt.py --config-name {name}: {script} does not exist; install the suite from its checkout")
-    return ["bash", str(script), *overrides]
+        raise ValueError(
+            f"ray_gpt.py --config-name {name}: there is no {folder / f'{name}.yaml'}, and no run of this suite has this name; "
+            f"known are {known}"
+        )
+    own = Path(__file__).resolve().parents[2] / _RUNS_OF_LLM[name]
+    if not own.is_file():
+        raise ValueError(f"ray_gpt.py --config-name {name}: {own} does not exist; install the suite from its checkout")
+    return ["bash", str(own), *overrides]
 
 
 def _train(script: Path, arguments: list[str], nodes: _Nodes) -> list[str]:

@@ -26,7 +26,7 @@ from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.workers.token_sampling import sample_token
+from mindspeed_rl.rollout.token_sampling import sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

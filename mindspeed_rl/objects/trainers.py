@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import yaml
 
 from mindspeed_rl import api
-from mindspeed_rl.cli.new import computes_bfloat16
+from mindspeed_rl.checkpoint.model_folder import copy_model
+from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.data.hub import fetch, parse_hub_name
@@ -336,6 +336,8 @@ class _Trainer:
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """Copy the trained model, a Hugging Face folder, and return where it is.
 
+        Files of an earlier model in the folder go; other files stay. A copy that is killed does not look complete.
+
         Args:
             output_dir: folder; None is `final` in the folder of the trainer.
 
@@ -346,7 +348,7 @@ class _Trainer:
         if trained is None:
             raise ValueError(f"{self.folder} has no trained model: call train first")
         target = self.folder / "final" if output_dir is None else Path(output_dir).expanduser().absolute()
-        shutil.copytree(trained, target, dirs_exist_ok=True)
+        copy_model(trained, target)
         return target
 
     def _find_export(self) -> Path | None:

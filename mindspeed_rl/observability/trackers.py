@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -34,10 +35,21 @@ TRACKERS = {
     "wandb": "mindspeed_rl.observability.trackers:_WandbTracker",
     "swanlab": "mindspeed_rl.observability.trackers:_SwanlabTracker",
     "mlflow": "mindspeed_rl.observability.trackers:_MlflowTracker",
+    "trackio": "mindspeed_rl.observability.trackers:_TrackioTracker",
+    "otlp": "mindspeed_rl.observability.trackers:_OtlpTracker",
 }
 
-#: tracker that needs the package of its name -> the wheel to install
-_WHEELS = {"tensorboard": "tensorboard", "wandb": "wandb", "swanlab": "swanlab", "mlflow": "mlflow-skinny"}
+#: tracker -> the package that it needs, and the wheel to install
+_WHEELS = {
+    "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "swanlab": ("swanlab", "swanlab"),
+    "mlflow": ("mlflow", "mlflow-skinny"),
+    "trackio": ("trackio", "trackio"),
+    "otlp": ("opentelemetry.exporter.otlp.proto.http", "opentelemetry-exporter-otlp-proto-http"),
+}
+#: exports in a row that an OTLP endpoint may refuse before the tracker is given up
+_MAX_REFUSED = 5
 
 #: heads of a table of completions
 _COLUMNS = ("iteration", "group", "sample", "prompt", "response", "reward", "parts", "advantage")
@@ -347,6 +359,77 @@ class _MlflowTracker:
         self._client.set_terminated(self._run_id)
 
 
+class _TrackioTracker(_RunTracker):
+    """A Trackio run: on this machine, where `trackio show` finds it, or in the Space of `trackio_space_id`."""
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
+        self._trackio = import_module("trackio")
+        # the library knows a run by its name
+        name = _read_run_ids(run_dir).get("trackio")
+        self._run = self._trackio.init(
+            project=rl_config.trackio_project or "mindspeed_rl",
+            name=name or rl_config.trackio_run_name or run_dir.name,
+            space_id=rl_config.trackio_space_id or None,
+            config=dict(config),
+            resume="never" if name is None else "allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        _keep_run_id(run_dir, "trackio", self._run.name)
+
+    def completions(self, iteration: int, completions: Sequence[Completion]) -> None:
+        rows = [dict(zip(_COLUMNS, row)) for row in _make_rows(iteration, completions)]
+        frame = import_module("pandas").DataFrame(rows, columns=list(_COLUMNS))
+        self._run.log({"completions": self._trackio.Table(dataframe=frame)}, step=iteration)
+
+
+class _OtlpTracker:
+    """Gauges of OpenTelemetry, sent to a collector after each iteration (OTLP over HTTP).
+
+    The name of a gauge is that of `metrics.jsonl` with dots: `actor/grad_norm` is `mindspeed_rl.actor.grad_norm`, in Prometheus
+    `mindspeed_rl_actor_grad_norm`. Attribute `run` is the name of the run folder, so that a run that resumes goes on.
+    """
+
+    def __init__(self, rl_config: RLConfig, run_dir: Path, config: Mapping[str, object]) -> None:
+        exporters = import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        metrics = import_module("opentelemetry.sdk.metrics")
+        self._reader = import_module("opentelemetry.sdk.metrics.export").InMemoryMetricReader()
+        self._success = import_module("opentelemetry.sdk.metrics.export").MetricExportResult.SUCCESS
+        endpoint = rl_config.otlp_endpoint
+        # without one the variables of OpenTelemetry decide, as for every program: OTEL_EXPORTER_OTLP_ENDPOINT, _HEADERS ...
+        options = {"endpoint": f"{endpoint.rstrip('/')}/v1/metrics"} if endpoint else {}
+        self._exporter = exporters.OTLPMetricExporter(**options)
+        resource = import_module("opentelemetry.sdk.resources").Resource.create({"service.name": "mindspeed_rl"})
+        self._provider = metrics.MeterProvider(metric_readers=[self._reader], resource=resource)
+        self._meter = self._provider.get_meter("mindspeed_rl")
+        self._attributes = {"run": run_dir.absolute().name}
+        self._gauges: dict[str, Any] = {}
+        self._num_refused = 0
+
+    def log(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        for name, value in {**metrics, "iteration": float(iteration)}.items():
+            if math.isfinite(value):
+                if name not in self._gauges:
+                    self._gauges[name] = self._meter.create_gauge(name_gauge(name))
+                self._gauges[name].set(float(value), self._attributes)
+        data = self._reader.get_metrics_data()
+        refused = data is not None and self._exporter.export(data) != self._success
+        # a collector that starts anew takes the next ones
+        self._num_refused = self._num_refused + 1 if refused else 0
+        if self._num_refused == _MAX_REFUSED:
+            raise ConnectionError(f"the endpoint {self._exporter._endpoint} did not take {_MAX_REFUSED} exports in a row")
+
+    def close(self) -> None:
+        self._exporter.shutdown()
+        self._provider.shutdown()
+
+
+def name_gauge(metric: str) -> str:
+    """Return the OpenTelemetry name of a metric of `metrics.jsonl`."""
+    return "mindspeed_rl." + re.sub(r"[^A-Za-z0-9_.-]", "_", metric.replace("/", "."))
+
+
 def _read_run_ids(run_dir: Path) -> dict[str, str]:
     """Return the ids of the services' runs that a run which resumes goes on with, by tracker."""
     path = run_dir / _RUN_IDS
@@ -366,7 +449,7 @@ def _keep_run_id(run_dir: Path, tracker: str, run_id: object) -> None:
 
 def _add_prefix(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics with the names that all services show."""
-    return {name if name.startswith("eval/") else f"train/{name}": value for name, value in metrics.items()}
+    return {name if name.startswith(("eval/", "eval_ema/")) else f"train/{name}": value for name, value in metrics.items()}
 
 
 def _make_rows(iteration: int, completions: Sequence[Completion]) -> list[list[int | float | str | None]]:
@@ -452,6 +535,13 @@ def _cut_back(path: Path, iteration: int) -> None:
     write_file(path, b"".join(earlier))
 
 
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the one that it is a part of
+        return False
+
+
 def find_trackers(names: Iterable[str]) -> dict[str, Callable[..., Tracker]]:
     """Return the class of each tracker by its name.
 
@@ -462,8 +552,9 @@ def find_trackers(names: Iterable[str]) -> dict[str, Callable[..., Tracker]]:
     for name in names:
         target = registry.target_of(TRACKERS, name, f"rl_config.report_to: {name!r}")
         # not imported: that may take long
-        if name in _WHEELS and importlib.util.find_spec(name) is None:
-            raise ValueError(f"rl_config.use_{name} is true, but '{name}' is not installed: pip install {_WHEELS[name]}.")
+        if name in _WHEELS and not _is_installed(_WHEELS[name][0]):
+            package, wheel = _WHEELS[name]
+            raise ValueError(f"rl_config.use_{name} is true, but '{package}' is not installed: pip install {wheel}.")
         classes[name] = cast("Callable[..., Tracker]", registry.load(target, f"rl_config.report_to {name}"))
     return classes
 

@@ -101,6 +101,8 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
         for part, count in _count_copies(run, model).items():
             owner = f"{name} {part}" if name and model.trains else name or part
             copies[owner] = copies.get(owner, 0) + count
+    averaged = _count_average(run)
+    copies |= averaged
     start = max(start, HostPhase("start", dict(copies)), key=lambda phase: phase.total)
     if engine is not None and not run.placement.disaggregated and run.device.sleeps:
         # sleep keeps what the next weight sync does not replace
@@ -110,12 +112,27 @@ def plan_host_memory(run: RunShape, engine: Engine | None) -> HostMemory:
     saved = [model for model in _list_saved(run) if model.config.save is not None]
     phases = [start, HostPhase("iteration", copies)]
     if saved:
-        phases.append(HostPhase("save", copies | _count_saving(saved)))
+        # weights that make room for the average while it is exported
+        away = {"weights in place of the average": max(map(run.actor.weights, run.actor.elements)) if averaged else 0}
+        phases.append(HostPhase("save", copies | _count_saving(saved) | away))
     phases = [HostPhase(phase.name, {owner: count for owner, count in phase.owners.items() if count}) for phase in phases]
     devices = -(-run.sizes.actor.num_npus // max(1, run.run.num_nodes))
     disk = sum(_count_file(model) for model in (run.actor, *run.others.values()))
     checkpoint = sum(_count_checkpoint(model) for model in saved)
     return HostMemory(tuple(phases), devices, disk, checkpoint, run.actor.config.keep_last)
+
+
+def _count_average(run: RunShape) -> dict[str, int]:
+    """Return the bytes of the moving average of the actor's weights, in float32, on its fullest stage; nothing without one."""
+    rl, actor = run.cfg.rl_config, run.actor
+    if run.generate is None or rl is None or not rl.ema_decay:
+        return {}
+    adapters = bool(actor.config.lora_target_modules)
+    trained = (
+        elements.dense_adapters + elements.expert_adapters if adapters else elements.dense + elements.expert
+        for elements in actor.elements
+    )
+    return {"average of the weights": 4 * max(trained)}
 
 
 def _list_saved(run: RunShape) -> list[Model]:

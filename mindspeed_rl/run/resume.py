@@ -15,7 +15,7 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.checksums import DamagedCheckpointError
 from mindspeed_rl.checkpoint.mcore import iteration_folder
 from mindspeed_rl.checkpoint.model_source import weights_kind
-from mindspeed_rl.checkpoint.newest import TRACKER_NAME, iterations, lacks_export, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import AVERAGES, EXPORTS, TRACKER_NAME, iterations, lacks_export, newest_checkpoint
 from mindspeed_rl.checkpoint.torch_file import check_small_files
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.keys.schema import ON_RESUME, OnResume
@@ -116,7 +116,9 @@ def check_remaining_iterations(run: Run, resume: ResumePoint) -> None:
     train_iters, group, config = run.plan.train_iters, _actor_group(run), run.config.actor_config
     if train_iters is None or resume.iteration < max(train_iters, 1):
         return
-    if config.save_hf and loads_its_save(config) and lacks_export(resume.weights, resume.iteration):
+    averages = [] if run.config.is_supervised or not run.rl.ema_decay else [AVERAGES]
+    lost = (lacks_export(resume.weights, resume.iteration, name) for name in (EXPORTS, *averages))
+    if config.save_hf and loads_its_save(config) and any(lost):
         return
     if not (run.config.is_supervised and run.config.actor_config.skip_train):
         raise ValueError(

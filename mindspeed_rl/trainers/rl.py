@@ -88,6 +88,8 @@ class RLTrainer(TrainingLoop):
                     self._save(iteration + 1)
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self._evaluate(iteration + 1))
+                    if schedule.has_average:
+                        self.metrics.merge(self._evaluate_average(iteration + 1))
                     self.progress.add(iteration + 1, self.metrics.results())
                 self.metrics.merge(self._audit(iteration + 1))
                 if self.progress.needs_checkpoint(iteration + 1) and not schedule.saves(iteration):
@@ -133,6 +135,14 @@ class RLTrainer(TrainingLoop):
             metrics = self.evaluator.run()
         self._record_examples(iteration, self.evaluator.examples)
         return metrics
+
+    def _evaluate_average(self, iteration: int) -> Metrics:
+        """Return the figures of the moving average of the weights, as eval_ema/...; the engines have the actor's after."""
+        self.collect(self.actors.push_weights(iteration, average=True))
+        with self.timers("evaluate"):
+            metrics = self.evaluator.run()
+        self.collect(self.actors.push_weights(iteration))
+        return Metrics({name.replace("eval/", "eval_ema/", 1): metric for name, metric in metrics.items()})
 
     def _audit(self, iteration: int) -> Metrics:
         """Return the figures of an audit of the reward, in iterations that have one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,11 +43,13 @@ class _CompletionWriter:
         path: the file; lines of an earlier part of the run stay.
         interval: iterations between two writes; 0 writes none.
         limit: completions of one iteration; all when None.
+        beside: folder of the checkpoints, where ms-swift has the file: it gets a link; None for none.
     """
 
     path: Path
     interval: int = 1
     limit: int | None = None
+    beside: Path | None = None
 
     def write(self, iteration: int, completions: Sequence[Completion]) -> None:
         """Append the iteration's completions where it is one to be written."""
@@ -57,6 +60,18 @@ class _CompletionWriter:
             for completion in completions[: self.limit]:
                 record = {"iteration": iteration, **completion.to_record()}
                 file.write(json.dumps(hide_in_record(record), ensure_ascii=False) + "\n")
+        if self.beside is not None:
+            _link(self.beside.expanduser().absolute() / self.path.name, self.path.absolute())
+
+
+def _link(link: Path, path: Path) -> None:
+    """Make a link to a file, in place of a link to that of an earlier run; a file of this name stays."""
+    if os.path.realpath(link) == os.path.realpath(path) or (link.exists() and not link.is_symlink()):
+        return
+    with contextlib.suppress(OSError):  # a disk without links; the file itself is written
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(path, os.path.realpath(link.parent)))
 
 
 def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devices: int) -> dict[str, float]:
@@ -86,7 +101,9 @@ class RolloutLogger(RunLogger):
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
-        self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep)
+        save = run.config.actor_config.save
+        beside = None if save is None else Path(save)
+        self._writer = _CompletionWriter(run.folder / "completions.jsonl", interval, rl.log_completions_keep, beside)
         self._pending: tuple[TrainBatch, list[Completion]] | None = None
 
     def record_examples(self, iteration: int, examples: Sequence[tuple[PromptItem, list[int], RewardResult]]) -> None:

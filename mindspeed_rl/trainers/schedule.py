@@ -62,6 +62,7 @@ class Schedule:
         objective: the loss and its inputs.
         old_policy: where the log-probs of the old policy come from.
         needs_ref, needs_old_log_probs, has_critic, has_teachers: forward passes of an iteration.
+        has_average: the actor has a moving average, which is evaluated too.
         evaluates_first: there is something to evaluate on: a dataset for it, or the part that `split` holds back.
     """
 
@@ -88,6 +89,7 @@ class Schedule:
         self.has_teachers = objective.distillation is not None
         self.evaluates_first = self._actor.has_held_out_data
         self.ref_mixup_alpha = self._rl.ref_model_mixup_alpha
+        self.has_average = self._rl.ema_decay > 0
 
     def steps(self, iteration: int) -> list[list[int]]:
         """Return the rows of each optimizer step of the iteration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from mindspeed_rl.adaptors import vllm_drafts
 from mindspeed_rl.data.prompts import PromptItem
@@ -52,17 +53,23 @@ class ActorWorker(ActorPhases):
 
     # ------------------------------------------------------------------ weights
 
-    def push_weights(self, version: int) -> WorkerReport:
-        """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it."""
+    def push_weights(self, version: int, average: bool = False) -> WorkerReport:
+        """Give the rollout engine the actor's weights, with proof; training state is offloaded as the run file sets it.
+
+        Args:
+            version: version of the weights.
+            average: give it the moving average of the weights, for an evaluation.
+        """
         metrics = Metrics()
         with self.phase(Phases.PUSH_WEIGHTS, metrics):
-            num_proven = self._load_engine(version)
+            num_proven = self._load_engine(version, average=average)
+        self.memory.measure_residue("weight_sync", metrics)
         self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", num_proven)
         metrics.add_max("rollout/weight_version", version)
         return self._report(metrics)
 
-    def _load_engine(self, version: int) -> int:
+    def _load_engine(self, version: int, *, average: bool = False) -> int:
         """Swap the device to the engine, with the actor's weights; returns how many parameters were proven to have arrived.
 
         Training state is offloaded before the engine's weights are loaded: a device may not have room for both.
@@ -72,7 +79,8 @@ class ActorWorker(ActorPhases):
         self.actor.offloader.onload(params=True)
         with self.memory.exchange():
             self.rollout.engine.restore_memory("weights")
-        num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
+        with self.actor.averaged() if average else nullcontext():
+            num_proven = self.rollout.load(self.actor.stream, version, self._adapters)
         self.offload_all()
         # only now: the actor's weights were in the memory of the cache
         with self.memory.exchange():
@@ -104,18 +112,21 @@ class ActorWorker(ActorPhases):
 
     def finish_rollout(self) -> WorkerReport:
         """Give the engine's memory to training, where the device is short of it: this iteration's responses are complete."""
-        swaps = self.rollout.swaps_memory
+        swaps, metrics = self.rollout.swaps_memory, Metrics()
         with self.phase(Phases.FINISH_ROLLOUT, Metrics(), self.rollout, timed=swaps):
             if swaps:
                 with self.memory.exchange():
                     self.rollout.engine.release_memory()
-        return self._report()
+        self.memory.measure_residue("sleep" if swaps else "rollout", metrics)
+        return self._report(metrics)
 
     def restore_rollout(self) -> WorkerReport:
         """Give the engine its memory and the weights that it had, after `finish_rollout` in the middle of a rollout."""
+        metrics = Metrics()
         if self.rollout.swaps_memory:
             self._load_engine(self.rollout.engine.weight_version)
-        return self._report()
+            self.memory.measure_residue("wake_up", metrics)
+        return self._report(metrics)
 
     def generate_responses(
         self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling

@@ -11,7 +11,7 @@ from torch import Tensor
 from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.workers.token_sampling import sample_token
+from mindspeed_rl.rollout.token_sampling import sample_token
 
 #: answers that are generated in step
 _ROWS = 32

@@ -127,11 +127,16 @@ class Fleet:
 
     # ------------------------------------------------------------------ the rollout
 
-    def push_weights(self, version: int) -> list[WorkerReport]:
-        """Give the rollout engines the actor's weights, with proof; training state is offloaded as the run file sets it."""
+    def push_weights(self, version: int, average: bool = False) -> list[WorkerReport]:
+        """Give the rollout engines the actor's weights, with proof; training state is offloaded as the run file sets it.
+
+        Args:
+            version: version of the weights.
+            average: give them the moving average of the weights, for an evaluation; a rule excludes it with servers.
+        """
         if self.servers is not None:
             return self.servers.push_weights(version)
-        return self.actor.call(Phases.PUSH_WEIGHTS, version)
+        return self.actor.call(Phases.PUSH_WEIGHTS, version, average)
 
     def generate(self, rollout_index: int) -> Pending:
         """Start to generate a response for each row. Without `blocking`, idle workers compute on rows as they come."""

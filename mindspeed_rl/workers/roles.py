@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ from mindspeed_rl.checkpoint.model_source import (
     base_of,
     lacks_score_head,
 )
-from mindspeed_rl.checkpoint.newest import EXPORTS, lacks_export, list_old
+from mindspeed_rl.checkpoint.newest import AVERAGES, EXPORTS, lacks_export, list_old
 from mindspeed_rl.checkpoint.source import check_hf_tensors, make_reward_config
 from mindspeed_rl.checkpoint.trained_template import TrainedTemplate
 from mindspeed_rl.config import RLConfig
@@ -45,6 +46,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import capture_rng_state, restore_rng_state
 from mindspeed_rl.engine.streamed_weights import StreamedWeights
 from mindspeed_rl.engine.train_engine import TrainEngine
+from mindspeed_rl.engine.weight_average import WeightAverage
 from mindspeed_rl.engine.weights import Float32Weights
 from mindspeed_rl.files import read_json
 from mindspeed_rl.models.plan import ModelSource, RoleModel
@@ -56,6 +58,10 @@ from mindspeed_rl.workers.scoring import OutcomeScoring, ProcessScoring
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+#: name of the output layer in checkpoints of transformers
+OUTPUT_LAYER = "lm_head.weight"
 
 
 def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
@@ -110,6 +116,8 @@ class Role:
         *,
         steps_per_iteration: int | None,
         moves_slowly: bool = False,
+        ema_decay: float = 0.0,
+        has_gradients: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -119,6 +127,8 @@ class Role:
             passes: how rows are computed.
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             moves_slowly: no optimizer changes the model, but an average does.
+            ema_decay: decay of a moving average of the weights that train; 0 for none.
+            has_gradients: it has gradients for optimizers that are not its own.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -126,9 +136,9 @@ class Role:
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
-        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains)
+        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files = built.engine, built.files
-        self._moves_slowly = moves_slowly
+        self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
         self.offloader = self.engine.offloader
         self.stream: WeightSource = built.build_stream()
@@ -167,6 +177,8 @@ class Role:
         if steps_per_iteration is not None:
             # before the checkpoint: its optimizer state needs an optimizer that takes it
             self.engine.start_training(steps_per_iteration)
+            if self._ema_decay:
+                self.engine.average = WeightAverage(self.engine.list_trained, self._ema_decay)
         if source.kind == "training":
             if self._moves_slowly:
                 self.megatron.stored_weights = Float32Weights(self.model)
@@ -185,9 +197,11 @@ class Role:
         saver, resumed = self._saver, self.resumed
         if saver is None or resumed is None or not self.config.save_hf or saver.folder != self.source.weights:
             return
-        if gather_objects(lacks_export(saver.folder, resumed["iteration"]))[0]:
-            self.offloader.onload(params=True)
-            self._export(iteration_folder(saver.folder / EXPORTS, resumed["iteration"]))
+        for name, average in self._list_exports().items():
+            if gather_objects(lacks_export(saver.folder, resumed["iteration"], name))[0]:
+                self.offloader.onload(params=True)
+                with average:
+                    self._export(iteration_folder(saver.folder / name, resumed["iteration"]))
 
     def load_base(self, source: ModelSource, iteration: int | None = None) -> None:
         """Load weights from a source without training state.
@@ -238,7 +252,19 @@ class Role:
         savers = None if companions is None else [role._saver for role in companions if role._saver is not None]
         self._saver.save(iteration, run_state, companions=savers)
         if self.config.save_hf:
-            self._export(iteration_folder(self._saver.folder / EXPORTS, iteration))
+            for name, average in self._list_exports().items():
+                with average:
+                    self._export(iteration_folder(self._saver.folder / name, iteration))
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Return a block in which the model has the moving average in place of its weights, which stay on the device."""
+        assert self.engine.average is not None
+        return self.engine.average.in_place()
+
+    def _list_exports(self) -> dict[str, AbstractContextManager[None]]:
+        """Return the folders of exports, each with the block in which the model has the weights for it."""
+        averages = {} if self.engine.average is None else {AVERAGES: self.averaged()}
+        return {EXPORTS: nullcontext(), **averages}
 
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
         """Remove the checkpoints that `keep_last` leaves out, where no checkpoint of another role does it; see the saver's."""
@@ -284,10 +310,13 @@ class Role:
         if self._saver is not None:
             self._saver.finish(wait=wait)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, output_layer: Tensor | None = None) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
         Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
+
+        Args:
+            output_layer: output layer in place of the model's, which is then not tied to the embedding; on the first rank.
         """
         head = self.engine.plan.model_config.head
         # the remains of a save that was killed
@@ -303,14 +332,17 @@ class Role:
         if dist.get_rank() == 0:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
-            changes = self._hf_changes() | padding
+            changes = self._hf_changes() | padding | ({} if output_layer is None else {"tie_word_embeddings": False})
             with HfFolderWriter(folder, self.source.hf_folder, changes, finish=self._template.write) as writer:
                 plan, named = self.engine.plan, self.stream.named_tensors(ranks=[0])
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
                     named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
                 for name, tensor in named:
-                    writer.add(name, tensor)
+                    if output_layer is None or name != OUTPUT_LAYER:
+                        writer.add(name, tensor)
+                if output_layer is not None:
+                    writer.add(OUTPUT_LAYER, output_layer)
         else:
             # gathering is collective: every rank takes part to the end
             for _ in self.stream.named_tensors(ranks=[0]):
@@ -357,7 +389,8 @@ def build_role(run: Run, name: str, passes: PassSettings) -> Role:
     if name == "ref":
         return build_reference(run, passes)
     steps = run.plan.num_optimizer_steps if name in ("actor", "critic") else None
-    return Role(name, run.models[name], passes, steps_per_iteration=steps)
+    ema_decay = run.rl.ema_decay if name == "actor" else 0.0
+    return Role(name, run.models[name], passes, steps_per_iteration=steps, ema_decay=ema_decay)
 
 
 def build_reference(run: Run, passes: PassSettings) -> Role:

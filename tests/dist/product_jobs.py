@@ -245,7 +245,7 @@ class OwnFleet:
 
     # ------------------------------------------------------------------ phases
 
-    def push_weights(self, version: int) -> list[WorkerReport]:
+    def push_weights(self, version: int, average: bool = False) -> list[WorkerReport]:
         """The end of an iteration, and what comes before the first."""
         roles = self._worker.roles
         weights: dict[str, Any] = {"adapters": {}}

@@ -552,6 +552,9 @@ class MegatronConfig(
         "保存评测最好的检查点，并在 keep_last 之外保留", needs=("save", "set"), elsewhere="load_best_model_at_end",
         on_resume="exact")
     skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED, on_resume="exact")
+    device_hour_price: float | None = key(None,
+        "price of a device-hour in your currency, with which mindspeed-rl promise counts what the run costs",
+        "一个设备小时的价格（单位自定），mindspeed-rl promise 用它计算运行的费用", range=Bounds(0, 1e9), on_resume="exact")
     # fmt: on
 
     def __post_init__(self) -> None:

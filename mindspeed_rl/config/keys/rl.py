@@ -36,6 +36,8 @@ _ASYNC = ("trainer_mode", ("async",))
 _WANDB = ("use_wandb", (True,))
 _SWANLAB = ("use_swanlab", (True,))
 _MLFLOW = ("use_mlflow", (True,))
+_TRACKIO = ("use_trackio", (True,))
+_OTLP = ("use_otlp", (True,))
 
 
 def _read_by(algorithms: Mapping[str, Algorithm], setting: str) -> Needs:
@@ -503,6 +505,11 @@ class _KlKeys:
         needs=_SYNC_REF, elsewhere="ref_update_interval", on_resume="exact")
     ref_model_mixup_alpha: float = key(0.6, "fraction of the actor in the updated reference",
         "跟随后的参考模型中 actor 所占的份额", range=Range.FRACTION, needs=_SYNC_REF, on_resume="exact")
+    ema_decay: float = key(0.0,
+        "decay of a moving average of the actor's weights, a = decay * a + (1 - decay) * w after each optimizer step, which is "
+        "evaluated and exported too; 0 for none",
+        "actor 权重滑动平均的衰减系数，每个优化步后 a = decay * a + (1 - decay) * w，也会评测并导出；0 表示不保留",
+        range=Range.DECAY, on_resume="exact")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -841,6 +848,19 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
         supervised=True, on_resume="exact")
     mlflow_run_name: str = key("", "run name; the name of the run folder when empty", "运行名；为空时是运行文件夹的名字",
         needs=_MLFLOW, supervised=True, on_resume="exact")
+    use_trackio: bool = key(False, "log to Trackio", "记录到 Trackio", supervised=True, on_resume="exact")
+    trackio_project: str = key("", "project; mindspeed_rl when empty", "项目；为空时是 mindspeed_rl", needs=_TRACKIO,
+        supervised=True, on_resume="exact")
+    trackio_run_name: str = key("", "run name; the name of the run folder when empty", "运行名；为空时是运行文件夹的名字",
+        needs=_TRACKIO, supervised=True, on_resume="exact")
+    trackio_space_id: str = key("", "Hugging Face Space that shows the run; this machine when empty",
+        "展示该运行的 Hugging Face Space；为空时记录在本机", needs=_TRACKIO, supervised=True, on_resume="exact")
+    use_otlp: bool = key(False, "send metrics to an OpenTelemetry collector (OTLP over HTTP)",
+        "把指标发送到 OpenTelemetry collector（OTLP/HTTP）", supervised=True, on_resume="exact")
+    otlp_endpoint: str = key("",
+        "address of the collector, such as http://host:4318; OTEL_EXPORTER_OTLP_ENDPOINT, else this machine, when empty",
+        "collector 的地址，例如 http://host:4318；为空时用 OTEL_EXPORTER_OTLP_ENDPOINT，否则为本机", needs=_OTLP,
+        supervised=True, on_resume="exact")
     log_max_throughput: bool = key(True, "throughput counts the longest instead of the mean length, as MindSpeed-RL does",
         "吞吐按最长而不按平均长度计算，同 MindSpeed-RL", upstream=("read by grpo only", "只有 grpo 读取"), on_resume="exact")
 
@@ -873,6 +893,8 @@ class RLConfig(_BatchKeys, _ModeKeys, _AdvantageKeys, _LossKeys, _KlKeys, _Rewar
             "wandb": self.use_wandb,
             "swanlab": self.use_swanlab,
             "mlflow": self.use_mlflow,
+            "trackio": self.use_trackio,
+            "otlp": self.use_otlp,
         }
         return list(dict.fromkeys([*(name for name, is_on in switched_on.items() if is_on), *self.report_to]))
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.tensor import DTensor
 
 from mindspeed_rl.checkpoint.dist import METADATA_FILE, DistReader, read_metadata
 from mindspeed_rl.checkpoint.megatron_source import SHARDED_SCORE_HEAD
@@ -22,6 +23,7 @@ from mindspeed_rl.engine.fsdp.optimizer import MOMENTS, init_moments
 
 #: prefix of the names of weights; optimizer states have the name of the moment there
 _WEIGHTS = "weights."
+_AVERAGE = "average."
 
 
 class DcpFiles:
@@ -42,6 +44,7 @@ class DcpFiles:
     def save(self, folder: Path, subset: Literal["all", "adapters", "base"], *, with_optimizer: bool) -> AsyncRequest:
         """Return the request, which is run at once on every rank: a rule excludes `async_save`."""
         state = self._list_tensors(with_optimizer=with_optimizer and self._engine.optimizer is not None)
+        state |= self._list_average()
 
         def write() -> None:
             dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))
@@ -55,6 +58,7 @@ class DcpFiles:
         subset: Literal["all", "adapters", "base"],
         *,
         with_optimizer: bool,
+        with_average: bool,
         fresh_head: bool,
         fetch: Callable[[Callable[[], set[str]]], None],
     ) -> None:
@@ -68,17 +72,34 @@ class DcpFiles:
         metadata = read_metadata(path / METADATA_FILE)
         fetch(lambda: {info.relative_path for info in metadata.storage_data.values()})
         state = self._list_tensors(with_optimizer=with_optimizer)
+        average = self._list_average() if with_average else {}
+        state |= average
         if fresh_head:
             state.pop(SHARDED_SCORE_HEAD).to_local().zero_()
         if missing := state.keys() - metadata.state_dict_metadata.keys():
             raise ValueError(f"load: {path} has no {min(missing)}; it is a checkpoint of another model.")
         # into the memory of the parameters and of the moments
         dcp.load(state, storage_reader=DistReader(path), planner=DefaultLoadPlanner())
+        if self._engine.average is not None and with_average:
+            self._engine.average.load({name.removeprefix(_AVERAGE): rows.to_local() for name, rows in average.items()})
+
+    def _list_average(self) -> dict[str, DTensor]:
+        """Return a copy of the moving average by the names that it has in the files; nothing without one."""
+        average = {} if self._engine.average is None else self._engine.average.values
+        tensors = {}
+        for name, value in average.items():
+            weight = cast(DTensor, self._engine.model.names[name])
+            rows = value.to(self._engine.device, copy=True)
+            tensors[_AVERAGE + name] = DTensor.from_local(
+                rows, weight.device_mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+            )
+        return tensors
 
     def _list_tensors(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Return this rank's tensors by the names that they have in the files."""
         engine = self._engine
-        state = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
+        state: dict[str, Any] = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
+        state |= {_WEIGHTS + name: buffer for name, buffer in engine.model.buffers.items()}
         if with_optimizer:
             assert engine.optimizer is not None
             # a save before the first step has moments too

@@ -25,6 +25,8 @@ from mindspeed_rl.engine.head_outputs import HeadOutputs
 from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.optimizer import build_scheduler
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
+from mindspeed_rl.engine.weight_average import WeightAverage
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability import heartbeat
@@ -41,6 +43,7 @@ class FsdpEngine:
         model: the sharded model.
         temperature: sampling temperature; logits are divided by it.
         optimizer_steps: updates of the weights, without the steps in which there was nothing to learn from.
+        average: moving average of the trained weights; None without one.
     """
 
     def __init__(self, config: MegatronConfig, model: ShardedModel, shape: BatchShape, *, temperature: float = 1.0) -> None:
@@ -61,6 +64,7 @@ class FsdpEngine:
         self.steps_per_iteration = 1
         self.num_updates = 0
         self.optimizer_steps = 0
+        self.average: WeightAverage | None = None
         self.offloader = ShardOffloader(model)
 
     @property
@@ -79,9 +83,15 @@ class FsdpEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
 
+    def list_trained(self) -> dict[str, Tensor]:
+        """Return this rank's rows of the parameters that train, by name. Not collective."""
+        return {name: self.model.read_shard(name) for name, weight in self.model.names.items() if weight.requires_grad}
+
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""
         self.model.load(source)
+        if isinstance(self.plan.architecture, ModuleArchitecture):
+            self.model.check_head()
 
     def limit_vocab(self, size: int) -> None:
         """Give no probability to tokens from this id on. Not collective."""
@@ -166,6 +176,8 @@ class FsdpEngine:
                     clip(list_gradients(self.model), grad_norm, self.config.clip_grad)
                     optimizer.step()
                     self.optimizer_steps += 1
+                    if self.average is not None:
+                        self.average.update()
             finally:
                 optimizer.zero_grad()
             if self.config.swap_optimizer:

@@ -117,7 +117,7 @@ class _Curve:
 
 
 @dataclass(frozen=True)
-class _Chart:
+class Chart:
     """One picture of several metrics.
 
     Attributes:
@@ -156,24 +156,24 @@ _PHASES = (
 )
 
 #: the charts of a report, where the run has their metrics
-_CHARTS = (
-    _Chart(
+CHARTS = (
+    Chart(
         "Reward", ("grpo/score/mean", "dapo/score/mean", "critic/score/mean", "rewards/total_mean", "eval/reward"), "Learning"
     ),
-    _Chart("Accuracy on held-out prompts", ("eval/accuracy", "eval/*accuracy*"), "Learning"),
-    _Chart("Reward by part", ("*_rewards/mean",), "Learning", note="raw, unweighted score of each reward function"),
-    _Chart("Loss", ("train/loss", "eval/loss", "actor/pg_loss", "critic/vf_loss"), "Learning"),
-    _Chart("Preferences", ("train/rewards/accuracies", "train/rewards/margins"), "Learning"),
-    _Chart("Groups without spread", ("rewards/groups_without_spread", "train/kept_groups_fraction"), "Learning"),
-    _Chart("Response length", ("response_length/mean", "response_length/max", "eval/response_length"), "Text", unit="tokens"),
-    _Chart("Truncated, failed", ("rollout/truncated_fraction", "rewards/failure_rate"), "Text", unit="fraction"),
-    _Chart("Turns and tool calls", ("turns/mean", "tool_call_num/mean", "tool_call_num/max", "tool*_failed*"), "Text"),
-    _Chart("KL", ("actor/kl_loss", "actor/ppo_kl", "reward/kl", "rollout/kl", "distillation/divergence"), "Policy"),
-    _Chart("Entropy", ("actor/entropy",), "Policy", unit="nats"),
-    _Chart("Clipped", ("actor/pg_clipfrac*", "critic/vf_clipfrac"), "Policy", unit="fraction of tokens"),
-    _Chart("Gradient norm", ("actor/grad_norm", "train/grad_norm", "critic/grad_norm"), "Policy"),
-    _Chart("Learning rate", ("actor/lr", "train/lr", "critic/lr"), "Policy"),
-    _Chart(
+    Chart("Accuracy on held-out prompts", ("eval/accuracy", "eval/*accuracy*", "eval_ema/accuracy"), "Learning"),
+    Chart("Reward by part", ("*_rewards/mean",), "Learning", note="raw, unweighted score of each reward function"),
+    Chart("Loss", ("train/loss", "eval/loss", "actor/pg_loss", "critic/vf_loss"), "Learning"),
+    Chart("Preferences", ("train/rewards/accuracies", "train/rewards/margins"), "Learning"),
+    Chart("Groups without spread", ("rewards/groups_without_spread", "train/kept_groups_fraction"), "Learning"),
+    Chart("Response length", ("response_length/mean", "response_length/max", "eval/response_length"), "Text", unit="tokens"),
+    Chart("Truncated, failed", ("rollout/truncated_fraction", "rewards/failure_rate"), "Text", unit="fraction"),
+    Chart("Turns and tool calls", ("turns/mean", "tool_call_num/mean", "tool_call_num/max", "tool*_failed*"), "Text"),
+    Chart("KL", ("actor/kl_loss", "actor/ppo_kl", "reward/kl", "rollout/kl", "distillation/divergence"), "Policy"),
+    Chart("Entropy", ("actor/entropy",), "Policy", unit="nats"),
+    Chart("Clipped", ("actor/pg_clipfrac*", "critic/vf_clipfrac"), "Policy", unit="fraction of tokens"),
+    Chart("Gradient norm", ("actor/grad_norm", "train/grad_norm", "critic/grad_norm"), "Policy"),
+    Chart("Learning rate", ("actor/lr", "train/lr", "critic/lr"), "Policy"),
+    Chart(
         "Trainer against rollout",
         ("rollout/log_probs_diff_mean", "rollout/log_probs_diff_max"),
         "Policy",
@@ -181,15 +181,25 @@ _CHARTS = (
         log=True,
         note="before the update: proof that the weights were delivered",
     ),
-    _Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
-    _Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
-    _Chart("Router", ("router/*", "moe/*"), "Policy"),
-    _Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s per device"),
-    _Chart("Speculative decoding", ("rollout/tokens_per_step", "rollout/draft_acceptance"), "Speed"),
-    _Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
-    _Chart("Iteration", ("timing/all",), "Speed", unit="s"),
-    _Chart("Memory", ("memory/peak_gib", "memory/*_gib"), "Speed", unit="GiB", note="phases, and the owners in the last one"),
-    _Chart("Memory of an update by owner", ("memory/update/*",), "Speed", kind="stacked", unit="GiB"),
+    Chart(
+        "Trainer against rollout, by depth",
+        ("mismatch/depth/*",),
+        "Policy",
+        unit="mean difference of log-probs",
+        log=True,
+        note="tokens of a response from this depth on",
+    ),
+    Chart("Trainer against rollout, by token", ("mismatch/*_token", "mismatch/after_tool"), "Policy", log=True),
+    Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
+    Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
+    Chart("Router", ("router/*", "moe/*"), "Policy"),
+    Chart("Throughput", ("e2e_tps", "update_tps", "vllm_tps", "train/tokens_per_s"), "Speed", unit="tokens/s per device"),
+    Chart("Speculative decoding", ("rollout/tokens_per_step", "rollout/draft_acceptance"), "Speed"),
+    Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
+    Chart("Iteration", ("timing/all",), "Speed", unit="s"),
+    Chart("Memory", ("memory/peak_gib", "memory/*_gib"), "Speed", unit="GiB", note="phases, and the owners in the last one"),
+    Chart("Memory that stays, at one point of each iteration", ("residue/*",), "Speed", unit="GiB"),
+    Chart("Memory of an update by owner", ("memory/update/*",), "Speed", kind="stacked", unit="GiB"),
 )
 #: charts that are shown although every value is 0: it is the news
 _ALWAYS = ("Reward", "Accuracy on held-out prompts", "Loss")
@@ -249,7 +259,7 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
     shown: set[str] = set()
     charts, constants = [], list[dict[str, str]]()
     expected = {run.expected.metric for run in runs if run.expected is not None}
-    for chart in _CHARTS:
+    for chart in CHARTS:
         metrics = _select_metrics(names, chart)
         curves = [by_name[name] for by_name in by_run for name in metrics if name in by_name]
         if not metrics or (not any(any(curve.y) for curve in curves) and chart.title not in _ALWAYS):
@@ -262,7 +272,7 @@ def collect_figures(runs: Sequence[RunFiles]) -> dict[str, Any]:
             constants.append({"section": chart.section, "text": _describe_constant(chart, collected["lines"], runs)})
         else:
             charts.append(collected)
-    others = [_collect_chart(_Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
+    others = [_collect_chart(Chart(name, (name,), "All"), [name], by_run) for name in sorted(names) if name not in shown]
     for index, (run, by_name) in enumerate(zip(runs, by_run)):
         if run.expected is not None and (curve := by_name.get(run.expected.metric)) is not None:
             _add_expected([*charts, *others], index, run.expected, curve)
@@ -281,7 +291,7 @@ def _is_constant(curve: _Curve) -> bool:
     return len(curve.y) >= _MIN_CONSTANT and len({*curve.y, *curve.low, *curve.high}) == 1
 
 
-def _describe_constant(chart: _Chart, lines: Sequence[Mapping[str, Any]], runs: Sequence[RunFiles]) -> str:
+def _describe_constant(chart: Chart, lines: Sequence[Mapping[str, Any]], runs: Sequence[RunFiles]) -> str:
     """Return the values of a chart whose lines never change, in a line."""
     values = []
     for line in lines:
@@ -300,7 +310,7 @@ def _pair_examples(examples: Sequence[JsonObject], count: int = 4) -> list[dict[
     return [{"prompt": a["prompt"], "label": a.get("label"), "before": a, "after": b} for a, b in chosen]
 
 
-def _collect_chart(chart: _Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, Any]:
+def _collect_chart(chart: Chart, metrics: Sequence[str], by_run: Sequence[Mapping[str, _Curve]]) -> dict[str, Any]:
     lines: list[dict[str, object]] = []
     for index, by_name in enumerate(by_run):
         curves = list[tuple[list[int], list[float]]]()
@@ -432,7 +442,7 @@ def _build_curves(history: History, max_points: int = _MAX_POINTS) -> dict[str, 
     return {name: _thin_out(name, series.x, series.y, max_points) for name, series in finite if series.x}
 
 
-def _select_metrics(names: Iterable[str], chart: _Chart) -> list[str]:
+def _select_metrics(names: Iterable[str], chart: Chart) -> list[str]:
     """Return the metrics among `names` that the chart shows, in its order, each once; "*" of memory is one part of a name."""
     names = list(names)
     depth = {pattern: pattern.count("/") if pattern.startswith("memory/") else None for pattern in chart.metrics}

@@ -521,6 +521,36 @@ def _streamed_reference(run: Run) -> Iterator[Broken]:
         )
 
 
+@needs("rl_config", "generate_config")
+def _moving_average(run: Run) -> Iterator[Broken]:
+    """Check that the average of the actor's weights has a reader, and that weights can change places with it."""
+    actor, rl = run.config.actor_config, run.rl
+    if not rl.ema_decay:
+        return
+    if not (actor.has_held_out_data or (actor.save and actor.save_hf)):
+        yield violate(
+            "average_is_read",
+            "[ema_decay] keeps an average that nothing would read: it is evaluated with [actor_config.eval_data_path:name], "
+            "and exported with [actor_config.save:name] and [actor_config.save_hf:name]",
+            {"ema_decay": 0},
+        )
+    if run.placement.disaggregated and actor.has_held_out_data:
+        yield violate(
+            "average_on_servers",
+            "[ema_decay] cannot be evaluated by rollout servers, which generate for training meanwhile; leave out "
+            "[actor_config.eval_data_path:name] and [split:name], and evaluate the exported folder",
+            {"ema_decay": 0},
+            {"actor_config.eval_data_path": None},
+        )
+    if actor.reuse_fp32_param:
+        yield violate(
+            "average_of_shared_storage",
+            "[ema_decay] excludes [actor_config.reuse_fp32_param:name]: bf16 weights that share memory with the optimizer's "
+            "cannot make room for the average",
+            {"ema_decay": 0, "actor_config.reuse_fp32_param": False},
+        )
+
+
 def _split(run: Run) -> Iterator[Broken]:
     key, split = "actor_config.split", run.config.actor_config.split
     try:
@@ -671,6 +701,32 @@ def _paths(run: Run) -> Iterator[Broken]:
                     yield violate("path", text, {path: None}, keys={path: item})
 
 
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@needs("serve_config")
+def _server(run: Run) -> Iterator[Broken]:
+    """Check what a server of training needs, and what it has not yet."""
+    cfg, actor = run.config, run.config.actor_config
+    serve = cfg.serve_config
+    assert serve is not None
+    if run.config.generate_config is None:
+        yield violate("server_engine", "serve_config needs the group generate_config: its clients sample", keys={})
+    if not actor.lora_target_modules:
+        text = "serve_config needs actor_config.lora_target_modules: the models of its clients are adapters of one base"
+        yield violate("server_adapters", text, {"actor_config.lora_target_modules": list(LORA_TARGETS)})
+    if (size := run.placement.num_devices) > 1:
+        text = f"serve_config trains and samples on one device, and the run file has {size}"
+        yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
+    if actor.engine != "megatron":
+        yield violate(
+            "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
+        )
+    if serve.host not in _LOOPBACK and serve.api_keys_file is None:
+        text = "[serve_config.host] is not loopback, which needs serve_config.api_keys_file: anyone could train and read"
+        yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})
+
+
 RUN_RULES = (
     _stage,
     _length,
@@ -688,6 +744,7 @@ RUN_RULES = (
     _pushed_adapters,
     _shared_backbone,
     _streamed_reference,
+    _moving_average,
     _muon,
     _offloaded_optimizer,
     _mindspeed,
@@ -699,4 +756,5 @@ RUN_RULES = (
     _held_out,
     _evaluations,
     _audit,
+    _server,
 )

@@ -107,7 +107,7 @@ UPSTREAM: dict[type, dict[str, Any]] = {
             "async_engine guarantee_order shuffle_mini_batch use_kl_in_reward clip_higher_enable overlong_buffer_enable "
             "filter_groups_enable use_remove_padding use_dynamic_bsz use_dp_batch_balance multi_turn_enable share_backbone "
             "is_multimodal reuse_image_embeds colocate_actor_and_vit use_tensorboard use_wandb use_swanlab "
-            "use_mlflow tp_split_expert".split(),
+            "use_mlflow use_trackio use_otlp tp_split_expert".split(),
             False,
         ),
         **dict.fromkeys(
@@ -126,7 +126,8 @@ UPSTREAM: dict[type, dict[str, Any]] = {
         ),
         **dict.fromkeys(
             "wandb_project wandb_exp_name wandb_save_dir swanlab_mode swanlab_project swanlab_exp_name "
-            "swanlab_save_dir mlflow_tracking_uri mlflow_experiment mlflow_run_name".split(),
+            "swanlab_save_dir mlflow_tracking_uri mlflow_experiment mlflow_run_name "
+            "trackio_project trackio_run_name trackio_space_id otlp_endpoint".split(),
             "",
         ),
         "max_prompt_length": 512,

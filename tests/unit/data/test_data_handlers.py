@@ -566,6 +566,19 @@ def test_alpaca_and_sharegpt_pretraining_texts(pretrain):
             {"conversations": [{"from": "gpt", "value": "A"}]},
             "message 0 is from 'assistant', but user or observation must be there",
         ),
+        (
+            "SharegptStyleInstructionHandler",
+            {
+                "conversations": [
+                    {"from": "human", "value": "Q"},
+                    {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
+                    {"from": "observation", "value": "5"},
+                    {"from": "human", "value": "And now?"},
+                    {"from": "gpt", "value": "A"},
+                ]
+            },
+            "a message of the user ('And now?') comes directly after a tool's result; an answer of the assistant must be",
+        ),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "human", "value": "Q"}]}, "not from the assistant"),
         ("SharegptStyleInstructionHandler", {"conversations": [{"from": "bob", "value": "Q"}]}, "turn 0 is from 'bob'"),
         (

@@ -274,7 +274,18 @@ def test_options_of_the_command_are_checked(tmp_path, monkeypatch, capsys):
         main(["--set", "DATA", "verl", command])
 
 
-@pytest.mark.parametrize("place", ["front", "behind a script", "behind a command in quotes", "among the words"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "front",
+        "behind a script",
+        "behind a command in quotes",
+        "among the words",
+        "before the words",
+        "within the words",
+        "after two dashes",
+    ],
+)
 def test_options_of_import_stand_anywhere(place: str, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     text = VERL.replace("$DATA", "data").replace("$@", "")
@@ -284,6 +295,9 @@ def test_options_of_import_stand_anywhere(place: str, tmp_path: Path, monkeypatc
         "behind a script": ["verl", "run.sh", "-o", "made.yaml", "--rows", "64"],
         "behind a command in quotes": ["verl", text, "-o", "made.yaml"],
         "among the words": ["verl", *LINE.split(), "-o", "made.yaml"],
+        "before the words": ["verl", "-o", "made.yaml", *LINE.split()],
+        "within the words": ["verl", *LINE.split()[:3], "-o", "made.yaml", *LINE.split()[3:]],
+        "after two dashes": ["verl", "--", "run.sh", "-o", "made.yaml"],
     }
     assert main(words[place]) == 0
     assert (tmp_path / "made.yaml").is_file()

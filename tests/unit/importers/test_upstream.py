@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rlxf_run_files import write_rlxf_run_file
 
+from mindspeed_rl.config import load_run_config
 from mindspeed_rl.importers import upstream
 
 ROOT = Path(__file__).parents[3]
@@ -65,6 +67,22 @@ def test_a_run_of_ray_gpt_is_a_script_that_is_there(name: str) -> None:
     assert program == "bash" and Path(script).is_file() and rest == ["rl_config.clip_ratio=0.1"]
 
 
+@pytest.mark.parametrize("place", ["configs/rlxf", "--config-dir", "--config-path"])
+def test_ray_gpt_trains_with_the_run_file_of_the_user_where_there_is_one(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a name of a run of this suite; its numbers are the file's and the command's."""
+    name, folder = "grpo_trainer_llama32_1b", tmp_path / ("configs/rlxf" if place == "configs/rlxf" else "mine")
+    write_rlxf_run_file(folder, name)
+    monkeypatch.chdir(tmp_path)
+    flags = {"configs/rlxf": "", "--config-dir": "--config-dir mine", "--config-path": "--config-path mine"}[place]
+    words = f"{tmp_path}/ray_gpt.py --config-name {name} {flags} training.train_iters=7"
+    command = translate(words)
+    assert command == ["mindspeed-rl", "train", "--config-name", f"imported/{name}.yaml", "--nodes", "1"]
+    cfg = load_run_config(f"imported/{name}.yaml")
+    assert (cfg.actor_config.train_iters, cfg.rl_config.n_samples_per_prompt, cfg.actor_config.lr) == (7, 4, 1e-6)
+
+
 def test_torchrun_over_several_machines_becomes_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "before")
     monkeypatch.setenv("NODE_RANK", "before")
@@ -81,6 +99,7 @@ def test_torchrun_over_several_machines_becomes_a_launch(monkeypatch: pytest.Mon
     [
         ("cli/train_grpo.py --multirun a=1,2", "--multirun is not known"),
         ("ray_gpt.py --config-name mine", "no run of this suite has this name; known are grpo_trainer_llama32_1b"),
+        ("ray_gpt.py --config-name mine", "there is no configs/rlxf/mine.yaml"),
         ("pretrain_gpt.py --num-layers 2", "pretrain_gpt.py has other options here: use examples/mcore/<model>/pretrain_*.sh"),
         ("cli/eplb_generate_map_ds.py --num_gpus 8", "mindspeed-rl plan experts"),
     ],

@@ -3,7 +3,7 @@
 import math
 
 from mindspeed_rl.observability.history import History
-from mindspeed_rl.observability.page import _CHARTS, _build_curves, _Chart, _select_metrics
+from mindspeed_rl.observability.page import CHARTS, Chart, _build_curves, _select_metrics
 
 
 def test_few_points_stay_as_they_are():
@@ -28,12 +28,12 @@ def test_values_that_are_not_finite_are_left_out():
 
 
 def test_a_chart_takes_its_metrics_in_its_own_order():
-    chart = _Chart("t", ("b", "x_*"), "s")
+    chart = Chart("t", ("b", "x_*"), "s")
     assert _select_metrics(["x_2", "a", "x_1", "b"], chart) == ["b", "x_2", "x_1"]
 
 
 def test_no_metric_stands_in_two_charts():
     names = ["grpo/score/mean", "eval/accuracy", "eval/reward", "actor/kl_loss", "rollout/kl", "timing/rollout"]
     names.append("memory/peak_gib")
-    shown = [name for chart in _CHARTS for name in _select_metrics(names, chart)]
+    shown = [name for chart in CHARTS for name in _select_metrics(names, chart)]
     assert sorted(shown) == sorted(set(shown)) == sorted(names)

@@ -119,6 +119,7 @@ def test_mlflow_writes_a_local_run_with_figures_and_a_table(tmp_path):
     assert json.loads(config.read_text()) == {"lr": 1.0}
 
 
+@pytest.mark.slow
 @needs("wandb")
 @pytest.mark.timeout(300)
 def test_wandb_goes_on_with_the_run_of_a_run_that_resumes_and_begins_another_for_a_new_one(tmp_path):
@@ -146,3 +147,24 @@ def test_damaged_ids_begin_another_run_with_a_warning(tmp_path, caplog):
     assert trackers._read_run_ids(tmp_path) == {"wandb": "a", "mlflow": "5"}
     (tmp_path / "trackers.json").write_text("{")
     assert trackers._read_run_ids(tmp_path) == {} and "services show a new run" in caplog.text
+
+
+@needs("trackio")
+def test_trackio_shows_a_resumed_run_as_one(tmp_path):
+    environment = str(tmp_path / "trackio")
+    os.environ["TRACKIO_DIR"] = environment
+    try:
+        run_tracker(tmp_path, use_trackio=True, trackio_project="project")
+        run_tracker(tmp_path, 2, use_trackio=True, trackio_project="project")
+        program = (
+            "import json, trackio; from trackio.sqlite_storage import SQLiteStorage as Storage\n"
+            "runs = trackio.Api().runs('project')\n"
+            "logs = [[run.name, Storage.get_logs('project', run.name, run_id=run.id)] for run in runs]\n"
+            "print(json.dumps(logs, default=str))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    finally:
+        del os.environ["TRACKIO_DIR"]
+    ((name, history),) = json.loads(done.stdout.splitlines()[-1])
+    values = {row["step"]: row["train/actor/pg_loss"] for row in history if "train/actor/pg_loss" in row}
+    assert name == tmp_path.name and values == {1: 0.5, 2: 0.125, 3: 0.0625}

@@ -40,6 +40,12 @@ KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples
 CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({M: {"bf16": False}}, "same_number_format", ["megatron_training.bf16 (false)", "generate_config.dtype (bfloat16)"]),
     ({G: {"dtype": "float32"}}, "same_number_format", ["bf16 (true)", "dtype (float32)"]),
+    ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
+    (
+        {M: {"save": "a", "save_hf": True, "reuse_fp32_param": True}, R: {"ema_decay": 0.9}},
+        "average_of_shared_storage",
+        ["rl_config.ema_decay (0.9)", "actor_config.reuse_fp32_param"],
+    ),
     ({M: {"seq_length": 5000}}, "seq_length_fits_engine", ["max_model_len (4096)", "seq_length (5000)"]),
     ({R: {"max_prompt_length": 4097}}, "prompts_fit_engine", ["max_prompt_length (4097)", "max_model_len (4096)"]),
     ({M: {"optimizer": "muon", "use_distributed_optimizer": True}}, "muon_matrices", ["muon", "use_distributed_optimizer"]),

@@ -103,7 +103,7 @@ ELSEWHERE: dict[str, str] = {
     "config/compat/aliases.py": "reward_weights report_to beta max_completion_length async_generate use_routing_replay "
     "use_rollout_routing_replay enable_rollout_routing_replay",
     "config/keys/rl.py": "multi_turn_enable agent_loop environment multi_turn_scheduler use_tensorboard use_wandb use_swanlab "
-    "use_mlflow",
+    "use_mlflow use_trackio use_otlp",
     "config/run.py": "max_total_response_length exact_log_probs judge_max_tokens judge_max_model_len",
     "run/objective.py": "adv_estimator loss_type token_level_loss kl_penalty rollout_importance_sampling_mode "
     # tests/unit/run/test_distillation_keys.py has the keys of distillation
@@ -137,7 +137,7 @@ ELSEWHERE: dict[str, str] = {
     "mtp_num_layers",
     "observability/trackers.py": "wandb_project wandb_exp_name wandb_save_dir "
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
-    "mlflow_run_name",
+    "mlflow_run_name trackio_project trackio_run_name trackio_space_id otlp_endpoint",
     "rewards/static_check.py": "external_plugins",
     "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
@@ -171,10 +171,11 @@ ELSEWHERE: dict[str, str] = {
     "partial_rollout partial_rollout_max_split keep_spare_samples",
     "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
+    "planner/promise.py": "device_hour_price",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "
-    "ref_model_mixup_alpha critic_warmup shuffle_mini_batch max_off_policy_threshold "
+    "ref_model_mixup_alpha ema_decay critic_warmup shuffle_mini_batch max_off_policy_threshold "
     "max_off_policy_strategy parameter_sync_step",
     "trainers/supervised.py": "skip_train",
     "workers/agents.py": "max_turns tool_config_path tool_parser_format max_tool_calls max_parallel_calls "

@@ -1,4 +1,4 @@
-"""The next token of an answer from logits, as vLLM's sampler has it, for generation with the Megatron model."""
+"""The next token of a sequence from its logits, as vLLM's sampler chooses it: for engines that compute logits themselves."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ def sample_token(
     prompt_ids: Sequence[int],
     token_ids: Sequence[int] = (),
     *,
-    allowed_ids: Sequence[int] = (),
+    allowed_ids: Sequence[int] | None = None,
+    temperature: float = 1.0,
 ) -> tuple[int, float]:
-    """Sample (token, its log-prob under the untempered model) of one sequence.
+    """Sample (token, its log-prob under the full distribution, before penalties and cut-offs) of one sequence.
 
     Args:
         logits: [vocabulary] float32, on the host.
         sampling: sampling parameters of the answer.
         generator: random generator of this answer.
-        prompt_ids: token ids of the prompt.
+        prompt_ids: tokens of the prompt.
         token_ids: token ids of the answer so far.
-        allowed_ids: tokens to choose from; empty for all.
+        allowed_ids: the tokens to choose from; None for all.
+        temperature: divides the logits for the log-prob.
     """
-    log_probs = logits.log_softmax(-1)
+    log_probs = (logits / temperature).log_softmax(-1)
     logits = _penalize(logits, sampling, prompt_ids, token_ids)
     allowed = logits
     if allowed_ids:
