@@ -166,8 +166,8 @@ def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[st
 #: keys of files and folders that a run reads
 _INPUTS = frozenset(
     "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path eval_sets "
-    "prompt_type_path image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path "
-    "expert_map_path environment runtime_env_path".split()
+    "prompt_type_path image_folder reward_model ref_model_load_path external_plugins judge_prompt judge_rubric "
+    "tool_config_path expert_map_path environment runtime_env_path".split()
 )
 _SLICE = re.compile(r"(\[[\d:]*\]|#\d+)$")
 

@@ -194,7 +194,7 @@ _SHARED: dict[str, Option] = {
     "freeze_vision_tower": with_others("freeze_vit", off="the tower does not train", by_nature=True),
     "freeze_multi_modal_projector": with_others("freeze_aligner", off="the projector does not train", by_nature=True),
     "disable_shuffling": to(f"{ACTOR}.no_shuffle"),
-    "early_stopping_steps": refused("a run that ends when a metric no longer improves"),
+    "early_stopping_steps": refused("it counts steps; megatron_training.eval_patience counts evaluations without a new best"),
     **_each(
         "swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_api_key swanlab_logdir "
         "swanlab_lark_webhook_url swanlab_lark_secret plot_loss include_effective_tokens_per_second",

@@ -658,7 +658,6 @@ def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, shared
 
 #: option of the evaluation -> that of the rollout, which it has without one
 _EVALUATION = {
-    "eval_temperature": "rollout_temperature",
     "eval_top_p": "rollout_top_p",
     "eval_top_k": "rollout_top_k",
     "eval_max_response_len": "rollout_max_response_len",
@@ -666,19 +665,26 @@ _EVALUATION = {
 
 
 def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
-    """Return the sampling of an evaluation, which is that of the rollout here too, or greedy."""
+    """Return the sampling of an evaluation: its temperature and number of samples, and else that of the rollout."""
     if not command.has("eval_prompt_data"):
         return {}
+    count = int(command.number("n_samples_per_eval_prompt", 1))
     if command.get("eval_temperature") in (0, 0.0):
+        if count > 1:
+            run.note("--n_samples_per_eval_prompt", "one sample of each held-out prompt: greedy ones are all the same")
         return {f"{RL}.eval_greedy": True}
+    keys: dict[str, object] = {f"{RL}.eval_greedy": False}
+    if count > 1:
+        keys[f"{ACTOR}.eval_n_samples"] = count
+    temperature = command.get("eval_temperature")
+    if temperature is not None and temperature != command.get("rollout_temperature"):
+        keys[f"{ACTOR}.eval_temperature"] = temperature
     for name, other in _EVALUATION.items():
         value, training = command.get(name), command.get(other)
         if value is not None and value != training:
             reason = f"{format_value(value)}: held-out prompts are sampled as in training, with {format_value(training)}"
             run.note(f"--{name}", reason)
-    if command.number("n_samples_per_eval_prompt", 1) > 1:
-        run.note("--n_samples_per_eval_prompt", "one sample of each held-out prompt; mindspeed-rl evaluate draws several")
-    return {f"{RL}.eval_greedy": False}
+    return keys
 
 
 def _read_teacher(run: Import, command: SourceCommand) -> dict[str, object]:

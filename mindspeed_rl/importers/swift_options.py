@@ -421,7 +421,7 @@ _REFUSED: dict[str, Option] = {
         refused("rows that are changed while they are read"),
     ),
     "resume_from_checkpoint": refused("resuming from a checkpoint of transformers' Trainer; a model folder is --model"),
-    "load_best_model_at_end": refused("the best checkpoint as the result of a run"),
+    "load_best_model_at_end": refused("the best checkpoint as the result of a run; keep_best keeps it at hf/best"),
     "auto_find_batch_size": refused("a batch size that is found by running out of memory"),
     "early_stop_interval": with_others("the plan's early_stop", off="off"),
     "group_by_length": with_others("the plan's row_order"),

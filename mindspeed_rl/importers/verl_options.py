@@ -496,7 +496,7 @@ _ROLLOUT: tuple[tuple[str, Option], ...] = (
     ("val_kwargs.do_sample", by(lambda run, option, value: _set_evaluation(run, option, value), "greedy, or as in training")),
     (
         "val_kwargs.n val_kwargs.temperature val_kwargs.top_k val_kwargs.top_p",
-        no_effect("held-out prompts get one response, greedily or as in training, which changes no update"),
+        no_effect("changes no update; megatron_training.eval_n_samples and eval_temperature give the same figures"),
     ),
     ("agent.default_agent_loop", by(lambda run, option, value: _set_agent_loop(run, option, value), "one turn, or tools")),
     ("agent.agent_loop_config_path", refused("your own agent loop; see rl_config.agent_loop")),

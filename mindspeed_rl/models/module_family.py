@@ -157,6 +157,7 @@ def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArch
     import torch
     from transformers.core_model_loading import revert_weight_conversion
 
+    # imports transformers' models, which a plan of a known family does without
     from mindspeed_rl.models.hf_module import CheckpointNames, build_module, list_kept, read_hf_config
 
     config = read_hf_config(hf_folder, _ENGINE)

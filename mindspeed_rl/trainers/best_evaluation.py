@@ -48,6 +48,8 @@ class EvaluationProgress:
                     if step <= start_iteration
                 }
         self._decide()
+        if self.end_reason:
+            note(f"an earlier evaluation has ended this run: {self.end_reason}")
 
     def add(self, iteration: int, results: Mapping[str, float]) -> None:
         """Take the figures of an evaluation after this iteration; 0: before the first one.

@@ -69,8 +69,9 @@ def test_a_resumed_run_remembers_the_evaluations_before_it(tmp_path: Path) -> No
     # it resumes after iteration 2: what came later is not its own
     progress, _ = follow([0.4, 0.45], start=2, save=str(tmp_path), eval_patience=2)
     assert progress.end_reason == "2 evaluations without a better eval/accuracy than 0.5 after iteration 1 (eval_patience 2)"
-    ended = EvaluationProgress(MegatronConfig(save=str(tmp_path), eval_patience=2), print, start_iteration=3)
-    assert ended.end_reason
+    lines: list[str] = []
+    ended = EvaluationProgress(MegatronConfig(save=str(tmp_path), eval_patience=2), lines.append, start_iteration=3)
+    assert lines == [f"an earlier evaluation has ended this run: {ended.end_reason}"]
     # a new run in the folder starts without them
     assert not EvaluationProgress(MegatronConfig(save=str(tmp_path), eval_patience=1), print, start_iteration=0).end_reason
 
