@@ -1,9 +1,10 @@
 """How far `mindspeed-rl plan` is off, and how long it takes: the tables of docs/planner.md.
 
-    .venv/bin/python benchmarks/planner.py [--of assumptions published speed runs] [--work FOLDER] [--only NAME ...]
+    .venv/bin/python benchmarks/planner.py [--of assumptions speed runs] [--work FOLDER] [--only NAME ...]
 
-Without `--of` all four parts. `runs` trains tiny models of several sizes and layouts on two workers, one run after another
+Without `--of` all three parts. `runs` trains tiny models of several sizes and layouts on two workers, one run after another
 (about a minute each; have a machine without other load), and sets what each report says was predicted beside what it measured.
+fit_planner.py prints the errors against published runs.
 """
 
 from __future__ import annotations
@@ -114,21 +115,6 @@ def runs(work: Path, only: list[str]) -> Iterator[str]:
         yield f"| {one.name} | owners by phase, {len(counted)} counts of GiB | | | {min(counted):.2f} to {max(counted):.2f} |"
 
 
-def published() -> Iterator[str]:
-    """Each published figure against the fit to all others."""
-    from mindspeed_rl.planner import published
-
-    found = list(published._leave_one_out())
-    yield "| published run | phase | published s | predicted s | predicted / published |\n|---|---|---|---|---|"
-    for one in found:
-        for name, seconds in one.published.items():
-            guess = one.predicted[name]
-            yield f"| {one.name} | {name} | {_figure(seconds)} | {_figure(guess)} | {guess / seconds:.2f} |"
-    fit = published.fit_efficiency(range(len(published._FIGURES)))
-    values = ", ".join(f"{name} {getattr(fit, name):.3g}" for name in ("train", "prefill", "layer_s", "graph_layer_s"))
-    yield f"\nTwo thirds are within a factor of {published._compute_spread(found):.2f}. The fit to all: {values}."
-
-
 def assumptions() -> Iterator[str]:
     """All numbers that plans take as given, by device."""
     from mindspeed_rl.config.loader import build_run_config
@@ -172,22 +158,17 @@ def speed() -> Iterator[str]:
         yield f"| `{words}` | {spent:.1f} | {took:.1f} | {torch} |"
 
 
-def _figure(seconds: float) -> str:
-    """Three digits, without an exponent."""
-    return f"{float(f'{seconds:.3g}'):g}"
-
-
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("assumptions", "published", "speed", "runs")
+    parts = ("assumptions", "speed", "runs")
     parser.add_argument("--of", nargs="+", choices=parts, default=parts)
     parser.add_argument("--work", type=Path, default=None, help="folder of tasks and runs; a temporary one")
     parser.add_argument("--only", nargs="+", default=[], help="words of the runs' names")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="planner-") as temporary:
         work = (arguments.work or Path(temporary)).resolve()
-        makers = {"assumptions": assumptions, "published": published, "speed": speed}
+        makers = {"assumptions": assumptions, "speed": speed}
         for part in arguments.of:
             print(f"\n{part}\n")
             for line in runs(work, arguments.only) if part == "runs" else makers[part]():

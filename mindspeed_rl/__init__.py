@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mindspeed_rl.api import Result, Run, evaluate, explain, train
+    from mindspeed_rl.api import Result, Run, Trainer, evaluate, explain, train
     from mindspeed_rl.objects import (
         DistillationConfig,
         DistillationTrainer,
@@ -37,6 +37,7 @@ __all__ = [
     "Run",
     "SFTConfig",
     "SFTTrainer",
+    "Trainer",
     "TrainerCallback",
     "__version__",
     "evaluate",
@@ -44,7 +45,7 @@ __all__ = [
     "train",
 ]
 #: names of `api`; the others are of `objects`
-_FUNCTIONS = ("Result", "Run", "evaluate", "explain", "train")
+_FUNCTIONS = ("Result", "Run", "Trainer", "evaluate", "explain", "train")
 
 
 def __getattr__(name: str) -> object:

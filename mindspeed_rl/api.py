@@ -20,9 +20,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import cloudpickle
+import numpy as np
 
 from mindspeed_rl import registry
 from mindspeed_rl.cli.explain import build_report
@@ -36,6 +37,10 @@ from mindspeed_rl.rewards import REWARDS, RewardFunction
 from mindspeed_rl.run import Run as ResolvedRun
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.explain.plan_page import Report, render
+from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Datum, LossCall, LossName, PassResult, Sample, SampleCall
+from mindspeed_rl.service.local_backend import LocalBackend
+
+_Result = TypeVar("_Result")
 
 #: function of a user: gets the index of the iteration and its metrics; False ends the run after this iteration
 Callback = Callable[[int, Mapping[str, float]], object]
@@ -131,6 +136,132 @@ class Run:
         if shows:
             print(render(report), flush=True)
         return report
+
+
+class Trainer:
+    """A model that trains and samples call by call in this process, for your own loops; the calls are those of the Tinker API.
+
+        with Trainer("serve_tiny_cpu", rank=8) as trainer:
+            samples = trainer.sample([prompt], num_samples=8, max_tokens=16)[0]
+            batch = [trainer.make_datum(prompt, sample, advantage) for sample, advantage in zip(samples, advantages)]
+            trainer.forward_backward(batch, "importance_sampling")
+            trainer.optim_step(learning_rate=1e-4)
+
+    A process can have one at a time. Engines run in a thread, so that a notebook's event loop does not matter.
+    """
+
+    _MODEL = "model"
+
+    def __init__(
+        self,
+        run_file: str | Path | Run,
+        overrides: Mapping[str, object] | None = None,
+        *,
+        rank: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Load the base model, and make an adapter.
+
+        Args:
+            run_file: a run file with `serve_config`, or a `Run` of one.
+            overrides: values by dotted key.
+            rank: rank of the adapter; None for `lora_r`.
+            seed: seed of its first weights.
+
+        Raises:
+            ValueError: the run file is wrong; all violations are named.
+        """
+        run = run_file if isinstance(run_file, Run) else Run.load(run_file)
+        run = run.with_values(overrides) if overrides else run
+        self._backend = LocalBackend.open(run.config)
+        self.capabilities = self._backend.capabilities()
+        spec = AdapterSpec(rank or self.capabilities.max_rank, seed=seed)
+        self._do(lambda tenants: tenants.create_model(self._MODEL, spec))
+        self._sampler: str | None = None
+        self.tokenizer: Any = self._do(lambda tenants: tenants.tokenizer)
+
+    def _do(self, function: Callable[[Any], _Result]) -> _Result:
+        return self._backend.submit(function).result()
+
+    def forward_backward(self, batch: Sequence[Datum], loss: LossName = "cross_entropy", **config: float) -> PassResult:
+        """Compute a loss, and add its gradient to that of earlier calls since the last step; a sum over tokens, not a mean.
+
+        Args:
+            batch: sequences with the inputs of the loss.
+            loss: cross_entropy, importance_sampling, ppo, cispo, dro or gspo.
+            config: thresholds of the loss, such as clip_high_threshold.
+
+        Raises:
+            ValueError: a datum, the loss or a threshold is wrong; the gradient is as before.
+        """
+        return self._pass(batch, loss, config, forward_only=False)
+
+    def forward(self, batch: Sequence[Datum], loss: LossName = "cross_entropy", **config: float) -> PassResult:
+        """Compute a loss without a gradient."""
+        return self._pass(batch, loss, config, forward_only=True)
+
+    def _pass(self, batch: Sequence[Datum], loss: LossName, config: Mapping[str, float], *, forward_only: bool) -> PassResult:
+        call = LossCall(loss, config)
+        return self._do(lambda tenants: tenants.forward_backward(self._MODEL, batch, call, forward_only=forward_only))
+
+    def optim_step(self, learning_rate: float, **others: float) -> Mapping[str, float]:
+        """Make a step of AdamW with the sum of gradients; further arguments are those of `AdamParams`."""
+        params = AdamParams(learning_rate, **others)
+        metrics = self._do(lambda tenants: tenants.optim_step(self._MODEL, params))
+        self._drop_sampler()
+        return metrics
+
+    def sample(self, prompts: Sequence[str | Sequence[int]], **settings: Any) -> list[tuple[Sample, ...]]:
+        """Sample every prompt with the weights as they are now; further arguments are those of `SampleCall`.
+
+        Args:
+            prompts: texts, or ids of tokens.
+        """
+        ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]
+        calls = [SampleCall(prompt, **settings) for prompt in ids]
+        if self._sampler is None:
+            self._sampler = self._do(lambda tenants: tenants.make_sampler(self._MODEL))
+        sampler = self._sampler
+        return [result.samples for result in self._do(lambda tenants: tenants.sample(sampler, calls))]
+
+    def make_datum(self, prompt: str | Sequence[int], sample: Sample, advantage: float) -> Datum:
+        """Return a sample as a datum of a loss of sampled tokens: every token of it has the advantage."""
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        before = len(ids) - 1
+        tokens = np.array([*ids, *sample.tokens], np.int64)
+        sampled = np.zeros(len(tokens) - 1, np.float32)
+        sampled[before:] = 1.0
+        log_probs = np.concatenate([np.zeros(before, np.float32), np.array(sample.log_probs, np.float32)])
+        inputs = {"target_tokens": tokens[1:], "logprobs": log_probs, "advantages": advantage * sampled}
+        return Datum(tokens[:-1].tolist(), inputs)
+
+    def save(self, folder: str | Path, *, with_optimizer: bool = True) -> None:
+        """Write the model into a new folder, from which `load` resumes exactly; `adapter/` in it is a PEFT folder."""
+        self._do(lambda tenants: tenants.save_state(self._MODEL, Path(folder), with_optimizer=with_optimizer))
+
+    def load(self, folder: str | Path, *, with_optimizer: bool = True) -> None:
+        """Go on with the model of a folder of `save`; gradients that wait for a step are dropped."""
+        self._do(lambda tenants: tenants.load_state(self._MODEL, Path(folder), with_optimizer=with_optimizer))
+        self._drop_sampler()
+
+    def save_merged(self, folder: str | Path) -> None:
+        """Write the base with the adapter added into a new folder, which transformers and vLLM load."""
+        self._do(lambda tenants: tenants.export_merged(self._MODEL, Path(folder)))
+
+    def _drop_sampler(self) -> None:
+        sampler, self._sampler = self._sampler, None
+        if sampler is not None:
+            self._do(lambda tenants: tenants.drop_sampler(sampler))
+
+    def close(self) -> None:
+        """End all work; the memory of the engines is the process's until it ends."""
+        self._backend.stop()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
 def explain(run: Run, *, shows: bool = True) -> Report:

@@ -3,8 +3,8 @@
     python -m tests.importing FOLDER --project verl [--devices 8] [--each]
 
 The folder is the root of the checkout. A variable that a script leaves open has a value by its name; a number that differs by
-its nature is accepted, and counted. For verl and EasyR1 the numbers of each run file are compared with the configuration that
-their own files compose. Nothing of a script is executed.
+its nature is accepted, and counted. For verl, EasyR1 and AReaL the numbers of each run file are compared with the configuration
+that their own files compose. Nothing of a script is executed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.command import PROJECTS
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.result import Import, ImportSettings
-from mindspeed_rl.importers.shell_text import read_script
+from mindspeed_rl.importers.shell import read_script
 from mindspeed_rl.importers.source_plan import SourcePlan
 
 #: files of a checkout that may hold a command; a file of options is named, not read
 PATTERNS: dict[str, tuple[str, ...]] = {
+    "areal": ("examples/**/*.yaml",),
     "llama-factory": ("examples/**/*.yaml",),
     "roll": ("examples/**/*.yaml",),
     "trl": ("**/*.sh", "**/*.yaml"),
@@ -45,6 +46,7 @@ _GUESSES = (
     (r"ARGS$|OPTIONS$|FLAGS$", ""),
     (r"^DATA_SOURCE$", "openai/gsm8k"),
     (r"^REWARD$", "accuracy"),
+    (r"^PROGRAM$", "examples/math/gsm8k_rl.py"),
     (r"UTIL|FRACTION|RATIO", "0.8"),
     (r"^(LOCAL_)?(NODE_)?RANK$|INDEX", "0"),
     (r"PORT", "29500"),
@@ -60,7 +62,7 @@ _GUESSES = (
     (r"", "/given/{}"),
 )
 #: project -> where its own configuration is
-_CONFIGURATIONS = {"verl": "verl/trainer/config", "easyr1": "verl/trainer/config.py"}
+_CONFIGURATIONS = {"verl": "verl/trainer/config", "easyr1": "verl/trainer/config.py", "areal": "areal/api/cli_args.py"}
 #: rounds of questions and answers
 _MAX_ROUNDS = 12
 
@@ -282,8 +284,90 @@ def compose_easyr1(root: Path, path: Path, variables: Mapping[str, str]) -> Dict
     return None
 
 
+# ----------------------------------------------------------------------------------------------------- AReaL's own composition
+
+
+def _upper_bound(c: DictConfig) -> float:
+    return c.actor.eps_clip if c.actor.eps_clip_higher is None else c.actor.eps_clip_higher
+
+
+#: number of the plan -> its value in a composed configuration of AReaL; None is not compared
+_OF_AREAL_ROWS: dict[str, Callable[[DictConfig], object]] = {
+    "step_samples": lambda c: c.train_dataset.batch_size,
+    "lr_last": lambda c: c.actor.optimizer.lr if c.actor.optimizer.lr_scheduler_type == "constant" else None,
+    "weight_decay": lambda c: c.actor.optimizer.weight_decay,
+    "clip_grad": lambda c: c.actor.optimizer.gradient_clipping,
+    "beta": lambda c: c.actor.get("beta"),
+    "lora_rank": lambda c: c.actor.lora_rank if c.actor.use_lora else 0,
+    "dp": lambda c: int(re.findall(r"d(\d+)", c.actor.backend)[0]),
+    "model": lambda c: c.actor.path,
+}
+_OF_AREAL: dict[str, Callable[[DictConfig], object]] = {
+    **_OF_AREAL_ROWS,
+    "rollout_prompts": lambda c: c.train_dataset.batch_size,
+    "rollout_completions": lambda c: c.train_dataset.batch_size * c.gconfig.n_samples,
+    "step_samples": lambda c: c.train_dataset.batch_size * c.gconfig.n_samples // c.actor.ppo_n_minibatches,
+    "steps_per_rollout": lambda c: c.actor.ppo_n_minibatches,
+    "clip_low": lambda c: None if c.actor.use_sapo_loss else c.actor.eps_clip,
+    "clip_high": lambda c: None if c.actor.use_sapo_loss else _upper_bound(c),
+    "clip_c": lambda c: c.actor.c_clip,
+    "kl_coef": lambda c: c.actor.kl_ctl,
+    "kl_estimator": lambda c: c.actor.kl_estimator if c.actor.kl_ctl else None,
+    "level": lambda c: c.actor.importance_sampling_level,
+    "temperature": lambda c: c.gconfig.temperature,
+    "top_p": lambda c: c.gconfig.top_p,
+    "response_length": lambda c: c.gconfig.max_new_tokens,
+    "value_clip": lambda c: None if c.critic is None else c.critic.eps_clip,
+    "infer_tp": lambda c: int([*re.findall(r"t(\d+)", c.rollout.backend), "1"][0]),
+}
+
+
+def _read_areal_defaults(classes: Mapping[str, ast.ClassDef], name: str) -> dict[str, object]:
+    """Return the defaults of a dataclass of AReaL and its bases, nested as it is; None for what only code says."""
+    defaults: dict[str, object] = {}
+    for base in classes[name].bases:
+        defaults |= _read_areal_defaults(classes, ast.unparse(base)) if ast.unparse(base) in classes else {}
+    for item in classes[name].body:
+        if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+            continue
+        value = item.value
+        if "ClassVar" in ast.unparse(item.annotation):
+            continue
+        if isinstance(value, ast.Call):
+            found = {part.arg: part.value for part in value.keywords}
+            kind = ast.unparse(found.get("default_factory", ast.Constant(value=None)))
+            if kind in classes:
+                defaults[item.target.id] = _read_areal_defaults(classes, kind)
+                continue
+            value = found.get("default")
+        with contextlib.suppress(ValueError):
+            defaults[item.target.id] = None if value is None else ast.literal_eval(value)
+    return defaults
+
+
+def compose_areal(root: Path, path: Path) -> tuple[bool, DictConfig]:
+    """Return whether a file is one of rollouts, and its configuration as AReaL merges it over its dataclasses."""
+    tree = ast.parse((root / _CONFIGURATIONS["areal"]).read_text(encoding="utf-8"))
+    classes = {item.name: item for item in tree.body if isinstance(item, ast.ClassDef)}
+    file = OmegaConf.load(path)
+    assert isinstance(file, DictConfig)
+    has_rollouts = "gconfig" in file
+    name = "PPOConfig" if has_rollouts else "DPOConfig" if file.train_dataset.type == "dpo" else "SFTConfig"
+    defaults = _read_areal_defaults(classes, name)
+    for group, kind in {"actor.optimizer": "OptimizerConfig", "critic": "PPOCriticConfig"}.items():
+        if OmegaConf.select(file, group) is not None:
+            merged = OmegaConf.merge(_read_areal_defaults(classes, kind), OmegaConf.select(file, group))
+            OmegaConf.update(file, group, merged)
+    composed = OmegaConf.merge(OmegaConf.create(defaults), file)
+    assert isinstance(composed, DictConfig)
+    return has_rollouts, composed
+
+
 def _compose(project: str, root: Path, path: Path, variables: Mapping[str, str]) -> Composed | None:
     """Return what a project composes of a script, with the numbers that are compared."""
+    if project == "areal":
+        has_rollouts, merged = compose_areal(root, path)
+        return (_OF_AREAL if has_rollouts else _OF_AREAL_ROWS), merged
     if project == "easyr1":
         config = compose_easyr1(root, path, variables)
         return None if config is None else (_OF_EASYR1, config)

@@ -46,6 +46,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_cpu_norm",
         "mindspeed_rl.adaptors.vllm_cpu_routing",
         "mindspeed_rl.adaptors.vllm_cpu_steps",
+        "mindspeed_rl.adaptors.vllm_cpu_adapters",
         "mindspeed_rl.adaptors.vllm_cpu_kernels",
         "mindspeed_rl.adaptors.vllm_cpu_vision",
         "mindspeed_rl.adaptors.model_classes",
@@ -54,6 +55,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
+        "mindspeed_rl.adaptors.vllm_head_adapters",
     ),
     ("npu", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -70,6 +72,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
+        "mindspeed_rl.adaptors.vllm_head_adapters",
     ),
     ("cuda", "train"): (
         "mindspeed_rl.adaptors.gloo_devices",
@@ -86,6 +89,7 @@ _ADAPTORS: dict[tuple[str, str], tuple[str, ...]] = {
         "mindspeed_rl.adaptors.vllm_log_probs",
         "mindspeed_rl.adaptors.vllm_drafts",
         "mindspeed_rl.adaptors.vllm_float32_head",
+        "mindspeed_rl.adaptors.vllm_head_adapters",
     ),
 }
 

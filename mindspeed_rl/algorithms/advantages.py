@@ -80,6 +80,18 @@ def group_norm(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, T
     return advantages, advantages
 
 
+def group_norm_whitened(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
+    """Normalize rewards within their group, then over the tokens of the batch (AReaL's reward_norm with adv_norm).
+
+    a_i of `group_norm`; A = (a - mean a) / (std a + eps), mean and std with n - 1 over all tokens of the batch. With scale
+    "none" the spread of the batch alone divides, as in Lite PPO (arXiv:2508.08221).
+    """
+    normalized, _ = group_norm(inputs, objective)
+    values = normalized.double()
+    sampled = values[inputs.mask]
+    return _finish(_scale(values - sampled.mean(), _compute_batch_std(sampled), objective.adv_epsilon), inputs), normalized
+
+
 def rloo(inputs: AdvantageInputs, objective: Objective) -> tuple[Tensor, Tensor]:
     """Compare each reward with the mean of the others of its group (RLOO, arXiv:2402.14740).
 

@@ -179,7 +179,10 @@ CHEATS: tuple[Cheat, ...] = (
         "a sentence that says nothing",
         _CONTENT,
         lambda case, form: [
-            "This is a sentence.", "I am not sure, but it could be anything.", "Let me think step by step.", "我不确定。",
+            "This is a sentence.",
+            "I am not sure, but it could be anything.",
+            "Let me think step by step.",
+            "我不确定。",
             form("I do not know"),
         ],
     ),  # fmt: skip

@@ -19,6 +19,7 @@ import numpy as np
 
 from mindspeed_rl.audit.near_duplicates import NearDuplicates
 from mindspeed_rl.audit.overlap import OverlapIndex
+from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport, Section
 from mindspeed_rl.audit.rows import AuditRow, RowPart, fits
 from mindspeed_rl.audit.texts import (
@@ -96,6 +97,11 @@ KINDS: dict[str, Kind] = {
     ),
     "near_duplicate": Kind("nearly equal to an earlier prompt", "Keep one: the other teaches nothing new."),
 }
+#: reasons to leave out a row that are no faults: with samples of a model, and on request
+DECIDED: dict[str, Kind] = {
+    "never": Kind("no sample of the model is right", "Begin with easier prompts, or check the label."),
+    "always": Kind("all samples of the model are right", "The model has learnt it already."),
+}
 
 
 @dataclass
@@ -132,6 +138,7 @@ class DataAudit:
         languages: writing of the prompts -> number.
         notes: sentences about the data as a whole, which count against no bound.
         held_out: evaluation set -> number of its prompts.
+        pass_rates: pass rates of the prompts from samples of a model; None without one.
     """
 
     name: str
@@ -144,6 +151,7 @@ class DataAudit:
     languages: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
     held_out: dict[str, int] = field(default_factory=dict)
+    pass_rates: PassRates | None = None
 
     def add(self, index: int, kind: str, row: str, detail: str) -> None:
         """Record a fault of a row; its first one is the reason to leave it out."""
@@ -193,6 +201,7 @@ class DataAudit:
             [
                 Section("Data", ("", ""), [(name, text) for name, text in facts.items() if text]),
                 faults,
+                *([] if self.pass_rates is None else [self.pass_rates.describe()]),
                 Section("Notes", ("",), [(note,) for note in self.notes]),
                 Section("What to change", ("",), [(text,) for text in advice]),
             ],
@@ -215,6 +224,7 @@ class DataAudit:
             "writing": dict(self.languages),
             "evaluation": self.held_out,
             "notes": self.notes,
+            **({} if self.pass_rates is None else {"pass_rates": self.pass_rates.encode()}),
         }
 
     def exceeds(self, bound: float) -> bool:
@@ -394,9 +404,7 @@ def _add_given_away(audit: DataAudit, rows: list[tuple[int, str, str]], num_prom
         audit.add(number, "answer", where, detail)
 
 
-def _add_duplicates(
-    audit: DataAudit, places: _Places, keys: np.ndarray, label_keys: np.ndarray, originals: np.ndarray
-) -> None:
+def _add_duplicates(audit: DataAudit, places: _Places, keys: np.ndarray, label_keys: np.ndarray, originals: np.ndarray) -> None:
     """Record prompts that were there before; all arrays are of prompts, [prompts]."""
     _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
     exact, every = first[inverse], np.arange(len(keys))
@@ -471,19 +479,24 @@ def _shorten(text: str, limit: int = _SHOWN) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
-def check_cleanable(train: RowPart) -> None:
+def check_cleanable(train: RowPart, option: str = "--clean") -> None:
     """Raise ValueError for preprocessed data, whose rows cannot be written as they were."""
     if not train.stream.is_raw:
-        raise ValueError(f"--clean: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
+        raise ValueError(f"{option}: {train.stream.data_path} is preprocessed; audit the raw data that it was made of")
 
 
 def write_clean(
-    audit: DataAudit, train: RowPart, path: Path, added: Mapping[int, Mapping[str, object]] | None = None
+    audit: DataAudit,
+    train: RowPart,
+    path: Path,
+    added: Mapping[int, Mapping[str, object]] | None = None,
+    decided: Mapping[int, str] | None = None,
 ) -> tuple[int, int]:
     """Write the rows without a fault as JSON lines, and the others with their reasons to `<name>.dropped.jsonl`.
 
     Args:
         added: index of a row -> further columns of it.
+        decided: index of a row -> kind of `DECIDED` for which it is left out too.
 
     Returns:
         Rows of both files.
@@ -495,27 +508,53 @@ def write_clean(
     check_cleanable(train)
     dropped_path = path.with_name(f"{path.stem}.dropped.jsonl")
     kept = dropped = 0
+    reasons_of = {index: (kind, "") for index, kind in (decided or {}).items()} | audit.reasons
     with contextlib.ExitStack() as files:
         clean, reasons = (
             files.enter_context(files.enter_context(replace_file(file)).open("wb")) for file in (path, dropped_path)
         )
         for index, (file, number, row) in enumerate(train.stream.read_source_rows()):  # as the stream counts
-            if index in audit.reasons:
-                kind, detail = audit.reasons[index]
-                line = {"file": file, "row": number, "reason": KINDS[kind].title, "detail": detail}
-                reasons.write(_to_line(line, f"{file}, row {number}"))
+            if index in reasons_of:
+                kind, detail = reasons_of[index]
+                line = {"file": file, "row": number, "reason": (KINDS | DECIDED)[kind].title, "detail": detail}
+                reasons.write(encode_line(line, f"{file}, row {number}"))
                 dropped += 1
             elif isinstance(row, Mapping):
                 more = {} if added is None else added.get(index, {})
-                clean.write(_to_line({**row, **more}, f"{file}, row {number}"))
+                clean.write(encode_line({**row, **more}, f"{file}, row {number}"))
                 kept += 1
     return kept, dropped
 
 
-def _to_line(row: Mapping[str, object], where: str) -> bytes:
+def write_pass_rates(rates: PassRates, train: RowPart, path: Path) -> int:
+    """Write the rows that have a pass rate as JSON lines, with it as a column; return their number.
+
+    Raises:
+        ValueError: the data are preprocessed, or a row has a value that JSON has not.
+        OSError: the file cannot be written.
+    """
+    count = 0
+    with replace_file(path) as partial, partial.open("wb") as file:
+        for index, (source, number, row) in enumerate(train.stream.read_source_rows()):
+            if index not in rates.rates or not isinstance(row, Mapping):
+                continue
+            if COLUMN in row:
+                raise ValueError(f"--pass-rates: {source}, row {number} has a column {COLUMN} of its own; rename it")
+            line = {**row, COLUMN: rates.rates[index]}
+            file.write(encode_line(line, f"{source}, row {number}", "--pass-rates"))
+            count += 1
+    return count
+
+
+def encode_line(row: Mapping[str, object], where: str, option: str = "--clean") -> bytes:
+    """Return a row as a line of JSON.
+
+    Raises:
+        ValueError: it has a value that JSON has not; the message names the row and the option of the file.
+    """
     try:
         return json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a character, which only JSON's escapes can write
         return json.dumps(row, allow_nan=False).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--clean: {where} cannot be written as JSON: {error}") from error
+        raise ValueError(f"{option}: {where} cannot be written as JSON: {error}") from error

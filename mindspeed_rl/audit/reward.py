@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, WHOLE, Case, bind_form, make_wrong
 from mindspeed_rl.audit.report import AuditReport, Section
+from mindspeed_rl.rewards.answers.extraction import extract_final_answer
 from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardResult, RewardSample, RewardSettings, select_reward_functions
 from mindspeed_rl.run import Run
@@ -56,6 +57,10 @@ class Response:
     name: str
     variant: int
     text: str
+
+
+#: title of a model's own responses
+SAMPLE = "a sample of the model"
 
 
 @dataclass
@@ -146,6 +151,7 @@ class RewardAudit:
         won = {title: one for title, one in self.cheats.items() if one.cheated}
         won = dict(sorted(won.items(), key=lambda item: -item[1].share))
         known = {cheat.title: cheat.advice for cheat in (*CHEATS, *LABEL_CHEATS)}
+        known[SAMPLE] = "the model finds it without training: compare the final answer alone, and the whole of it."
         advice = [f"{title}: {known[title]}" for title in won if title in known]
         shown = [one for one in MUTATIONS if one.title in self.mutations and self.mutations[one.title].cheated]
         if any(one.is_wrong for one in shown):
@@ -242,6 +248,13 @@ def commits_to(response: str, label: str | None) -> bool:
     return _to_plain(text) == _to_plain(label)
 
 
+def ends_with(response: str, label: str | None) -> bool:
+    """Return True where the final answer of a response in prose is the label: the stricter check of a model's samples."""
+    if label is None or commits_to(response, label):
+        return label is not None
+    return _to_plain(extract_final_answer(remove_thought(response))) == _to_plain(label)
+
+
 def _to_plain(text: str) -> str:
     text = "".join(unicodedata.normalize("NFKC", text).casefold().split())
     return text.strip("$").removesuffix(".").replace("\\left", "").replace("\\right", "")
@@ -328,6 +341,7 @@ def audit_reward(
     tokenizer: PreTrainedTokenizerBase,
     *,
     columns: Mapping[str, Any] | None = None,
+    samples: Mapping[str, Sequence[str]] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> RewardAudit:
     """Attack the reward functions of a run on some of its rows.
@@ -335,6 +349,7 @@ def audit_reward(
     Args:
         cases: the rows.
         columns: further columns of every response, as an agent loop adds them.
+        samples: place of a row -> responses of a model, equally many to each; they are attacks and parts of the search.
         report: takes a line about what is done.
 
     Raises:
@@ -350,6 +365,10 @@ def audit_reward(
         _check_first(scorer, cases[0])
         form = _choose_form(scorer, cases, audit)
         responses = {case.where: _list_responses(case, form) for case in cases}
+        for case in cases if samples is not None else ():
+            # without an answer as its label nothing tells an honest sample from another
+            mine = samples[case.where] if samples is not None and case.answer is not None else ()
+            responses[case.where] += [Response("cheat", SAMPLE, index, text) for index, text in enumerate(mine)]
         report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
         scored = _score_all(scorer, cases, responses)
         ways = {case.where: _find_way(scored[case.where]) for case in cases}
@@ -435,9 +454,11 @@ def _find_way(scored: Scored) -> tuple[float, float]:
     return min(scores, default=0.0), max(scores, default=0.0)
 
 
-def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float]) -> bool:
+def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float], *, sampled: bool = False) -> bool:
+    """Return True for a response that earns half of the way and does not pass the stricter check; see `ends_with`."""
     low, high = way
-    return high > low and score >= low + _GAIN * (high - low) and not commits_to(text, case.answer)
+    accepts = ends_with if sampled else commits_to
+    return high > low and score >= low + _GAIN * (high - low) and not accepts(text, case.answer)
 
 
 def _count(
@@ -449,7 +470,7 @@ def _count(
         for response, score in scored[case.where]:
             if response.kind in groups:
                 outcome = groups[response.kind].setdefault(response.name, Outcome())
-                is_cheat = _is_cheat(case, response.text, score, way)
+                is_cheat = _is_cheat(case, response.text, score, way, sampled=response.name == SAMPLE)
                 outcome.add(case.where, response.text, score, cheats=is_cheat)
 
 
@@ -462,7 +483,7 @@ def _search(
     report: Callable[[str], None],
 ) -> None:
     """Combine the responses that earn most without a label, and keep combinations that earn more than their parts."""
-    known = {cheat.title for cheat in CHEATS}
+    known = {cheat.title for cheat in CHEATS} | {SAMPLE}
     texts: dict[tuple[str, ...], dict[str, str]] = {}
     means: dict[tuple[str, ...], list[float]] = {}
     for case in cases:
@@ -488,7 +509,9 @@ def _search(
             outcome = audit.cheats.setdefault(f"together: {' + '.join(key)}", Outcome())
             for case, score in rewards:
                 text = texts[key][case.where]
-                outcome.add(case.where, text, score, cheats=_is_cheat(case, text, score, ways[case.where]))
+                sampled = any(part.startswith(SAMPLE) for part in key)
+                is_cheat = _is_cheat(case, text, score, ways[case.where], sampled=sampled)
+                outcome.add(case.where, text, score, cheats=is_cheat)
 
 
 def _gain(score: float, way: tuple[float, float]) -> float:

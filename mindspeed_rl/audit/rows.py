@@ -205,6 +205,9 @@ def open_run_data(
         held_out[actor.eval_data_path] = RowPart(stream, run, range(_NO_LIMIT))
     elif end > border:
         held_out[f"split {actor.split}"] = RowPart(train, run, range(border, end))
+    for name, path in (actor.eval_sets or {}).items():
+        stream = RowStream.open(run, f"eval_sets.{name}", str(path), tokenizer, tools)
+        held_out[f"{name} ({path})"] = RowPart(stream, run, range(_NO_LIMIT))
     return RowPart(train, run, range(border)), held_out
 
 

@@ -243,6 +243,14 @@ STAGES: dict[str, _Stage] = {
 
 _ADVANTAGES = "mindspeed_rl.algorithms.advantages"
 _WHITENED = {"whitened": Choice("advantage_whiten", {True: ", whitened over all tokens of the batch"})}
+_GROUP_SCALE = Choice(
+    "scale_rewards",
+    {
+        "group": "(r - mean_{group_size}(r)) / (std_{group_size}(r) + {adv_epsilon:g})",
+        "batch": "(r - mean_{group_size}(r)) / (std_batch(r) + {adv_epsilon:g})",
+        "none": "r - mean_{group_size}(r)",
+    },
+)
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "group_norm": AdvantageEstimator(
@@ -253,16 +261,14 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
         groups_while=("scale_rewards", ("group",)),
         instead=("scale_rewards", "gdpo", "gdpo"),
         formula="{scaled}",
-        choices={
-            "scaled": Choice(
-                "scale_rewards",
-                {
-                    "group": "(r - mean_{group_size}(r)) / (std_{group_size}(r) + {adv_epsilon:g})",
-                    "batch": "(r - mean_{group_size}(r)) / (std_batch(r) + {adv_epsilon:g})",
-                    "none": "r - mean_{group_size}(r)",
-                },
-            )
-        },
+        choices={"scaled": _GROUP_SCALE},
+    ),
+    "group_norm_whitened": AdvantageEstimator(
+        target=f"{_ADVANTAGES}:group_norm_whitened",
+        reads=frozenset(("scale_rewards", "adv_epsilon")),
+        min_group_size=2,
+        formula="{scaled}, less its mean, / (its std + {adv_epsilon:g}), both over all tokens of the batch",
+        choices={"scaled": _GROUP_SCALE},
     ),
     "rloo": AdvantageEstimator(
         target=f"{_ADVANTAGES}:rloo",

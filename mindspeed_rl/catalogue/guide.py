@@ -196,6 +196,10 @@ ADVICE: dict[str, dict[str, Advice]] = {
             "grpo",
             "GRPOTrainer",
         ),
+        "group_norm_whitened": Advice(
+            "2508.08221",
+            ("groups, and advantages of one spread over the whole batch", "有组，且整批优势的离散度统一"),
+        ),
         "rloo": Advice(
             "2402.14740",
             ("an unbiased baseline from the group; reward models", "由组得到的无偏基线；配奖励模型"),

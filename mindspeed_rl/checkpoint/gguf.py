@@ -1,7 +1,8 @@
-"""GGUF files of llama.cpp to Hugging Face folders: dense models of the families llama (also Mistral), qwen2 and qwen3.
+"""GGUF files of llama.cpp to Hugging Face folders: Llama (also Mistral), Qwen2 and 3, dense or with experts, Gemma 2 and 3.
 
-Quantized tensors are restored to 16-bit values, a tensor at a time. In files of the family llama the rows of query and key are
-in the order of interleaved rotary embedding; Hugging Face has a head's halves one after the other. Needs the package `gguf`.
+Quantized tensors are restored to 16-bit values, a tensor at a time. llama.cpp keeps some tensors in another form: the rows of
+query and key of Llama are in the order of interleaved rotary embedding, where Hugging Face has a head's halves one after the
+other; norms of Gemma have 1 added, and the experts of a layer are one tensor. Needs the package `gguf`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,99 @@ from mindspeed_rl.checkpoint.options import ConvertOptions
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.models import architecture_for
 
-#: general.architecture -> class and model_type of Hugging Face
-_FAMILIES = {
-    "llama": ("LlamaForCausalLM", "llama"),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+
+@dataclass(frozen=True)
+class _Family:
+    """A family of llama.cpp.
+
+    Attributes:
+        class_name, model_type: of Hugging Face.
+        names: names of tensors of a layer that differ from `_BLOCK_NAMES`, or that it adds.
+        keys: keys of config.json -> key of the file after the family's name, and the value without it (None: it is needed).
+        fixed: keys of config.json with a value of their own.
+        interleaved: query and key have the rows of a head in pairs.
+        shifted_norms: 1 is added to the weights of norms.
+        scalings: types of scaled rotary embedding.
+    """
+
+    class_name: str
+    model_type: str
+    names: Mapping[str, str] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, float | None]] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    interleaved: bool = False
+    shifted_norms: bool = False
+    scalings: tuple[str, ...] = ()
+
+
+_EXPERT_NAMES = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.*.gate_proj",
+    "ffn_up_exps": "mlp.experts.*.up_proj",
+    "ffn_down_exps": "mlp.experts.*.down_proj",
 }
+_SHARED_NAMES = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_EXPERT_KEYS: dict[str, tuple[str, float | None]] = {
+    "num_experts": ("expert_count", None),
+    "num_experts_per_tok": ("expert_used_count", None),
+    "moe_intermediate_size": ("expert_feed_forward_length", None),
+}
+_FOUR_NORMS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+#: end of the name of a matrix of one row, which is a vector in a file
+_GATE = "shared_expert_gate.weight"
+_GELU = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+#: general.architecture -> family
+_FAMILIES = {
+    "llama": _Family("LlamaForCausalLM", "llama", interleaved=True),
+    "qwen2": _Family("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": _Family("Qwen3ForCausalLM", "qwen3"),
+    "qwen2moe": _Family(
+        "Qwen2MoeForCausalLM",
+        "qwen2_moe",
+        names=_EXPERT_NAMES | _SHARED_NAMES,
+        keys=_EXPERT_KEYS | {"shared_expert_intermediate_size": ("expert_shared_feed_forward_length", None)},
+        fixed={"norm_topk_prob": False, "decoder_sparse_step": 1},
+    ),
+    "qwen3moe": _Family(
+        "Qwen3MoeForCausalLM",
+        "qwen3_moe",
+        names=_EXPERT_NAMES,
+        keys=_EXPERT_KEYS,
+        fixed={"norm_topk_prob": True, "decoder_sparse_step": 1},
+    ),
+    "gemma2": _Family(
+        "Gemma2ForCausalLM",
+        "gemma2",
+        names=_FOUR_NORMS,
+        keys={
+            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
+            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
+            "sliding_window": ("attention.sliding_window", 4096),
+        },
+        fixed=_GELU,
+        shifted_norms=True,
+    ),
+    "gemma3": _Family(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        names=_FOUR_NORMS,
+        keys={"sliding_window": ("attention.sliding_window", None)},
+        fixed=_GELU | {"rope_local_base_freq": 10000.0, "sliding_window_pattern": 6},
+        shifted_norms=True,
+        scalings=("linear",),
+    ),
+}
+#: (family, layers) of the models whose queries are divided by the root of hidden size / heads, as llama.cpp knows them
+_WIDE_QUERIES = (("gemma2", 46), ("gemma3", 62))
 _BLOCK_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -60,10 +148,11 @@ class GgufModel:
     Attributes:
         config: config.json of the model, without its dtype.
         dtype: dtype of the weights: as the file's matrices, bfloat16 where they are quantized.
-        names: tensor of the file -> name in Hugging Face.
+        names: tensor of the file -> name in Hugging Face, with * for the index of an expert in one of all experts.
     """
 
     path: Path
+    family: _Family
     config: dict[str, Any]
     dtype: torch.dtype
     names: dict[str, str]
@@ -82,9 +171,17 @@ class GgufModel:
         for tensor in self.tensors:
             name = self.names[tensor.name]
             values = np.array(dequantize(tensor.data, tensor.kind), dtype=np.float32)
-            if self.config["model_type"] == "llama" and (match := re.search(r"self_attn\.([qk])_proj", name)):
+            if self.family.interleaved and (match := re.search(r"self_attn\.([qk])_proj", name)):
                 values = _split_halves(values, heads if match[1] == "q" else kv_heads)
-            yield name, torch.from_numpy(values)
+            if self.family.shifted_norms and name.endswith("norm.weight"):
+                values -= 1.0
+            if name.endswith(_GATE) and values.ndim == 1:
+                values = values[None]
+            if "*" not in name:
+                yield name, torch.from_numpy(values)
+                continue
+            for expert, part in enumerate(values):
+                yield name.replace("*", str(expert)), torch.from_numpy(np.ascontiguousarray(part))
 
 
 def _split_halves(values: np.ndarray, heads: int) -> np.ndarray:
@@ -141,33 +238,40 @@ def _build_model(path: Path, content: GgufFile) -> GgufModel:
     family = values.get("general.architecture")
     if not isinstance(family, str) or family not in _FAMILIES:
         raise ValueError(f"its model is of the family {family!r}; supported are {', '.join(_FAMILIES)}")
-    names, unknown = {}, []
+    form, names, unknown = _FAMILIES[family], {}, []
+    block_names = {**_BLOCK_NAMES, **form.names}
     for tensor in tensors:
         outer, _, kind = tensor.name.rpartition(".")
         match = _BLOCK.fullmatch(tensor.name)
-        if match is not None and match[2] in _BLOCK_NAMES:
-            names[tensor.name] = f"model.layers.{match[1]}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
+        if match is not None and match[2] in block_names:
+            names[tensor.name] = f"model.layers.{match[1]}.{block_names[match[2]]}.{match[3]}"
         elif outer in _OUTER_NAMES:
             names[tensor.name] = f"{_OUTER_NAMES[outer]}.{kind}"
         else:
             unknown.append(tensor.name)
     if unknown:
         raise ValueError(
-            f"{len(unknown)} tensors, such as {unknown[0][:100]!r}, are of no dense {family} model; experts and scaled rotary "
-            "embedding (rope_freqs, Llama 3.1) are not supported"
+            f"{len(unknown)} tensors, such as {unknown[0][:100]!r}, are of no {family} model that is supported; experts of "
+            "Llama (Mixtral) and scaled rotary embedding (rope_freqs, Llama 3.1) are not"
         )
     if scaling := values.get(f"{family}.rope.scaling.type"):
-        if scaling != "none":
+        if scaling not in ("none", *form.scalings):
             raise ValueError(f"rotary embedding scaled by {scaling!r} is not supported")
     config = _build_config(family, values, {tensor.name: tensor.shape for tensor in tensors})
     if (num_layers := len({name.split(".")[2] for name in names.values() if name.startswith("model.layers.")})) != (
         layers := config["num_hidden_layers"]
     ):
         raise ValueError(f"it has tensors of {num_layers} layers, and states {layers}; is it one of several parts?")
-    _check_shapes(config, {names[tensor.name]: tensor.shape for tensor in tensors})
+    shapes: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        name, parts = names[tensor.name], tensor.shape[:1] if "*" in names[tensor.name] else (1,)
+        shape = tensor.shape[1:] if "*" in name else tensor.shape
+        shape = (1, *shape) if name.endswith(_GATE) and len(shape) == 1 else shape
+        shapes |= {name.replace("*", str(expert)): shape for expert in range(*parts)}
+    _check_shapes(config, shapes)
     kinds = {tensor.kind.name for tensor in tensors if len(tensor.shape) > 1}
     dtype = next((dtype for dtype, kind in _TYPES.items() if kinds == {kind}), torch.bfloat16)
-    return GgufModel(path, config, dtype, names, tensors)
+    return GgufModel(path, form, config, dtype, names, tensors)
 
 
 def _build_config(family: str, values: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -186,13 +290,13 @@ def _build_config(family: str, values: Mapping[str, Any], shapes: Mapping[str, t
     embedding = shapes.get("token_embd.weight", ())
     if len(embedding) != 2:
         raise ValueError(f"its embedding, token_embd.weight, has the shape {list(embedding)}; expected tokens x {hidden}")
-    architecture, model_type = _FAMILIES[family]
+    form, layers = _FAMILIES[family], int(read("block_count"))
     config = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [form.class_name],
+        "model_type": form.model_type,
         "hidden_size": hidden,
         "intermediate_size": int(read("feed_forward_length")),
-        "num_hidden_layers": int(read("block_count")),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": int(read("attention.head_count_kv", heads)),
         "head_dim": int(read("attention.key_length", hidden // heads)),
@@ -202,8 +306,16 @@ def _build_config(family: str, values: Mapping[str, Any], shapes: Mapping[str, t
         "rms_norm_eps": round(float(read("attention.layer_norm_rms_epsilon")), 12),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in shapes,
-        "attention_bias": family != "qwen2" and "blk.0.attn_q.bias" in shapes,
+        "attention_bias": not family.startswith("qwen2") and "blk.0.attn_q.bias" in shapes,
+        **form.fixed,
     }
+    for key, (name, default) in form.keys.items():
+        value = read(name, default)
+        config[key] = int(value) if value == int(value) and not key.endswith("softcapping") else float(value)
+    if form.names is _FOUR_NORMS:
+        config["query_pre_attn_scalar"] = hidden // heads if (family, layers) in _WIDE_QUERIES else config["head_dim"]
+    if values.get(f"{family}.rope.scaling.type") in form.scalings:
+        config["rope_scaling"] = {"rope_type": "linear", "factor": float(read("rope.scaling.factor"))}
     for name, key in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id"), ("padding_token_id", "pad_token_id")):
         if (token := values.get(f"tokenizer.ggml.{name}")) is not None:
             if type(token) is not int or not 0 <= token < embedding[0]:

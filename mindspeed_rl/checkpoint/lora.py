@@ -240,10 +240,21 @@ def get_staging_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | None, architecture: Architecture) -> list[str]:
+def export_peft(
+    path: Path,
+    adapters: Adapters,
+    scale: float,
+    base_model: str | None,
+    architecture: Architecture,
+    *,
+    others: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> list[str]:
     """Write Megatron adapters as a PEFT folder, under the names of transformers' modules; the last part of these names.
 
     A fused Megatron parameter (qkv, gate and up) becomes one adapter per HF module: they share A, and each takes its rows of B.
+
+    Args:
+        others: A and B of further modules by their names in transformers, of the same rank and scale.
 
     Raises:
         ValueError: an adapter belongs to several experts at once (grouped GEMM), or the folder exists.
@@ -264,6 +275,9 @@ def export_peft(path: Path, adapters: Adapters, scale: float, base_model: str | 
             # safetensors refuses tensors that share memory, as query's, key's and value's A do
             tensors[f"{module}.lora_A.weight"] = a.clone()
             tensors[f"{module}.lora_B.weight"] = part.contiguous()
+    for module, (a, b) in (others or {}).items():
+        rank = a.shape[0]
+        tensors[f"{_PEFT_PREFIX}{module}.lora_A.weight"], tensors[f"{_PEFT_PREFIX}{module}.lora_B.weight"] = a, b
     paths = sorted({key.rsplit(".lora_", 1)[0].removeprefix(_PEFT_PREFIX) for key in tensors})
     modules = sorted({path.rpartition(".")[2] for path in paths})
     config: dict[str, Any] = {

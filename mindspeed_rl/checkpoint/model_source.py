@@ -13,9 +13,8 @@ from mindspeed_rl.checkpoint.source import check_hf_tensors
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.config.model_metadata import HF_FILES, find_adapter_base
 from mindspeed_rl.data.tokenizer import load_tokenizer
-from mindspeed_rl.files import describe_missing, read_json
-from mindspeed_rl.models import architecture_for
-from mindspeed_rl.models.plan import ModelSource
+from mindspeed_rl.files import describe_missing
+from mindspeed_rl.models.plan import ModelSource, read_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -181,9 +180,8 @@ def check_weights(config: MegatronConfig, source: ModelSource, *, is_scored: boo
     """
     if source.kind != "hf":
         return []
-    hf_config = read_json(source.weights / "config.json")
-    architecture = architecture_for(hf_config)
-    model_config = replace(architecture.read_model_config(hf_config), head="reward" if is_scored else "lm")
+    architecture, model_config, _ = read_model(source.weights, config.engine)
+    model_config = replace(model_config, head="reward" if is_scored else "lm")
     left = check_hf_tensors(source.weights, architecture, model_config, loosely=config.load_checkpoint_loosely)
     return [f"{source.weights}: {sentence}" for sentence in left]
 

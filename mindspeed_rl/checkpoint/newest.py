@@ -12,6 +12,8 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 EXPORTS = "hf"
 #: the same of the moving average of the weights, with `ema_decay`
 AVERAGES = "hf_ema"
+#: entry of the trainer's state: iteration of the best evaluation, whose checkpoint `keep_best` keeps
+BEST_ITERATION = "best_iteration"
 #: folder of a checkpoint with the responses that were being generated when it was written
 IN_FLIGHT = "in_flight"
 IN_FLIGHT_STAGING = f"{IN_FLIGHT}.partial"
@@ -69,10 +71,14 @@ def lacks_export(folder: str | Path, iteration: int, exports: str = EXPORTS) -> 
     return not link.with_name(name).is_dir() or not link.is_symlink() or os.readlink(link) < name
 
 
-def list_old(folder: Path, iteration: int, keep_last: int | None) -> list[Path]:
+def list_old(folder: Path, iteration: int, keep_last: int | None, *, best: int | None = None) -> list[Path]:
     """Return the folders of iterations that `keep_last` leaves out, of those up to this iteration.
 
     Newer ones are of a run that restarted from an older one: they are neither counted nor returned.
+
+    Args:
+        best: iteration of the best evaluation where its checkpoint is kept.
     """
     known = [folder / f"iter_{number:07d}" for number in iterations(folder) if number <= iteration]
-    return known[:-keep_last] if keep_last else []
+    old = known[:-keep_last] if keep_last else []
+    return [path for path in old if best is None or path.name != f"iter_{best:07d}"]

@@ -17,10 +17,11 @@ from mindspeed_rl.checkpoint.mcore import Adapters, iteration_folder
 from mindspeed_rl.checkpoint.megatron_source import open_layout
 from mindspeed_rl.config.model_metadata import HF_FILES
 from mindspeed_rl.files import read_json
-from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture
+from mindspeed_rl.models import ARCHITECTURES, architecture_for, find_architecture, has_layers
 from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout
 from mindspeed_rl.models.model_config import ModelConfig, read_group, read_quantization_block, read_size
+from mindspeed_rl.models.module_family import read_module_family
 from mindspeed_rl.models.vision import read_text_config
 
 # buffers that old releases of transformers saved: rotary frequencies and causal masks, which models compute
@@ -175,8 +176,13 @@ def _model_config(architecture: Architecture, config: Mapping[str, Any], options
     return model_config
 
 
-def open_hf(path: Path, options: ModelOptions) -> Source:
+def open_hf(path: Path, options: ModelOptions, *, by_module: bool = False) -> Source:
     """Open an HF folder.
+
+    Args:
+        path: the folder.
+        options: what the user states about the model.
+        by_module: transformers' module will compute it, so that families outside the table of architectures are opened too.
 
     Raises:
         ValueError: the folder is incomplete, of an unknown architecture, contradicts the options, or holds tensors that
@@ -185,8 +191,12 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     folder = HfFolder(path)
     block = read_quantization_block(folder.config)
     config = _changed_config(folder.config, options)
-    architecture = architecture_for(config)
-    model_config = replace(_model_config(architecture, config, options), mtp_num_layers=options.mtp_num_layers or 0)
+    if by_module and not has_layers(config):
+        architecture, shape = read_module_family(path, config)
+    else:
+        architecture = architecture_for(config)
+        shape = _model_config(architecture, config, options)
+    model_config = replace(shape, mtp_num_layers=options.mtp_num_layers or 0)
     _check_model_type(options, architecture, model_config)
     _check_layer_count(folder, architecture, model_config)
     warnings = []
@@ -215,7 +225,7 @@ def open_hf(path: Path, options: ModelOptions) -> Source:
     copies = architecture.hf_copies(model_config)
     # the head that a tied model may store is read all the same, to be held against the embedding that stands for it
     if not model_config.untie_embeddings_and_output_weights and model_config.head == "lm":
-        copies = {**copies, "lm_head.weight": f"{architecture.text_prefix}embed_tokens.weight"}
+        copies = {"lm_head.weight": f"{architecture.text_prefix}embed_tokens.weight", **copies}
     copies = {copy: owner for copy, owner in copies.items() if copy in folder.records}
     groups += [group_of(folder, copy, block) for copy in copies]
     dropped, dropped_warnings = _dropped(folder, expected | set(copies), architecture, model_config, options)
@@ -329,7 +339,7 @@ def _skipped(surplus: _Surplus, model_config: ModelConfig) -> str:
 
 def _unknown(folder: HfFolder, surplus: _Surplus, model_config: ModelConfig) -> str:
     """Describe the tensors that the architecture does not have."""
-    real = read_size(read_text_config(folder.config), "num_hidden_layers")
+    real = read_size(read_text_config(folder.config), "num_hidden_layers", model_config.num_layers)
     beyond = (layer := _layer_of(surplus.unknown[0])) is not None and layer >= real
     return (
         f"{folder.path} holds {surplus.unknown[0]!r}"
@@ -358,7 +368,8 @@ def _dropped(
 def _surplus(
     folder: HfFolder, expected: set[str], architecture: Architecture, model_config: ModelConfig, options: ModelOptions
 ) -> _Surplus:
-    real = read_size(read_text_config(folder.config), "num_hidden_layers")
+    # Nemotron-H has a list of layers instead
+    real = read_size(read_text_config(folder.config), "num_hidden_layers", model_config.num_layers)
     # a fused tensor is known by the separate ones that it holds: one too many is one expert too many
     rest = [
         name
@@ -376,7 +387,7 @@ def _surplus(
             continue
         if layer is not None and model_config.num_layers <= layer < real:
             truncated.append(name)
-        elif options.reward_head and name == "lm_head.weight":
+        elif options.reward_head and name == architecture.head_name:
             replaced.append(name)
         else:
             unknown.append(name)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
-from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean
+from mindspeed_rl.audit.data import audit_data, check_cleanable, write_clean, write_pass_rates
+from mindspeed_rl.audit.pass_rates import COLUMN, PassRates
 from mindspeed_rl.audit.report import AuditReport
 from mindspeed_rl.audit.rows import RowPart, find_tokenizer_folder, open_run_data, read_cases
 from mindspeed_rl.cli.options import RunParser, print_status, report_failure
@@ -32,6 +33,11 @@ kinds:
   data    duplicates, overlap with the evaluation sets, labels that no response can match, prompts that are cut
 
 mindspeed-rl audit <kind> --help shows the options of one."""
+
+
+_DTYPES = ("auto", "bfloat16", "float16", "float32")
+#: options that need a model
+_OF_SAMPLES = ("samples", "max_prompts", "dtype", "pass_rates", "drop_decided")
 
 
 def main(argv: list[str]) -> int:
@@ -112,19 +118,74 @@ def _audit_data(argv: list[str]) -> int:
     )
     parser.add_argument("--bound", type=float, default=0.01, help="largest share of rows with a fault; default 0.01")
     parser.add_argument("--clean", type=Path, metavar="FILE", help="JSON lines to write: the rows without a fault")
+    parser.add_argument("--model", metavar="FOLDER", help="model whose samples give each prompt a pass rate")
+    parser.add_argument("--samples", type=int, help="--model: samples of each prompt; default 4")
+    parser.add_argument("--max-prompts", type=int, help="--model: only the first so many prompts")
+    parser.add_argument("--dtype", choices=_DTYPES, help="--model: format of the weights; default: the run's")
+    parser.add_argument(
+        "--pass-rates", type=Path, metavar="FILE", help="--model: JSON lines to write, the rows with a column pass_rate"
+    )
+    parser.add_argument(
+        "--drop-decided",
+        action="store_true",
+        help="--model: --clean also leaves out the prompts that are never or always right",
+    )
     arguments = parser.parse_intermixed_args(argv)
     bound = _read_bound(parser, arguments.bound)
+    _check_sampling(parser, arguments)
+    if arguments.drop_decided and arguments.clean is None:
+        parser.error("--drop-decided leaves rows out of the file of --clean")
+    if arguments.pass_rates is not None and not arguments.pass_rates.parent.is_dir():
+        parser.error(f"--pass-rates {arguments.pass_rates}: {arguments.pass_rates.parent} is no folder")
     if arguments.clean is not None and not arguments.clean.parent.is_dir():
         parser.error(f"--clean {arguments.clean}: {arguments.clean.parent} is no folder")
     run = _read_run(arguments)
     _, (train, held_out) = _open_data(run)
-    if arguments.clean is not None:
-        check_cleanable(train)
+    for option in ("clean", "pass_rates"):
+        if getattr(arguments, option) is not None:
+            check_cleanable(train, f"--{option.replace('_', '-')}")
+    if arguments.model is not None:
+        registry.load("mindspeed_rl.audit.reward:select_functions", "audit")(run)  # raises before the data are read
     audit = audit_data(train, held_out, run, report=print_status)
+    if arguments.model is not None:
+        audit.pass_rates = _sample(arguments, run, train)
+    if arguments.pass_rates is not None and audit.pass_rates is not None:
+        count = write_pass_rates(audit.pass_rates, train, arguments.pass_rates)
+        print_status(f"wrote {count:,} rows with a pass rate to {arguments.pass_rates}")
     if arguments.clean is not None:
-        kept, dropped = write_clean(audit, train, arguments.clean)
+        rates = audit.pass_rates
+        columns = {} if rates is None else {index: {COLUMN: rate} for index, rate in rates.rates.items()}
+        decided = dict[int, str]()
+        if rates is not None and arguments.drop_decided:
+            decided = dict.fromkeys(rates.never, "never") | dict.fromkeys(rates.always, "always")
+        kept, dropped = write_clean(audit, train, arguments.clean, columns, decided)
         print_status(f"wrote {kept:,} rows to {arguments.clean}, and {dropped:,} reasons next to it")
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
+
+
+def _check_sampling(parser: RunParser, arguments: Namespace) -> None:
+    """End with an error for options of samples without a model, or that no sample can have."""
+    given = {name: value for name, value in vars(arguments).items() if name in _OF_SAMPLES}
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if value and arguments.model is None:
+            parser.error(f"{option} needs --model, whose samples it is about")
+        if name in ("samples", "max_prompts") and value is not None and value < 1:
+            parser.error(f"{option} {value} must be at least 1")
+
+
+def _sample(arguments: Namespace, run: Run, train: RowPart) -> PassRates:
+    """Return the pass rates of the prompts from samples of a model, with the run's sampling and reward functions."""
+    sample_run = registry.load("mindspeed_rl.cli.audit_samples:sample_run", "audit")
+    return sample_run(
+        run,
+        train,
+        arguments.model,
+        num_samples=arguments.samples or 4,
+        max_prompts=arguments.max_prompts,
+        dtype=arguments.dtype,
+        report=print_status,
+    )
 
 
 def _audit_reward(argv: list[str]) -> int:
@@ -137,8 +198,12 @@ def _audit_reward(argv: list[str]) -> int:
         "--bound", type=float, default=0.05, help="largest share of rows that a cheat may get through; default 0.05"
     )
     parser.add_argument("--rows", type=int, default=16, help="rows that are attacked; default 16")
+    parser.add_argument("--model", metavar="FOLDER", help="model whose samples are tried and recombined as well")
+    parser.add_argument("--samples", type=int, help="--model: samples of each row; default 8")
+    parser.add_argument("--dtype", choices=_DTYPES, help="--model: format of the weights; default: the run's")
     arguments = parser.parse_intermixed_args(argv)
     bound = _read_bound(parser, arguments.bound)
+    _check_sampling(parser, arguments)
     if arguments.rows < 1:
         parser.error(f"--rows {arguments.rows} must be at least 1")
     run = _read_run(arguments)
@@ -153,7 +218,11 @@ def _audit_reward(argv: list[str]) -> int:
     if run.rl.multi_turn_enable:
         columns = registry.load("mindspeed_rl.rollout.trajectory:make_trial_columns", "audit")()
     cases = list_cases(read_cases(train), arguments.rows)
-    audit = audit_reward(run, cases, tokenizer, columns=columns, report=print_status)
+    samples = None
+    if arguments.model is not None:
+        sample_cases = registry.load("mindspeed_rl.cli.audit_samples:sample_cases", "audit")
+        samples = sample_cases(run, cases, arguments.model, num_samples=arguments.samples or 8, dtype=arguments.dtype)
+    audit = audit_reward(run, cases, tokenizer, columns=columns, samples=samples, report=print_status)
     return _finish(arguments, audit.describe(bound), audit.encode(bound))
 
 

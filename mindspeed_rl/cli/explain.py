@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspeed_rl import registry
+from mindspeed_rl.cli.bands import find_bands
 from mindspeed_rl.cli.options import RunParser
 from mindspeed_rl.cli.train import prepare_environment
 from mindspeed_rl.config.errors import ConfigError
@@ -89,7 +90,11 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
         checks_files: also where none of the files that the run names is on this machine.
     """
     registry.search_folders(cfg.plugin_folders)
-    report = explain(draft(cfg, num_nodes))
+    run = draft(cfg, num_nodes)
+    report = explain(run)
+    if cfg.serve_config is not None:
+        report["unchecked"] = "files and memory: serve checks them before it listens"
+        return report
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
     if not report["errors"] and (checks_files or cfg.has_files_here):
@@ -97,7 +102,19 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     elif not report["errors"]:
         report["unchecked"] = "files: none that the run names is on this machine; --validate checks as train does"
     report["valid"] = not report["errors"]
+    if report["valid"]:
+        report["promise"] = _promise(run)
     return report
+
+
+def _promise(run: Run) -> list[str]:
+    """Return the lines of a promise; why there is none in a line. `mindspeed-rl promise` also searches other layouts."""
+    # by name: the planner reads models, which a plan of keys does without
+    make_promise = registry.load("mindspeed_rl.planner.promise:make_promise", "explain")
+    try:
+        return list(make_promise(run, bands=find_bands(run)).list_lines())
+    except ValueError as error:
+        return [f"nothing: {error}"]
 
 
 def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: bool) -> None:

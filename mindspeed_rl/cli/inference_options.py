@@ -101,7 +101,9 @@ def add_model_options(parser: Parser) -> None:
     add("--fp16", action="store_const", const="float16", dest="dtype", help=argparse.SUPPRESS)
     add("--tensor-parallel-size", "--tensor-model-parallel-size", type=int, default=1, help="devices an engine is split over")
     add("--data-parallel-size", type=int, default=1, help="engines that share the requests")
-    add("--engine", choices=("vllm", "megatron"), default="vllm", help="megatron: the training model itself, to check vLLM")
+    add("--engine", choices=("vllm", "megatron", "transformers"), default="vllm",
+        help="megatron: the training model itself, to check vLLM; transformers: its own module, slow, for a model that vLLM "
+        "does not serve")  # fmt: skip
     add("--pipeline-parallel-size", "--pipeline-model-parallel-size", dest="pipeline_model_parallel_size", type=int, default=1,
         help="stages of --engine megatron")  # fmt: skip
     add("--max-length", "--max-model-len", type=int, help="longest prompt + answer, in tokens; default: what is needed")
@@ -195,8 +197,8 @@ def check_common(args: argparse.Namespace) -> None:
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size}: vLLM's engine has no pipeline here; a "
             "checkpoint cut in any way loads without the flag, and --engine megatron has stages"
         )
-    if args.engine == "megatron" and args.graph:
-        raise ValueError("--graph: graphs are vLLM's; --engine megatron has none")
+    if args.engine != "vllm" and args.graph:
+        raise ValueError(f"--graph: graphs are vLLM's; --engine {args.engine} has none")
     positive = (
         "tensor_parallel_size",
         "data_parallel_size",

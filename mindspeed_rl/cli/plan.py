@@ -15,13 +15,14 @@ from mindspeed_rl.config.expert_map import write_expert_map
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run import RunConfig
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.diagnostics.mode_simulation import PhaseTimes, simulate_modes
 from mindspeed_rl.files import FileWriteError, write_file
 from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.devices import DEVICES, Device, find_device, get_device
 from mindspeed_rl.planner.experts import format_experts, place_experts
-from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block
+from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_block, read_folder
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
@@ -120,7 +121,11 @@ def _add_lengths(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", required=True, help="model block of configs/model, for example qwen3_32b")
+    parser.add_argument(
+        "--model",
+        required=True,
+        help="model block of configs/model, for example qwen3_32b; or a folder with config.json, or a model in a hub's cache",
+    )
     parser.add_argument("--config-dir", default=None, help="folder that has model/<name>.yaml; default: the project's configs/")
     parser.add_argument("--prompt", type=_tokens, default=2048, help="longest prompt in tokens, like 2048 or 2k")
     parser.add_argument("--response", type=_tokens, default=8192, help="longest response in tokens, like 8192 or 8k")
@@ -236,9 +241,29 @@ def _read_request(arguments: argparse.Namespace, npus: int = 1, nodes: int = 1) 
     for name, count in given.items():
         if count < 1:
             raise ValueError(f"--{name}: {count} must be at least 1.")
-    block = read_block(arguments.model, arguments.config_dir)
     lengths = arguments.prompt, arguments.response, arguments.prompts, arguments.samples
-    return FitRequest(arguments.model, block, npus, *lengths, nodes)
+    folder = _find_folder(arguments.model)
+    if folder is None:
+        return FitRequest(arguments.model, read_block(arguments.model, arguments.config_dir), npus, *lengths, nodes)
+    try:
+        block = read_folder(folder)
+    except ValueError as error:
+        raise ValueError(f"--model: {error}") from error
+    return FitRequest(folder.resolve().name, block, npus, *lengths, nodes, folder=str(folder.resolve()))
+
+
+def _find_folder(model: str) -> Path | None:
+    """Return the folder that `--model` names, as a path or as a name on a hub; None for the name of a model block.
+
+    Raises:
+        ValueError: it is a name on a hub whose files are not in the cache.
+    """
+    path = Path(model).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if (name := parse_hub_name(model)) is not None:
+        return fetch(name, "--model", "model", downloads=False)
+    return None
 
 
 def _smallest(arguments: argparse.Namespace) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -15,9 +16,15 @@ from mindspeed_rl.cli.options import RunParser, print_status, report_failure
 from mindspeed_rl.config import RunConfig, load_run_config
 from mindspeed_rl.config.model_metadata import VISION_VARIABLE
 from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.logging import build_quiet_environment
+from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.fork_server import RL, TRAINING, build_local_ray_environment, fork_server
+
+#: alerts after which trainer and rollout engine are compared, and seconds that this may take
+_COMPARED, _COMPARISON_S = frozenset(("mismatch_depth", "mismatch_token")), 1800.0
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +41,10 @@ def main(argv: list[str]) -> int:
     )  # fmt: skip
     parser.add_argument("--config-dir", default=None, help="folder of the run file; default: the project's configs/")
     parser.add_argument("--nodes", type=int, default=1, help="machines the devices are spread over")
+    parser.add_argument(
+        "--strict", action="store_true",
+        help="start no run that is predicted not to fit, and end one that is not as promised after 3, 10 or 50 iterations",
+    )  # fmt: skip
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example rl_config.clip_ratio=0.1")
     arguments = parser.parse_intermixed_args(argv)
     if arguments.config_name is None and arguments.from_swift is None:
@@ -48,6 +59,10 @@ def main(argv: list[str]) -> int:
             write_import = registry.load("mindspeed_rl.importers.command:write_import", "train")
             arguments.config_name = str(write_import("swift", arguments.from_swift, written)[0])
         cfg = load_run_config(arguments.config_name, arguments.config_dir, arguments.overrides)
+        if cfg.serve_config is not None:
+            raise ValueError(
+                f"{cfg.config_name} has the group serve_config: it is the run file of a server; mindspeed-rl serve starts it"
+            )
         with prepare_run(cfg, arguments.nodes) as run:
             # these also import Ray
             from mindspeed_rl.trainers.launch import launch
@@ -55,10 +70,14 @@ def main(argv: list[str]) -> int:
             from mindspeed_rl.trainers.termination import Terminated
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
+            bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
+            if arguments.strict and not predict(run).fits:
+                raise ValueError(f"--strict: the run is not predicted to fit: {predict(run).summary}")
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():
-                    with recovery.retry_on_fault(), launch(attempt, predict(attempt)) as trainer:
+                    prediction = predict(attempt, bands=bands, is_strict=arguments.strict)
+                    with recovery.retry_on_fault(), launch(attempt, prediction) as trainer:
                         trainer.fit()
             except Terminated as error:
                 print_status(str(error))
@@ -70,7 +89,26 @@ def main(argv: list[str]) -> int:
             _print_resume(run, launched_s)
         return code
     print(f"finished: {run.folder}")
+    if needs_comparison(run.folder):
+        _compare_engines(run.folder)
     return 0
+
+
+def needs_comparison(folder: Path) -> bool:
+    """Return True where the figures of a run say that trainer and rollout engine differ at some depth or class of tokens."""
+    alerts = find_alerts(History(read_lines(folder / "metrics.jsonl")))
+    return any(alert.kind in _COMPARED for alert in alerts)
+
+
+def _compare_engines(folder: Path) -> None:
+    """Run `diff train rollout` on a run that has ended, which names the first module that differs; it decides nothing."""
+    result = folder / "mismatch.json"
+    print(f"trainer and rollout engine differ: comparing them module by module, result in {result} ...", flush=True)
+    command = [sys.executable, "-m", "mindspeed_rl.cli.main", "diff", "train", "rollout", "--run", str(folder)]
+    try:
+        subprocess.run([*command, "--json", str(result)], timeout=_COMPARISON_S, check=False)
+    except subprocess.TimeoutExpired:
+        print_status(f"the comparison was ended after {_COMPARISON_S:g} s; repeat it with: {' '.join(command[2:])}")
 
 
 @contextlib.contextmanager

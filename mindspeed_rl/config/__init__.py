@@ -9,6 +9,7 @@ from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig, 
 from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.keys.megatron import RL_STAGES, SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import IntegratedModeConfig, Resource, RLConfig, RouterReplay
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.loader import build_run_config, load_run_config
 from mindspeed_rl.config.run import RunConfig
 
@@ -30,6 +31,7 @@ __all__ = [
     "RouterReplay",
     "RunConfig",
     "SamplingConfig",
+    "ServeConfig",
     "build_run_config",
     "load_run_config",
 ]

@@ -12,12 +12,14 @@ from typing import Any, TypeVar
 from mindspeed_rl.config.compat.aliases import apply_aliases, rename_deprecated
 from mindspeed_rl.config.errors import ConfigError, unknown_key, unknown_value
 from mindspeed_rl.config.keys import ROLE_GROUPS, collect_names
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import ENGINE_SAMPLING, GenerateConfig
 from mindspeed_rl.config.keys.ignored import IGNORED
 from mindspeed_rl.config.keys.megatron import DROPOUT_KEYS, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import build, normalize
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.model_metadata import read_model_metadata
 from mindspeed_rl.config.run import PLATFORMS, RunConfig
 from mindspeed_rl.config.run_files import compose, find_project_configs, locate
@@ -31,6 +33,8 @@ TOP_LEVEL: dict[str, type] = {
     "generate_config": GenerateConfig,
     "profiler_config": ProfilerGroups,
     "msprobe_config": MsprobeConfig,
+    "audit": AuditKeys,
+    "serve_config": ServeConfig,
 }
 
 
@@ -84,6 +88,8 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         set_keys["sampling_config"] = sampling
     profiler = build_group("profiler_config", ProfilerGroups) or ProfilerGroups()
     msprobe = build_group("msprobe_config", MsprobeConfig) or MsprobeConfig()
+    audit = build_group("audit", AuditKeys) or AuditKeys()
+    serve = build_group("serve_config", ServeConfig)
     platform, run_dir = _read_top_level(tree, errors)
     if errors:
         # each once: every role that takes a wrong model block reports it
@@ -108,6 +114,8 @@ def build_run_config(tree: Mapping[str, Any], *, config_name: str = "", config_d
         generate_config=generate,
         profiler_config=profiler,
         msprobe_config=msprobe,
+        audit=audit,
+        serve_config=serve,
         set_keys=set_keys,
         deprecated=deprecated,
         aliased=aliased,
@@ -157,9 +165,9 @@ def _read_groups(tree: Mapping[str, object], errors: list[str]) -> tuple[dict[st
 
 #: keys of files and folders that a run reads
 _INPUTS = frozenset(
-    "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path prompt_type_path "
-    "image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path "
-    "environment runtime_env_path".split()
+    "load pretrained_checkpoint tokenizer_name_or_path ref_model base_model data_path eval_data_path eval_sets "
+    "prompt_type_path image_folder reward_model ref_model_load_path external_plugins judge_prompt tool_config_path "
+    "expert_map_path environment runtime_env_path".split()
 )
 _SLICE = re.compile(r"(\[[\d:]*\]|#\d+)$")
 
@@ -179,6 +187,8 @@ def _find_beside(groups: Mapping[str, dict[str, Any]], folder: Path | None) -> N
                 continue  # checkpoints that this run writes
             if isinstance(value, str):
                 values[name] = _place(value, folder)
+            elif isinstance(value, Mapping):
+                values[name] = {key: _place(item, folder) if isinstance(item, str) else item for key, item in value.items()}
             elif isinstance(value, list):
                 values[name] = [_place(item, folder) if isinstance(item, str) else item for item in value]
 

@@ -43,6 +43,7 @@ class EngineShape:
         is_latent, latent_size: latent attention, and the width of its one cached head.
         max_length: maximum sequence that the positions of the model reach, in tokens.
         num_experts: experts of a layer with experts.
+        is_sparse: queries attend to the tokens that an indexer chooses.
         linear_heads, linear_size: key heads of the gated delta nets, and the smaller width of a key and a value head.
     """
 
@@ -55,6 +56,7 @@ class EngineShape:
     ffn_hidden_size: int | None = None
     max_length: int | None = None
     num_experts: int | None = None
+    is_sparse: bool = False
     linear_heads: int | None = None
     linear_size: int | None = None
 
@@ -67,11 +69,13 @@ class ModelMetadata:
         folder: the folder as the run file names it.
         shape: the sizes in the files.
         reads_images: it is a model of images.
+        hf_folder: folder of config.json.
     """
 
     folder: str
     shape: EngineShape
     reads_images: bool = False
+    hf_folder: str = ""
 
 
 def find_adapter_base(folder: str | Path | None, base_model: str | None = None) -> str | None:
@@ -96,7 +100,7 @@ def read_model_metadata(role: MegatronConfig) -> ModelMetadata | None:
                 reads_images = "vision_config" in config and "image_token_id" in config
                 text = config.get("text_config")
                 config |= text if isinstance(text, dict) else {}  # the sizes of a model with several parts are there
-                return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images)
+                return ModelMetadata(str(name), _read_shape(str(name), folder, config), reads_images, str(folder))
     return None
 
 
@@ -118,6 +122,7 @@ def _read_shape(source: str, folder: Path, config: Mapping[str, object]) -> Engi
         ffn_hidden_size=_read_count(config, "intermediate_size"),
         max_length=_read_max_length(folder, config),
         num_experts=next((count for count in counts if count), None),
+        is_sparse=_read_count(config, "index_topk") is not None,
         linear_heads=_read_count(config, "linear_num_key_heads"),
         linear_size=min((width for width in widths if width), default=None),
     )
@@ -130,6 +135,11 @@ def _read_max_length(folder: Path, config: Mapping[str, object]) -> int | None:
         return None
     scaling = config.get("rope_scaling") or config.get("rope_parameters")
     scaling = scaling if isinstance(scaling, Mapping) else {}
+    if scaling.get("rope_type", scaling.get("type")) == "longrope":
+        # beyond, other frequencies would change the probabilities of a row's first tokens: only transformers computes these
+        original = scaling.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+        length = original if isinstance(original, int) else length
+        scaling = {}
     factor = scaling.get("factor")
     # llama3 scaling is part of max_position_embeddings already
     if isinstance(factor, (int, float)) and scaling.get("rope_type", scaling.get("type")) != "llama3":

@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerGroups
 from mindspeed_rl.config.keys.generate import GenerateConfig
 from mindspeed_rl.config.keys.megatron import SUPERVISED_STAGES, MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
+from mindspeed_rl.config.keys.serve import ServeConfig
 from mindspeed_rl.config.model_metadata import ModelMetadata
 from mindspeed_rl.config.run_files import find_project_configs
 from mindspeed_rl.files import read_json
@@ -46,6 +48,7 @@ class RunConfig:
         ref_config: the actor's merged keys when the run file has no such group.
         reward_config, critic_config, teacher_config, vit_config: None when the run file has no such group.
         rl_config, generate_config: None in supervised stages.
+        serve_config: None but for a server.
         aliased: the values, as the run file has them, of keys that have an alias, by dotted name.
         model_metadata: shape from the model's files, by group of a role; without roles whose files are not on this machine.
         deprecated: a sentence for each key that is written by a deprecated name, by that dotted name.
@@ -69,6 +72,8 @@ class RunConfig:
     generate_config: GenerateConfig | None = None
     profiler_config: ProfilerGroups = field(default_factory=ProfilerGroups)
     msprobe_config: MsprobeConfig = field(default_factory=MsprobeConfig)
+    audit: AuditKeys = field(default_factory=AuditKeys)
+    serve_config: ServeConfig | None = None
     model_metadata: dict[str, ModelMetadata] = field(default_factory=dict)
     derived: dict[str, Derivation] = field(default_factory=dict)
     set_keys: dict[str, frozenset[str]] = field(default_factory=dict)
@@ -79,7 +84,8 @@ class RunConfig:
     @property
     def stage(self) -> str | None:
         """The stage that is trained; ray_grpo when the run file has rl_config and names no stage."""
-        return self.megatron_training.stage or (None if self.rl_config is None else "ray_grpo")
+        has_loop = self.rl_config is not None or self.serve_config is not None
+        return self.megatron_training.stage or ("ray_grpo" if has_loop else None)
 
     @property
     def is_supervised(self) -> bool:
@@ -217,6 +223,7 @@ class RunConfig:
         names: list[object] = []
         for role in roles:
             names += [role.load, role.pretrained_checkpoint, role.tokenizer_name_or_path, role.eval_data_path]
+            names += list((role.eval_sets or {}).values())
             names += role.data_path if isinstance(role.data_path, list) else [role.data_path]
         paths = [os.path.expanduser(name) for name in names if isinstance(name, str) and name]
         # files of a data set begin with its prefix

@@ -305,29 +305,13 @@ def _starts_with_bracket(path: Path) -> bool:
 
 
 def _open_folder(path: Path) -> Source:
-    # sorted, because the order of rglob is the file system's; hidden is tested below the folder, which may be in ~/.cache
-    files = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
     configurations = read_configurations(path)
-    default = next((one for one in configurations.values() if one.is_default), None)
     if len(configurations) > 1:
-        if default is not None:
-            return _open_configuration(path, default)
-        names = ", ".join(list(configurations)[:_MAX_NAMES]) + (" ..." if len(configurations) > _MAX_NAMES else "")
-        raise ValueError(
-            f"input={str(path)!r} has the configurations {names}, which are data sets of their own; name one, such as"
-            f" {path / next(iter(configurations))}"
-        )
-    kinds = Counter(read_suffix(file) for file in files if _is_data(file))
-    if not kinds:
-        raise ValueError(f"input={str(path)!r} holds no {', '.join(_FORMATS)} files")
-    (suffix, count), *others = kinds.most_common()
-    if others and others[0][1] == count:
-        raise ValueError(f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give each format its own folder")
+        return _open_configuration(path, _choose_configuration(path, configurations))
+    files = _list_files(path)
+    suffix = _choose_suffix(path, files)
     chosen = [file for file in files if read_suffix(file) == suffix]
+    ignored = tuple(str(file) for file in files if read_suffix(file) != suffix)
     if (repeated := find_repeated_shard(chosen)) is not None:
         one, other = (str(file.parent) for file in repeated)
         raise ValueError(
@@ -337,7 +321,6 @@ def _open_folder(path: Path) -> Source:
     formats = {_detect_format(file) for file in chosen}
     if len(formats) > 1:
         raise ValueError(f"input={str(path)!r} mixes JSON arrays and JSON lines; give each its own folder")
-    ignored = tuple(str(file) for file in files if read_suffix(file) != suffix)
     splits = {file: _find_split(file.relative_to(path)) for file in chosen}
     train, others = ([file for file in chosen if (splits[file] == "train") == is_train] for is_train in (True, False))
     note = None
@@ -346,6 +329,47 @@ def _open_folder(path: Path) -> Source:
         ignored += tuple(map(str, others))
         note = f"{path}: the split train is taken ({len(train)} files), not {', '.join(file.name for file in others)}"
     return Source(formats.pop(), tuple(str(file) for file in chosen), ignored, note)
+
+
+def _list_files(path: Path) -> list[Path]:
+    """Return the files below a folder that are not hidden, sorted: the order of rglob is the file system's."""
+    return sorted(
+        file
+        for file in path.rglob("*")
+        # below the folder, which may be in ~/.cache
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+
+
+def _choose_configuration(path: Path, configurations: Mapping[str, Configuration]) -> Configuration:
+    """Return the configuration of a hub folder that is the default one.
+
+    Raises:
+        ValueError: none is.
+    """
+    default = next((one for one in configurations.values() if one.is_default), None)
+    if default is not None:
+        return default
+    names = ", ".join(list(configurations)[:_MAX_NAMES]) + (" ..." if len(configurations) > _MAX_NAMES else "")
+    raise ValueError(
+        f"input={str(path)!r} has the configurations {names}, which are data sets of their own; name one, such as"
+        f" {path / next(iter(configurations))}"
+    )
+
+
+def _choose_suffix(path: Path, files: Sequence[Path]) -> str:
+    """Return the suffix that most files of data have.
+
+    Raises:
+        ValueError: no file has data, or two suffixes are equally frequent.
+    """
+    kinds = Counter(read_suffix(file) for file in files if _is_data(file))
+    if not kinds:
+        raise ValueError(f"input={str(path)!r} holds no {', '.join(_FORMATS)} files")
+    (suffix, count), *others = kinds.most_common()
+    if others and others[0][1] == count:
+        raise ValueError(f"input={str(path)!r} holds as many {suffix} as {others[0][0]} files; give each format its own folder")
+    return suffix
 
 
 def _find_split(file: Path) -> str | None:

@@ -609,22 +609,7 @@ class HfTemplate:
         sources = conversation.messages[::2]
         replies = conversation.messages[1::2]
         full_text = self._apply(messages, tools, thinking, prompt=len(sources) > len(replies))
-        openings = []
-        misplaced: list[int] = []
-        sent = len(messages) - conversation.num_hf_messages
-        for index, (source, reply) in enumerate(zip_longest(sources, replies)):
-            sent += len(source.contents)
-            openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else full_text)
-            sent += 1
-            # context is read as the template writes it, whatever prompt it once followed
-            if (reply is None or reply.trains) and not full_text.startswith(openings[-1]):
-                misplaced.append(index)
-        if misplaced:
-            index = misplaced[0]
-            problem = self._explain_opening(full_text, openings[index], sources[index], tools, thinking)
-            if last_earlier := max((2 * index + 1 for index in misplaced if index + 1 < len(sources)), default=0):
-                raise MisplacedAnswersError(problem, last_earlier)
-            raise MalformedRowError(problem)  # the last answer has no other place
+        openings = self._write_openings(conversation, messages, full_text, thinking)
         self._check_tools_are_written(full_text, tools)
         turns: list[Turn] = []
         position = 0
@@ -667,6 +652,38 @@ class HfTemplate:
         assert written == full_text, (written, full_text)
         without = tuple(without_thought)
         return Rendering(tuple(turns), efficient_eos=not self._terminator, as_one_text=True, without_thought=without)
+
+    def _write_openings(
+        self, conversation: Conversation, messages: list[JsonObject], full_text: str, thinking: Thinking
+    ) -> list[str]:
+        """Return the text before each answer, and the whole one for a prompt without an answer.
+
+        Args:
+            messages: of the conversation, as the template reads them.
+            full_text: of all of them.
+
+        Raises:
+            MisplacedAnswersError: an answer that trains is written differently before later messages.
+            MalformedRowError: the last one is.
+        """
+        sources, tools = conversation.messages[::2], conversation.tools
+        openings: list[str] = []
+        misplaced: list[int] = []
+        sent = len(messages) - conversation.num_hf_messages
+        for index, (source, reply) in enumerate(zip_longest(sources, conversation.messages[1::2])):
+            sent += len(source.contents)
+            openings.append(self._apply(messages[:sent], tools, thinking, prompt=True) if reply else full_text)
+            sent += 1
+            # context is read as the template writes it, whatever prompt it once followed
+            if (reply is None or reply.trains) and not full_text.startswith(openings[-1]):
+                misplaced.append(index)
+        if not misplaced:
+            return openings
+        index = misplaced[0]
+        problem = self._explain_opening(full_text, openings[index], sources[index], tools, thinking)
+        if last_earlier := max((2 * index + 1 for index in misplaced if index + 1 < len(sources)), default=0):
+            raise MisplacedAnswersError(problem, last_earlier)
+        raise MalformedRowError(problem)  # the last answer has no other place
 
     def _find_end(
         self,

@@ -39,7 +39,15 @@ from mindspeed_rl.checkpoint import checksums
 from mindspeed_rl.checkpoint.dist import DistReader
 from mindspeed_rl.checkpoint.mcore import TRACKER_NAME
 from mindspeed_rl.checkpoint.megatron_source import SCORE_HEAD, has_score_head
-from mindspeed_rl.checkpoint.newest import EXPORTS, IN_FLIGHT, IN_FLIGHT_STAGING, iterations, list_old, newest_checkpoint
+from mindspeed_rl.checkpoint.newest import (
+    BEST_ITERATION,
+    EXPORTS,
+    IN_FLIGHT,
+    IN_FLIGHT_STAGING,
+    iterations,
+    list_old,
+    newest_checkpoint,
+)
 from mindspeed_rl.checkpoint.torch_file import load_with_records
 from mindspeed_rl.engine.disks import (
     RANDOM,
@@ -87,7 +95,13 @@ def _find_newest_iteration(folder: str | Path) -> int | None:
 
 
 class CheckpointSaver:
-    """Writer of checkpoints of one engine, in the background with `async_save`; all methods are collective."""
+    """Writer of checkpoints of one engine, in the background with `async_save`; all methods are collective.
+
+    Attributes:
+        best: iteration of the checkpoint that `keep_best` keeps; None where there is none.
+    """
+
+    best: int | None = None
 
     def __init__(self, engine: Engine, folder: str | Path, files: StateFiles | None = None) -> None:
         """Prepare to save.
@@ -136,6 +150,7 @@ class CheckpointSaver:
         # checkpoints must be finished in order, because the last one to finish is named newest
         self.finish()
         config = self.engine.config
+        self._note_best(run_state)
         final = iteration_folder(self.folder, iteration)
         partial = final.with_name(final.name + ".partial")
         disks = self.disks
@@ -245,10 +260,16 @@ class CheckpointSaver:
 
         return finish
 
+    def _note_best(self, run_state: Mapping[str, object]) -> None:
+        """Note which checkpoint `keep_best` keeps."""
+        best = run_state.get(BEST_ITERATION)
+        self.best = best if isinstance(best, int) and self.engine.config.keep_best else None
+
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
-        """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many."""
+        """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many, and for the best one."""
         keep_last = self.engine.config.keep_last
-        for path in list_old(self.folder, iteration, keep_last + spare if keep_last else None) if self.disks.leads else ():
+        old = list_old(self.folder, iteration, keep_last + spare if keep_last else None, best=self.best)
+        for path in old if self.disks.leads else ():
             shutil.rmtree(path)
 
     def finish(self, *, wait: bool = True) -> None:

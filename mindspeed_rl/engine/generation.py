@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -76,6 +76,37 @@ class CachedModel:
         if self._stages.size() > 1:
             dist.broadcast(logits, parallel_state.get_pipeline_model_parallel_last_rank(), group=self._stages)
         return logits
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_len: int, choose: Callable[[int, Tensor], tuple[int, bool]]
+    ) -> Iterator[int]:
+        """Generate all sequences in step, and yield the row after each of its tokens.
+
+        A shorter prompt has answers while a longer one is still read: one pass reads what all prompts have.
+
+        Args:
+            prompts: token ids.
+            max_len: tokens of the longest prompt and answer.
+            choose: returns the next token of a row, of its logits [vocabulary] on the host, and whether it is the last one.
+        """
+        self.reset(len(prompts), max_len)
+        read, lasts = min(map(len, prompts)), [0] * len(prompts)
+        open_rows = set(range(len(prompts)))
+        logits = self.next_logits(torch.tensor([list(prompt[:read]) for prompt in prompts]))
+        while True:
+            # chosen on the host: every rank chooses for itself, and must get the same token
+            on_host = logits.cpu()
+            for row in sorted(open_rows):
+                if read >= len(prompts[row]):
+                    lasts[row], is_done = choose(row, on_host[row])
+                    open_rows -= {row} if is_done else set()
+                    yield row
+            if not open_rows:
+                return
+            # rows that are done continue with their last token, and the results are ignored
+            column = [prompt[read] if read < len(prompt) else last for prompt, last in zip(prompts, lasts)]
+            logits = self.next_logits(torch.tensor(column)[:, None])
+            read += 1
 
     def logits_at_ends(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return [b, vocabulary] after each prompt; the cache is then at the end of the one with the maximum length.

@@ -24,9 +24,9 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -144,6 +144,7 @@ def _require_gradient(module: nn.Module, inputs: object, output: Tensor) -> Tens
     return output
 
 
+@torch.no_grad()
 def _init_adapter(adapter: Adapter, name: str) -> None:
     # not `hash`, which Python salts in every process
     generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
@@ -158,7 +159,7 @@ def _init_adapter(adapter: Adapter, name: str) -> None:
 
 def _list_adapters(model: nn.Module) -> Iterator[Adapter]:
     for name, module in model.named_modules():
-        if isinstance(module, AdaptedModule):
+        if isinstance(module, AdaptedModule) and module.adapter_enabled:
             yield from module.adapters(f"{name}.")
 
 
@@ -214,6 +215,93 @@ def list_owned_adapters(model: BuiltModel) -> Iterator[tuple[WeightOp, Adapter]]
             yield op, adapter
 
 
+#: targets of `lora_target_modules` by the part of a layer that they belong to
+ATTENTION_TARGETS, MLP_TARGETS = ("linear_qkv", "linear_proj"), ("linear_fc1", "linear_fc2")
+
+
+@dataclasses.dataclass(frozen=True)
+class _SlotLayer:
+    """An adapted layer and its parameters, by the Megatron name of the weight that they adapt."""
+
+    name: str
+    module: AdaptedModule
+    a: nn.Parameter
+    b: nn.Parameter
+
+
+class AdapterSlot:
+    """The adapters of a model as one slot, in which several models of one base take turns.
+
+    A model has matrices in float32, of a rank up to the slot's, by name: "<Megatron's name of the weight>.lora_A" [r, in] and
+    ".lora_B" [out, r]. Those of `fill` are what passes compute with and what `save_peft` writes, the layers that it does not
+    name are the base's alone, and the ranks that it does not use are 0, which adds nothing to a sum. Dense models; not
+    collective, on a rank that has all of each layer.
+    """
+
+    def __init__(self, model: BuiltModel) -> None:
+        self._layers: list[_SlotLayer] = []
+        for stage, chunk in enumerate(model.models):
+            for name, module in chunk.named_modules():
+                if isinstance(module, AdaptedModule):
+                    (adapter,) = module.adapters(f"{name}.")
+                    parameters = cast(Any, module)
+                    full_name = _get_global_name(model.plan.layout, adapter.weight, stage)
+                    self._layers.append(_SlotLayer(full_name, module, parameters.lora_a, parameters.lora_b))
+
+    @property
+    def rank(self) -> int:
+        """The largest rank that fits."""
+        return self._layers[0].a.size(0)
+
+    @torch.no_grad()
+    def init(self, settings: LoraSettings, seed: int) -> dict[str, Tensor]:
+        """Return the matrices of a new model: those that a run with this rank and seed starts from.
+
+        Args:
+            settings: its rank, and the layers that it adapts.
+        """
+        matrices: dict[str, Tensor] = {}
+        adapted = list_adapted_modules(settings.targets)
+        for layer in self._layers:
+            if get_layer_name(layer.name) not in adapted:
+                continue
+            a, b = torch.empty(settings.r, layer.a.size(1)), torch.empty(layer.b.size(0), settings.r)
+            group = parallel_state.get_tensor_model_parallel_group()
+            assert group is not None and group.size() == 1  # a slice would be drawn as a full matrix
+            _init_adapter(Adapter(layer.name, a, b, splits_input=False, group=group), f"{seed}/{layer.name}")
+            matrices |= {f"{layer.name}.lora_A": a, f"{layer.name}.lora_B": b}
+        return matrices
+
+    @torch.no_grad()
+    def fill(self, matrices: Mapping[str, Tensor], settings: LoraSettings) -> None:
+        """Compute with these matrices from now on."""
+        for layer in self._layers:
+            a, b = (matrices.get(f"{layer.name}.lora_{name}") for name in "AB")
+            layer.module.lora, layer.module.adapter_enabled = settings, a is not None
+            layer.a.zero_()
+            layer.b.zero_()
+            if a is not None and b is not None:
+                layer.a[: settings.r] = a
+                layer.b[:, : settings.r] = b
+
+    def read_gradients(self, matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of the matrices that fill the slot, in float32, after a pass: views of Megatron's buffers."""
+        gradients: dict[str, Tensor] = {}
+        for layer in self._layers:
+            if f"{layer.name}.lora_A" not in matrices:
+                continue
+            # Megatron's mark on a parameter: its gradient in the flat buffer
+            of_a, of_b = cast(Any, layer.a).main_grad, cast(Any, layer.b).main_grad
+            ranks = layer.module.lora.r
+            gradients |= {f"{layer.name}.lora_A": of_a[:ranks], f"{layer.name}.lora_B": of_b[:, :ranks]}
+        return gradients
+
+
+def get_layer_name(weight: str) -> str:
+    """Return the name of the layer that has a weight, such as "linear_qkv"."""
+    return weight.removesuffix(".weight").rpartition(".")[2]
+
+
 @torch.no_grad()
 def load_peft(model: BuiltModel, settings: LoraSettings, adapter: PeftMerge) -> None:
     """Set this rank's adapters to the values of a PEFT folder.
@@ -239,10 +327,20 @@ def load_peft(model: BuiltModel, settings: LoraSettings, adapter: PeftMerge) -> 
             local.b[:, :ranks] = op.read_shard(MemorySource(outputs), num_shards, shard) * scale
 
 
-def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, base_model: str) -> None:
+def save_peft(
+    model: BuiltModel,
+    settings: LoraSettings,
+    folder: str | Path,
+    base_model: str,
+    *,
+    others: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> None:
     """Write only the adapters, as a folder that `peft` loads; collective over the training world.
 
     They are gathered layer by layer, so that no rank but the writer has more than one layer of other ranks in memory.
+
+    Args:
+        others: A and B of further modules, by their names in transformers, on the first rank.
 
     Raises:
         ValueError: the folder exists and is not empty.
@@ -269,6 +367,6 @@ def save_peft(model: BuiltModel, settings: LoraSettings, folder: str | Path, bas
             )
             for name, shards in gathered.items()
         }
-        export_peft(Path(folder), adapters, settings.scale, base_model, plan.architecture)
+        export_peft(Path(folder), adapters, settings.scale, base_model, plan.architecture, others=others)
     # the folder is complete when any rank returns
     dist.barrier()

@@ -184,6 +184,10 @@ class _AdaptedWeight(AdaptedModule):
         """Matrix B, [out of this rank, r]."""
         return cast(nn.Parameter, self.lora_B["default"].weight)
 
+    def _used_matrices(self) -> tuple[Tensor, Tensor]:
+        """Return A and B without the ranks that `lora` leaves unused, which are 0 (`lora.AdapterSlot`)."""
+        return self.lora_a.data[: self.lora.r], self.lora_b.data[:, : self.lora.r]
+
     @torch.no_grad()
     def merge(self, name: str) -> Tensor:
         return (self.weight.float() + self.lora.scale * (self.lora_b.float() @ self.lora_a.float())).to(self.weight.dtype)
@@ -206,7 +210,7 @@ class AdaptedTowerLinear(_AdaptedWeight, nn.Linear):
     def adapters(self, prefix: str) -> Iterator[Adapter]:
         group = parallel_state.get_tensor_model_parallel_group()
         assert group is not None
-        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, splits_input=False, group=group)
+        yield Adapter(f"{prefix}weight", *self._used_matrices(), splits_input=False, group=group)
 
 
 class _AdaptedLinear(_AdaptedWeight):
@@ -260,7 +264,7 @@ class _AdaptedLinear(_AdaptedWeight):
             return functional.dropout(x, self.lora.dropout)
 
     def adapters(self, prefix: str) -> Iterator[Adapter]:
-        yield Adapter(f"{prefix}weight", self.lora_a.data, self.lora_b.data, self.splits_input, self.tp_group)
+        yield Adapter(f"{prefix}weight", *self._used_matrices(), self.splits_input, self.tp_group)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Offsets = (), metadata: dict[str, Any] | None = None

@@ -131,12 +131,16 @@ class TrainEngine:
         self.scheduler = build_scheduler(self.config, self.optimizer, steps_per_iteration)
         self.steps_per_iteration = steps_per_iteration
         transformer_config = self.model.transformer_config
-        transformer_config.finalize_model_grads_func = self._finalize_gradients
+        self.start_gradients()
         transformer_config.grad_scale_func = self.optimizer.scale_loss
         if self.config.overlap_grad_reduce:
             no_syncs = [chunk.no_sync for chunk in self.model.ddp_chunks]
             # the interleaved schedule takes a list, undeclared
             transformer_config.no_sync_func = cast(Callable[..., object], no_syncs) if len(no_syncs) > 1 else no_syncs[0]
+
+    def start_gradients(self) -> None:
+        """Let passes compute gradients; for an engine without an optimizer, which only `compute_gradients` uses."""
+        self.model.transformer_config.finalize_model_grads_func = self._finalize_gradients
 
     @property
     def plan(self) -> ModelPlan:
@@ -281,6 +285,55 @@ class TrainEngine:
             sum(micro_batch.num_tokens for micro_batch in counted),
             sum(sum(micro_batch.lengths) for micro_batch in counted),
         )
+
+    def compute_gradients(
+        self, rows: Rows, batching: MicroBatching, loss: Callable[[LossInputs], Tensor], outputs: HeadOutputs | None = None
+    ) -> tuple[list[Tensor], ...] | None:
+        """Compute the gradient of a sum of losses, in the buffers of the gradients; the optimizer makes no step.
+
+        Nothing is divided, and routers have no losses of their own: the gradients of several calls add up to that of all rows.
+
+        Args:
+            loss: loss of each predicted token of a micro-batch, [rows, width]; values where the mask is False do not count.
+            outputs: results of the head that the loss gets; None for the engine's own.
+
+        Returns:
+            As `forward`: the results of the head, and the losses after them.
+
+        Raises:
+            NonFiniteError: a loss or a gradient is not finite.
+        """
+        self.offloader.onload(grads=True)
+        device = platform.current()
+        with self._mode(training=True):
+            for chunk in self.model.ddp_chunks:
+                chunk.zero_grad_buffer()
+            micro_batches = self._micro_batches(rows, batching)
+            nothing = torch.zeros((), dtype=torch.int, device=self.device)
+
+            def sum_losses(
+                index: int, micro_batch: MicroBatch, computed: tuple[Tensor, ...]
+            ) -> tuple[Tensor, Tensor, tuple[LossOutput, MicroBatch, list[Tensor]]]:
+                values = loss(LossInputs(computed, micro_batch.predicted_mask, micro_batch.columns))
+                values = torch.where(micro_batch.predicted_mask, values, 0.0)
+                total = values.sum()
+                results = [device.to_host(output.detach()) for output in (*computed, values)]
+                return total, nothing, (LossOutput(total.detach(), nothing), micro_batch, results)
+
+            passes = get_forward_backward_func()(
+                **self._schedule(micro_batches, sum_losses, outputs, training=True, has_parts=False)
+            )
+        device.synchronize()
+        losses = [output for output, _, _ in passes]
+        gradients = [buffer.grad_data for buffer in self.model.gradient_buffers()]
+        sums = [*(output.loss_sum for output in losses), *(gradient.sum(dtype=torch.float32) for gradient in gradients)]
+        all_finite = torch.stack(sums).isfinite().all().float()
+        dist.all_reduce(all_finite, op=dist.ReduceOp.MIN)
+        if not all_finite:
+            raise_non_finite(losses, micro_batches, gradients, math.nan)
+        if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        return collect_rows([(micro_batch, results) for _, micro_batch, results in passes], rows.response_lengths)
 
     def loss_step(
         self,
@@ -514,16 +567,18 @@ class TrainEngine:
         outputs: HeadOutputs | None = None,
         *,
         training: bool,
+        has_parts: bool = True,
         temperature: float | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of Megatron's schedule, which returns the third results of `on_output`, on the last stage.
 
         Args:
             on_output: (index of the micro-batch, micro-batch, the head's outputs) -> loss sum, count, result.
+            has_parts: parts that only train take part where this pass trains.
             outputs, temperature: None for the engine's own.
         """
         indices = {id(chunk): index for index, chunk in enumerate(self.chunks)}
-        parts = [part for part in self.parts if training or not part.trains_only]
+        parts = [part for part in self.parts if (training and has_parts) or not part.trains_only]
         outputs, temperature = outputs or self.outputs, temperature or self.temperature
 
         def forward_step(

@@ -27,6 +27,8 @@ class VocabHead:
         group: the ranks that have the other rows of the vocabulary; None where one rank has all.
         vocab_chunk_size: rows of this rank's weight with logits in memory at one time; None for all of them.
         adds_to_main_grad: the weight's gradient is added to Megatron's `main_grad` at once, and autograd gets none.
+        frozen: [v / tp, f] columns in front of the weight's that do not train: the weight is B of an adapter, and the last
+            columns of the hidden states are its A x.
     """
 
     temperature: float = 1.0
@@ -37,6 +39,7 @@ class VocabHead:
     group: dist.ProcessGroup | None = None
     vocab_chunk_size: int | None = None
     adds_to_main_grad: bool = False
+    frozen: Tensor | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -62,12 +65,11 @@ class VocabHead:
 
         Padding of the vocabulary gets no probability.
         """
-        part = weight[rows]
-        if self.in_float32 and hidden.dtype != torch.float32:
-            multiply = platform.current().float32_product
-            logits = adaptors.multiply_rows(lambda tokens: multiply(tokens, part), hidden)
+        if self.frozen is None:
+            logits = self._multiply(hidden, weight[rows])
         else:
-            logits = adaptors.multiply_rows(lambda tokens: tokens @ part.t(), hidden).float()
+            width = self.frozen.size(1)
+            logits = self._multiply(hidden[:, :width], self.frozen[rows]) + self._multiply(hidden[:, width:], weight[rows])
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1.0:
@@ -75,6 +77,22 @@ class VocabHead:
         if (padding := rows.stop - max(rows.start, weight.size(0) - self.padding)) > 0:
             logits[:, -padding:] = torch.finfo(torch.float32).min
         return logits
+
+    def _multiply(self, hidden: Tensor, part: Tensor) -> Tensor:
+        """Compute [n, rows] float32."""
+        if self.in_float32 and hidden.dtype != torch.float32:
+            multiply = platform.current().float32_product
+            return adaptors.multiply_rows(lambda tokens: multiply(tokens, part), hidden)
+        return adaptors.multiply_rows(lambda tokens: tokens @ part.t(), hidden).float()
+
+    def select_trained(self, hidden: Tensor) -> Tensor:
+        """Return the columns of the hidden states that the weight multiplies."""
+        return hidden if self.frozen is None else hidden[:, self.frozen.size(1) :]
+
+    def multiply_back(self, grad_logits: Tensor, weight: Tensor, rows: slice) -> Tensor:
+        """Compute the gradient of the hidden states, [n, h], of these rows' logits."""
+        product = grad_logits @ weight[rows]
+        return product if self.frozen is None else torch.cat([grad_logits @ self.frozen[rows], product], 1)
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor in place over the ranks that share the vocabulary, and return it."""
@@ -308,11 +326,11 @@ class _VocabLogProbs(torch.autograd.Function):
                 if slope is not None:
                     grad_logits *= slope
                 grad_logits = grad_logits.to(hidden.dtype)
-                product = grad_logits @ weight[rows]
+                product = head.multiply_back(grad_logits, weight, rows)
                 # several chunks of the vocabulary add up in float32
                 products = [product] if not products else [products[0].float().add_(product)]
                 if gradient is not None:
-                    gradient.add(rows, grad_logits, tokens)
+                    gradient.add(rows, grad_logits, head.select_trained(tokens))
             grad_hidden[chunk] = products[0]
         return grad_hidden, None if gradient is None else gradient.finish(), *(None,) * 5
 

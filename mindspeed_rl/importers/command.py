@@ -13,6 +13,7 @@ from pathlib import Path
 from mindspeed_rl.cli.options import report_failure
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import describe_missing, write_file
+from mindspeed_rl.importers.areal import PROJECT as AREAL
 from mindspeed_rl.importers.easyr1 import PROJECT as EASYR1
 from mindspeed_rl.importers.importer import import_command
 from mindspeed_rl.importers.llama_factory import PROJECT as LLAMA_FACTORY
@@ -29,6 +30,7 @@ from mindspeed_rl.rewards import REWARDS
 
 #: projects whose commands can be imported, by their names on the command line
 PROJECTS: dict[str, SourceProject] = {
+    "areal": AREAL,
     "easyr1": EASYR1,
     "llama-factory": LLAMA_FACTORY,
     "mindspeed-llm": MINDSPEED_LLM,

@@ -48,7 +48,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, load_yaml, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp

@@ -12,7 +12,7 @@ from mindspeed_rl.importers.options import UNSET, Option, SourceCommand, SourceP
 from mindspeed_rl.importers.python_source import is_program
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import, ImportSettings
-from mindspeed_rl.importers.shell_text import list_unknown, read_script, request_variables
+from mindspeed_rl.importers.shell import list_unknown, read_script, request_variables
 from mindspeed_rl.importers.source_files import add_runtime_environment, list_absent_scripts
 from mindspeed_rl.importers.source_plan import PLAN_NUMBERS, find_differences, plan_run
 from mindspeed_rl.importers.writer import write_recipe

@@ -14,7 +14,7 @@ from mindspeed_rl.importers.llama_factory_options import STAGES, TABLES, TRACKER
 from mindspeed_rl.importers.options import SourceCommand, SourceProject, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, Adapters, Batch, Placement, Rate, Recipe
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import choose_engine

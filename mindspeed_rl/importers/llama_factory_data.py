@@ -13,7 +13,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.files import read_json
 from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.translators import describe_preprocessing, name_tokens
 
@@ -125,8 +125,7 @@ def describe_data(
         packing = " --neat-pack" if command.flag("neat_packing") else " --pack" if command.flag("packing") else ""
         packing += f" --seq-length {length}" if packing else ""
         handler = f" --handler-name LlamaFactoryInstructionHandler --dataset-dir {shlex.quote(folder)}"
-        if any("images" in entry.columns for entry in entries):
-            handler += _write_images(command, folder)
+        handler += _write_images(command, folder, entries)
         return path, describe_preprocessing(",".join(names), path, tokenizer, f"{handler}{words}{mixing}{packing}{rows}")
     handler = f"{entries[0].form.capitalize()}Style{'Unpaired' if stage == 'kto' else 'Pairwise'}Handler"
     columns = [_map_columns(entry, stage) for entry in entries]
@@ -135,7 +134,8 @@ def describe_data(
     mapped = f" --map-keys {shlex.quote(json.dumps(columns[0]))}" if columns[0] else ""
     _write_mixing(run, command, entries)
     joined = _join_sources(run, option, entries, rows)
-    return path, describe_preprocessing(joined, path, tokenizer, f" --handler-name {handler}{mapped}{words}{rows}")
+    images = _write_images(command, folder, entries)
+    return path, describe_preprocessing(joined, path, tokenizer, f" --handler-name {handler}{mapped}{images}{words}{rows}")
 
 
 def _list_names(value: object) -> list[str]:
@@ -186,9 +186,10 @@ def _check(run: Import, entry: _Entry, stage: str, *, modelscope: bool) -> None:
         raise ConfigError([f"{place} {'is' if is_ranking else 'is no'} ranking data, which stage {stage} cannot train on"])
     if stage == "kto" and "kto_tag" not in entry.columns:
         raise ConfigError([f"{place} has no kto_tag in its columns, which stage kto reads"])
-    readable = ("images",) if stage == "sft" and entry.columns.get("images") in ("images", "image") else ()
+    readable = ("images",) if stage != "pt" and entry.columns.get("images") in ("images", "image") else ()
     if media := [name for name in _MEDIA if name in entry.columns and name not in readable]:
-        run.refuse(place, f"{', '.join(media)} of its rows; docs/vision.md shows how images train in stage sft")
+        reads = "documents are text" if stage == "pt" else "images in a column images or image are read"
+        run.refuse(place, f"{', '.join(media)} of its rows; {reads}")
     for key in ("script_url", "cloud_file_name", "folder"):
         if value.get(key):
             run.refuse(place, f"{key} {value[key]}; download the data, and name a file_name")
@@ -231,8 +232,10 @@ def _write_template(run: Import, command: SourceCommand, entries: list[_Entry]) 
     return words
 
 
-def _write_images(command: SourceCommand, folder: str) -> str:
-    """Return the words of images: their folder, and the areas between which LLaMA-Factory brings each."""
+def _write_images(command: SourceCommand, folder: str, entries: list[_Entry]) -> str:
+    """Return the words of images, if rows have any: their folder, and the areas between which LLaMA-Factory brings each."""
+    if not any("images" in entry.columns for entry in entries):
+        return ""
     place = shlex.quote(command.text("media_dir", folder))
     least, most = command.count("image_min_pixels", 32 * 32), command.count("image_max_pixels", 768 * 768)
     return f" --image-folder {place} --min-pixels {least} --max-pixels {most}"

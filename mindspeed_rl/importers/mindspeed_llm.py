@@ -44,7 +44,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import choose_training, read_options
 from mindspeed_rl.importers.writer import note_prediction

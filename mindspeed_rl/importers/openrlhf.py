@@ -44,7 +44,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import choose_engine
 from mindspeed_rl.importers.translators import (

@@ -17,7 +17,7 @@ import yaml
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 
 Kind = Literal["mapped", "same", "no_effect", "refused"]
 #: sets the keys of an option: the import, the option as it was written, its value

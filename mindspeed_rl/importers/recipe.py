@@ -172,6 +172,26 @@ class Rewards:
         return tuple(sorted([*self.functions, *([str(self.model)] if self.model else [])]))
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Split of a model over devices.
+
+    Attributes:
+        engine: "megatron", or one without tensor and pipeline parallelism: "fsdp", "veomni".
+    """
+
+    engine: str
+    tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+
+    @property
+    def devices(self) -> int:
+        """Devices that have one copy of the model; those of experts are among them."""
+        return self.tensor * self.pipeline * self.context
+
+
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """Devices of the roles.

@@ -184,6 +184,10 @@ class Import:
             self.set(path, value)
             self.added[_place(path)] = f"{format_value(value)}, {reason}"
 
+    def leave_unset(self, path: str, reason: str) -> None:
+        """Note why a key stays as it is where no option sets it."""
+        self.added[_place(path)] = f"not set, {reason}"
+
     def render(self, command: str) -> str:
         """Return the text of the run file, after comments with its command and with the options that have no key."""
         lines = [line.strip() for line in command.replace("\\\n", "\n").splitlines() if line.strip()]

@@ -10,7 +10,7 @@ import ast
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from mindspeed_rl.importers.recipe import (
     SAMPLING,
     WARMUP,
     Batch,
+    Layout,
     Objective,
     Placement,
     Rate,
@@ -47,12 +48,12 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
-from mindspeed_rl.importers.source_files import find_file, list_folders, load_yaml, require_file
+from mindspeed_rl.importers.shell import Command
+from mindspeed_rl.importers.source_files import find_file, flatten_options, list_folders, load_yaml, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
 from mindspeed_rl.importers.translators import interval
-from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, count_experts
+from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS, has_experts
 
 _T, _I = "actor_train.", "actor_infer."
 _STRATEGY = f"{_T}strategy_args.strategy_config."
@@ -65,8 +66,6 @@ _AVERAGES = {
     "seq-mean-token-mean": ("sequence", "grpo"),
     "seq-mean-token-sum": ("summed", "luspo"),
 }
-#: names of models with experts
-_EXPERTS = re.compile(r"(?i)-a\d+(\.\d+)?b|moe|mixtral|deepseek-?(v[2-9]|r1(?!-distill))|qwen3-next|glm-?4\.[5-9]")
 _FORMATS: dict[str | None, str | None] = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
 _MOST_DEVICES = 100_000
 _STYLES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
@@ -251,8 +250,7 @@ def _read(commands: list[Command], devices: int | None) -> SourceCommand:
         command, path = commands[0], require_file(commands[0], "ROLL", commands[0].words[0])
     else:
         command, path = _find_file(commands)
-    options: dict[str, object] = {}
-    _flatten(options, "", _compose(command, path))
+    options = flatten_options(_compose(command, path))
     if not any(name.startswith(_I) for name in options):
         raise ConfigError([f"{path.name}: not available here: a pipeline of ROLL without {_I[:-1]}; RLVR pipelines are"])
     if any(name.startswith(("train_env_manager", "custom_envs")) for name in options):
@@ -329,14 +327,6 @@ def _name_times(value: object) -> Any:
     return re.sub(r"\$\{now:[^}]*\}", "now", value) if isinstance(value, str) else value
 
 
-def _flatten(options: dict[str, object], prefix: str, tree: Mapping[str, object]) -> None:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            _flatten(options, f"{prefix}{name}.", value)
-        else:
-            options[f"{prefix}{name}"] = value
-
-
 def _read_devices(value: object, option: str) -> set[int]:
     """Return the devices of a role: a list, or the text of a sum of lists and ranges.
 
@@ -366,44 +356,30 @@ def _read_list(node: ast.expr) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------------- run
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Split of the actor: Megatron's, or FSDP with Ulysses."""
-
-    engine: str
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-
-    @classmethod
-    def from_command(cls, command: SourceCommand) -> _Layout:
-        name = command.text(f"{_T}strategy_args.strategy_name", "fsdp2_train")
-        if name == "megatron_train":
-            names = ("tensor_model", "pipeline_model", "context", "expert_model")
-            return cls("megatron", *(command.count(f"{_STRATEGY}{kind}_parallel_size", 1) for kind in names))
-        if name == "fsdp2_train":
-            return cls("fsdp", context=command.count(f"{_T}model_args.ulysses_size", 1))
-        raise ConfigError([f"{_T}strategy_args.strategy_name={name}: not available here; megatron_train and fsdp2_train are"])
-
-    @property
-    def model_devices(self) -> int:
-        return self.tensor * self.pipeline * self.context
+def _read_layout(command: SourceCommand) -> Layout:
+    """Return the split of the actor: Megatron's, or FSDP with Ulysses."""
+    name = command.text(f"{_T}strategy_args.strategy_name", "fsdp2_train")
+    if name == "megatron_train":
+        names = ("tensor_model", "pipeline_model", "context", "expert_model")
+        return Layout("megatron", *(command.count(f"{_STRATEGY}{kind}_parallel_size", 1) for kind in names))
+    if name == "fsdp2_train":
+        return Layout("fsdp", context=command.count(f"{_T}model_args.ulysses_size", 1))
+    raise ConfigError([f"{_T}strategy_args.strategy_name={name}: not available here; megatron_train and fsdp2_train are"])
 
 
 def _describe(run: Import, command: SourceCommand) -> Recipe:
     """Return the run by ROLL's formulas."""
-    layout, prompts = _Layout.from_command(command), command.count("rollout_batch_size", 128)
+    layout, prompts = _read_layout(command), command.count("rollout_batch_size", 128)
     group, epochs = command.count("num_return_sequences_in_group", 1), command.count("ppo_epochs", 1)
     arguments = f"{_T}training_args."
     micro = command.count(f"{arguments}per_device_train_batch_size", 8)
     if not command.devices:
         raise ConfigError([f"{_T}device_mapping has no device"])
-    if command.devices % layout.model_devices:
+    if command.devices % layout.devices:
         raise ConfigError(
-            [f"{command.devices} devices of actor_train are no multiple of the {layout.model_devices} of its layout"]
+            [f"{command.devices} devices of actor_train are no multiple of the {layout.devices} of its layout"]
         )
-    replicas = command.devices // layout.model_devices
+    replicas = command.devices // layout.devices
     step = micro * command.count(f"{arguments}gradient_accumulation_steps", 1) * replicas
     if prompts * group % step:
         raise ConfigError([f"{prompts * group} responses of a rollout are no whole optimizer steps of {step}"])
@@ -413,7 +389,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     model = command.text(f"{_T}model_args.model_name_or_path") or command.text("pretrain")
     if not model:
         raise ConfigError(["the file names no model: pretrain is missing"])
-    if count_experts(model) or (count_experts(model) is None and _EXPERTS.search(model)):
+    if has_experts(model):
         run.refuse("pretrain", f"experts, as {model} has them: ROLL's converter decides about their balancing")
     prompt, response = _read_lengths(command)
     checkpoints = not command.flag(f"{_T}model_args.disable_gradient_checkpointing")
@@ -477,7 +453,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     return _describe_generation(run, command, _describe_objective(run, command, shared, group))
 
 
-def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
+def _read_format(command: SourceCommand, layout: Layout) -> str | None:
     """Return the format of weights and optimizer state of FSDP, where it is another one than float32."""
     name = (command.text(f"{_STRATEGY}param_dtype") or None) if layout.engine == "fsdp" else None
     if name not in _FORMATS:
@@ -678,7 +654,7 @@ def _read_data(run: Import, command: SourceCommand) -> str:
 
 def _finish(run: Import, command: SourceCommand) -> None:
     """Keep FSDP where `engine: fsdp` supports the run; name the reason in the plan where it is Megatron's."""
-    layout = _Layout.from_command(command)
+    layout = _read_layout(command)
     if run.refused or layout.engine != "fsdp":
         return
     obstacles = [f"Ulysses over {layout.context} devices: engine: fsdp does not split sequences"] if layout.context > 1 else []

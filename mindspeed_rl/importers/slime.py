@@ -39,7 +39,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags
+from mindspeed_rl.importers.shell import Command, list_unknown, read_flags
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY
 from mindspeed_rl.importers.translators import (
     choose_training,

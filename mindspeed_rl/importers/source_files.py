@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from mindspeed_rl.config.errors import ConfigError
-from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 
 #: folders above that of a script which its relative paths may start from, such as the root of its checkout
 _MAX_PARENTS = 6
@@ -110,6 +111,17 @@ def list_absent_scripts(commands: list[Command]) -> list[str]:
         if word.endswith(".sh") and not list_unknown(word)
     ]
     return [f"line {line} calls {name}, which is not here: its commands are not read" for line, name in dict(called).items()]
+
+
+def flatten_options(tree: Mapping[Any, object], prefix: str = "") -> dict[str, object]:
+    """Return a tree of names as dotted names and values; an empty group is a value."""
+    options: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            options |= flatten_options(value, f"{prefix}{name}.")
+        else:
+            options[f"{prefix}{name}"] = value
+    return options
 
 
 def load_yaml(path: Path) -> dict[str, object]:

@@ -10,7 +10,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, SourceProject
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, WARMUP, Adapters, Batch, Placement, Prediction, Recipe
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.swift_commands import (
     MEGATRON,

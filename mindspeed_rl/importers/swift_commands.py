@@ -11,7 +11,7 @@ from pathlib import Path
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, no_effect, part, read_count, read_scalar, to
 from mindspeed_rl.importers.recipe import ACTOR
-from mindspeed_rl.importers.shell_text import Command, list_unknown, read_flags, read_variable
+from mindspeed_rl.importers.shell import Command, list_unknown, read_flags, read_variable
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.swift_options import OPTIONS, SERVING_OPTIONS, SUPERVISED_OPTIONS
 from mindspeed_rl.importers.swift_plugins import give_rows

@@ -9,7 +9,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import read_variable
+from mindspeed_rl.importers.shell import read_variable
 from mindspeed_rl.importers.swift_commands import MEGATRON, PAIRS, WITH_ROLLOUTS
 from mindspeed_rl.importers.swift_rows import map_columns
 from mindspeed_rl.importers.swift_sizes import read_length

@@ -8,7 +8,7 @@ from dataclasses import replace
 from mindspeed_rl.importers.options import UNSET, Option, by, no_effect, part, refused, same, to, with_others
 from mindspeed_rl.importers.recipe import ACTOR, BATCH, CLIP, ENGINE, KL, LORA, PREDICTION, RL, SAMPLING, WARMUP
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.translators import (
     negated,
@@ -338,8 +338,8 @@ _TOGETHER: dict[str, Option] = {
 
 #: they hold here by nature
 _SAME: dict[str, Option] = {
-    "use_vllm": same("the rollout engine is always vLLM"),
-    "infer_backend": same("the rollout engine is always vLLM", "vllm"),
+    "use_vllm": same("generate_config.engine is vllm, where that serves the model"),
+    "infer_backend": same("generate_config.engine is vllm, where that serves the model", "vllm"),
     "task_type": same("a language model is trained", None, "causal_lm"),
     "truncation_strategy": part("long_prompts", off="rows that are too long are left out"),
     "f_divergence_type": same("the divergence of DPO", "reverse_kl"),
@@ -583,7 +583,7 @@ _NONE: dict[str, Option] = {
         "sglang_enable_dp_attention sglang_enable_ep_moe sglang_ep_size sglang_kv_cache_dtype sglang_mem_fraction_static "
         "sglang_pp_size sglang_quantization sglang_speculative_algorithm sglang_speculative_eagle_topk "
         "sglang_speculative_num_draft_tokens sglang_speculative_num_steps sglang_tp_size",
-        no_effect("the rollout engine is always vLLM"),
+        no_effect("generate_config.engine is vllm, where that serves the model"),
     ),
 }
 

@@ -10,7 +10,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import SourceCommand, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, ENGINE, RL, SAMPLING, Objective, Placement, Recipe, Rewards
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, read_variable
+from mindspeed_rl.importers.shell import Command, read_variable
 from mindspeed_rl.importers.swift_commands import MEGATRON, RAY_GROUPS
 from mindspeed_rl.importers.swift_data import IMAGES
 from mindspeed_rl.importers.swift_distillation import (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from mindspeed_rl.importers.recipe import ACTOR
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, read_first_row
 
 #: columns of a question, the first that a row has, and the column of the reward functions

@@ -20,6 +20,8 @@ _ROWS_PER_PACK = "ROWS_PER_PACK"
 _SAMPLES = "NUM_SAMPLES"
 #: longest prompt where the command has no limit
 PROMPT_LENGTH = 2048
+#: variable that the user sets: the model's limit
+_MAX_LENGTH = "MAX_LENGTH"
 
 
 class Sizes:
@@ -259,7 +261,25 @@ def read_rate(command: SourceCommand, sizes: Sizes, schedule: Schedule, total: i
     )
 
 
-def read_length(command: SourceCommand) -> int:
+def find_length(command: SourceCommand) -> int | None:
+    """Return the tokens of the longest row, or of a pack: without an option the model's limit; None where it is elsewhere."""
+    name = "packing_length" if command.has("packing_length") else "max_length"
+    if command.has(name):
+        return command.count(name, 1)
     limit = read_shape(command.text("model")).get("max_position_embeddings")
-    default = limit if isinstance(limit, int) and limit > 0 else PROMPT_LENGTH
-    return command.count("packing_length" if command.has("packing_length") else "max_length", default)
+    if isinstance(limit, int) and limit > 0:
+        return limit
+    given = command.environment.get(_MAX_LENGTH)
+    return None if given is None else read_count(_MAX_LENGTH, read_scalar(given))
+
+
+def read_length(command: SourceCommand) -> int:
+    """Return the tokens of a pack, or of a sample of documents.
+
+    Raises:
+        ConfigError: no option has them, and the model is elsewhere.
+    """
+    if (length := find_length(command)) is not None:
+        return length
+    text = f"--max_length is missing: packs have the model's limit, and config.json of {command.text('model')} is not here"
+    raise ConfigError([f"{text}; --set {_MAX_LENGTH}=TOKENS says it"])

@@ -9,7 +9,7 @@ from mindspeed_rl.importers.options import SourceCommand
 from mindspeed_rl.importers.recipe import ACTOR, Recipe
 from mindspeed_rl.importers.result import Import
 from mindspeed_rl.importers.swift_commands import STAGES
-from mindspeed_rl.importers.swift_sizes import Sizes, read_length
+from mindspeed_rl.importers.swift_sizes import Sizes, find_length, read_length
 
 _OF_ROLLOUTS = tuple(
     "epsilon epsilon_high teacher_model teacher_model_server teacher_kl_coef async_generate vllm_mode vllm_server_host "
@@ -87,13 +87,14 @@ _PREFERENCES = {
 
 def describe_dataset(run: Import, command: SourceCommand, kind: str, shared: Recipe) -> Recipe:
     """Return the run of a supervised stage."""
-    length = read_length(command)
+    length = read_length(command) if kind == "pt" or command.flag("packing") else find_length(command)
     strategy = command.text("truncation_strategy", "delete")
     if strategy != "delete" and (kind, strategy) != ("pt", "split"):
         run.refuse("--truncation_strategy", f"{strategy}: rows that are cut; delete leaves them out")
     keys: dict[str, object] = {f"{ACTOR}.seq_length": length}
-    limit = "the model's limit; set the longest row where config.json is elsewhere"
-    notes = {"seq_length": "" if command.has("max_length") else limit}
+    notes = {"seq_length": "" if command.has("max_length") else "the model's limit"}
+    if length is None:
+        run.leave_unset(f"{ACTOR}.seq_length", "rows of all lengths train; there those above the model's limit are left out")
     unread: tuple[str, ...] = _OF_ROLLOUTS if kind == "kto" else (*_OF_ROLLOUTS, "calculate_KL")
     if command.flag("packing") and kind == "sft":
         keys |= {f"{ACTOR}.{name}": True for name in ("pack", "neat_pack", "reset_attention_mask", "reset_position_ids")}

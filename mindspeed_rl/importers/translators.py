@@ -15,7 +15,7 @@ from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import Option, SourceCommand, by, read_count, read_scalar
 from mindspeed_rl.importers.recipe import ACTOR, RL
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, read_flags
+from mindspeed_rl.importers.shell import Command, read_flags
 from mindspeed_rl.importers.source_files import find_file
 from mindspeed_rl.importers.writer import RECOMPUTE_LAYERS
 

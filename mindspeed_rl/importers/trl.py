@@ -45,7 +45,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import find_file, read_first_row, require_file
 from mindspeed_rl.importers.source_plan import Schedule
 from mindspeed_rl.importers.translators import (
@@ -428,10 +428,10 @@ _ROLLOUT: dict[str, Option] = {
             off="the engines share the devices of the trainer, or the server is that of another option",
         ),
     ),
-    "use_vllm": same("the rollout engine is always vLLM"),
+    "use_vllm": same("generate_config.engine is vllm, where that serves the model"),
     **dict.fromkeys(
         "use_transformers_continuous_batching transformers_continuous_batching_config use_transformers_paged".split(),
-        no_effect("the rollout engine is always vLLM"),
+        no_effect("generate_config.engine is vllm, where that serves the model"),
     ),
     **dict.fromkeys(
         "ds3_gather_for_generation vllm_model_impl vllm_enable_sleep_mode vllm_group_port disable_dropout".split(),

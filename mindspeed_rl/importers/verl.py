@@ -36,6 +36,7 @@ from mindspeed_rl.importers.recipe import (
     Adapters,
     Batch,
     Correction,
+    Layout,
     Objective,
     Overlong,
     Placement,
@@ -45,7 +46,7 @@ from mindspeed_rl.importers.recipe import (
     Rewards,
 )
 from mindspeed_rl.importers.result import Import
-from mindspeed_rl.importers.shell_text import Command, list_unknown, request_variables
+from mindspeed_rl.importers.shell import Command, list_unknown, request_variables
 from mindspeed_rl.importers.source_files import require_file
 from mindspeed_rl.importers.source_plan import RECORDED_POLICY, Schedule
 from mindspeed_rl.importers.training_engine import keep_fsdp
@@ -400,54 +401,34 @@ _FORMATS = {"bf16": "bfloat16", "bfloat16": "bfloat16"}
 _ENGINES = {**dict.fromkeys(("fsdp", "fsdp2", "fsdp_turbo", "dp"), "fsdp"), "veomni": "veomni", "megatron": "megatron"}
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Split of a model by verl: FSDP has data parallelism and Ulysses alone, VeOmni experts too.
+def _read_role_layout(command: SourceCommand, role: str, engine_group: str) -> Layout:
+    """Return the split of a role: FSDP has data parallelism and Ulysses alone, VeOmni experts too.
 
-    Attributes:
-        engine: "fsdp", "veomni" or "megatron".
+    Args:
+        engine_group: group of the role's FSDP keys.
     """
-
-    engine: str
-    tensor: int = 1
-    pipeline: int = 1
-    context: int = 1
-    expert: int = 1
-
-    @classmethod
-    def of_role(cls, command: SourceCommand, role: str, engine_group: str) -> _Layout:
-        """Read the layout of a role; `engine_group` is the group of its FSDP keys."""
-        name = str(command.get(f"{role}strategy") or command.get("model_engine") or "fsdp")
-        engine = _ENGINES.get(name)
-        if engine is None:
-            known = ", ".join(dict.fromkeys(_ENGINES.values()))
-            raise ConfigError([f"not available here: the training engine {name}; {known} are"])
-        if engine == "veomni":
-            group = "engine." if role == "engine." else f"{role}veomni."
-            context, expert = (command.count(f"{group}{name}_parallel_size", 1) for name in ("ulysses", "expert"))
-            return cls(engine, context=context, expert=expert)
-        if engine == "fsdp":
-            ulysses = command.get(f"{engine_group}ulysses_sequence_parallel_size")
-            context = command.count(f"{role}ulysses_sequence_parallel_size", 1)
-            return cls(engine, context=ulysses if isinstance(ulysses, int) and ulysses > 1 else context)
-        group = "engine." if role == "engine." else f"{role}megatron."
-        sizes = (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        )
-        return cls(engine, *(command.count(group + size, 1) for size in sizes))
-
-    def replicas(self, devices: int) -> int:
-        """Return the data-parallel size."""
-        return devices // (self.tensor * self.pipeline * self.context)
+    name = str(command.get(f"{role}strategy") or command.get("model_engine") or "fsdp")
+    engine = _ENGINES.get(name)
+    if engine is None:
+        known = ", ".join(dict.fromkeys(_ENGINES.values()))
+        raise ConfigError([f"not available here: the training engine {name}; {known} are"])
+    if engine == "veomni":
+        group = "engine." if role == "engine." else f"{role}veomni."
+        context, expert = (command.count(f"{group}{name}_parallel_size", 1) for name in ("ulysses", "expert"))
+        return Layout(engine, context=context, expert=expert)
+    if engine == "fsdp":
+        ulysses = command.get(f"{engine_group}ulysses_sequence_parallel_size")
+        context = command.count(f"{role}ulysses_sequence_parallel_size", 1)
+        return Layout(engine, context=ulysses if isinstance(ulysses, int) and ulysses > 1 else context)
+    group = "engine." if role == "engine." else f"{role}megatron."
+    names = ("tensor_model", "pipeline_model", "context", "expert_model")
+    return Layout(engine, *(command.count(f"{group}{kind}_parallel_size", 1) for kind in names))
 
 
-def _read_layout(command: SourceCommand) -> _Layout:
+def _read_layout(command: SourceCommand) -> Layout:
     if command.program == "sft":
-        return _Layout.of_role(command, "engine.", "engine.")
-    return _Layout.of_role(command, _ACTOR, f"{_ACTOR}fsdp_config.")
+        return _read_role_layout(command, "engine.", "engine.")
+    return _read_role_layout(command, _ACTOR, f"{_ACTOR}fsdp_config.")
 
 
 @dataclass(frozen=True)
@@ -705,7 +686,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
         pp=layout.pipeline,
         cp=layout.context,
         ep=layout.expert,
-        dp=layout.replicas(command.devices),
+        dp=command.devices // layout.devices,
         lora_rank=_read_rank(command, model, layout),
         weight_decay=rate.weight_decay,
         clip_grad=rate.clip_grad,
@@ -748,7 +729,7 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     return _describe_rows(run, command, batch, shared) if supervised else _describe_rollout(run, command, batch, layout, shared)
 
 
-def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
+def _read_format(command: SourceCommand, layout: Layout) -> str | None:
     """Return the format of weights and optimizer state of the roles that train, where FSDP has another one than float32."""
     if layout.engine != "fsdp":
         return None
@@ -759,13 +740,13 @@ def _read_format(command: SourceCommand, layout: _Layout) -> str | None:
     return next((name for name in formats if name is not None), None)
 
 
-def _read_rank(command: SourceCommand, prefix: str, layout: _Layout) -> int:
+def _read_rank(command: SourceCommand, prefix: str, layout: Layout) -> int:
     if any(command.get(f"{prefix}{name}") for name in _ADAPTER):
         return UNSET_RANK
     return int(command.number(f"{prefix}{'lora.rank' if layout.engine == 'megatron' else 'lora_rank'}", 0))
 
 
-def _read_adapters(run: Import, command: SourceCommand, prefix: str, layout: _Layout) -> Adapters | None:
+def _read_adapters(run: Import, command: SourceCommand, prefix: str, layout: Layout) -> Adapters | None:
     """Return fresh adapters; one that training continues has its own."""
     if any(command.get(f"{prefix}{name}") for name in _ADAPTER):
         names = (f"{prefix}{name}" for name in ("lora_rank", "lora.rank", "lora_alpha", "lora.alpha"))
@@ -780,7 +761,7 @@ def _read_adapters(run: Import, command: SourceCommand, prefix: str, layout: _La
 
 
 def _read_model(
-    run: Import, command: SourceCommand, prefix: str, layout: _Layout
+    run: Import, command: SourceCommand, prefix: str, layout: Layout
 ) -> tuple[dict[str, object], tuple[tuple[str, object, str], ...]]:
     """Return the keys of the model, and what verl sets without an option."""
     path = command.get(f"{prefix}path")
@@ -820,7 +801,7 @@ def _read_model(
 
 
 def _read_prediction(
-    run: Import, command: SourceCommand, prefix: str, layout: _Layout
+    run: Import, command: SourceCommand, prefix: str, layout: Layout
 ) -> tuple[Prediction | None, dict[str, object] | None]:
     """Return the prediction layers that train, which verl's Megatron engine alone has, and drafts of theirs."""
     prefix, is_on = f"{prefix}mtp.", command.flag(f"{prefix}mtp.enable")
@@ -895,7 +876,7 @@ def _note_veomni(run: Import, command: SourceCommand, prefix: str) -> None:
 
 
 def _read_rate(
-    command: SourceCommand, prefix: str, layout: _Layout, rollouts: int, default: float, group: str = ACTOR
+    command: SourceCommand, prefix: str, layout: Layout, rollouts: int, default: float, group: str = ACTOR
 ) -> tuple[Rate, Schedule]:
     """Return the learning rate of a role, which moves once a rollout there."""
     schedule = _read_schedule(command, prefix, layout.engine, command.number(f"{prefix}lr", default), rollouts)
@@ -989,7 +970,7 @@ def _limit_rows(command: SourceCommand) -> int | None:
 # ---------------------------------------------------------------------------------------------------------------- main_ppo
 
 
-def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout: _Layout, shared: Recipe) -> Recipe:
+def _describe_rollout(run: Import, command: SourceCommand, batch: _Batch, layout: Layout, shared: Recipe) -> Recipe:
     """Return the run of main_ppo."""
     has_critic = "values" in ADVANTAGES[_read_estimator(command)].needs
     if not has_critic:
@@ -1064,7 +1045,7 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
     )
 
 
-def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, layout: _Layout, shared: Recipe) -> Recipe:
+def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, layout: Layout, shared: Recipe) -> Recipe:
     """Return the run with its batch, data, rewards, engine and devices."""
     response, tensor = (
         command.count("data.max_response_length", 512), command.count(f"{_ROLLOUT}tensor_model_parallel_size", 2)
@@ -1215,7 +1196,7 @@ def _read_turns(command: SourceCommand) -> dict[str, object]:
     return {f"{RL}.{name}": value for name, value in values.items()}
 
 
-def _read_micro_batches(command: SourceCommand, layout: _Layout) -> tuple[int, dict[str, object]]:
+def _read_micro_batches(command: SourceCommand, layout: Layout) -> tuple[int, dict[str, object]]:
     """Return the rows of a micro-batch, and the tokens of micro-batches that are filled."""
     if not command.flag(f"{_ACTOR}use_dynamic_bsz"):
         return command.count(f"{_ACTOR}ppo_micro_batch_size_per_gpu", 1), {}
@@ -1443,7 +1424,7 @@ def _read_critic(run: Import, command: SourceCommand, batch: _Batch) -> Rate:
     """Return the learning rate of a critic."""
     if run.get("critic_config.load") is None:
         raise ConfigError(["the command names no critic: critic.model.path is missing"])
-    layout = _Layout.of_role(command, "critic.", "critic.fsdp.")
+    layout = _read_role_layout(command, "critic.", "critic.fsdp.")
     for name, value in (("ppo_mini_batch_size", batch.mini), ("ppo_epochs", batch.epochs), ("loss_agg_mode", "token-mean")):
         if command.get(f"critic.{name}", value) != value:
             run.refuse(f"critic.{name}", f"another value than {value} for the critic")

@@ -16,7 +16,7 @@ from hydra.errors import HydraException
 
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.options import read_scalar
-from mindspeed_rl.importers.shell_text import Command
+from mindspeed_rl.importers.shell import Command
 from mindspeed_rl.importers.source_files import list_folders, load_yaml
 
 #: configurations of a release -> the engine that they have

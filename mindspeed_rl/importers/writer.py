@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -22,6 +23,8 @@ RECOMPUTE_LAYERS = {
     f"{ACTOR}.recompute_method": "uniform",
     f"{ACTOR}.recompute_num_layers": 1,
 }
+#: names of models with experts
+_EXPERTS = re.compile(r"(?i)-a\d+(\.\d+)?b|moe|mixtral|deepseek-?(v[2-9]|r1(?!-distill))|qwen3-next|glm-?4\.[5-9]")
 #: layer of Megatron -> projections that PEFT names
 _PROJECTIONS = {
     "linear_qkv": {"q_proj", "k_proj", "v_proj", "qkv_proj", "linear_qkv", "all-linear"},
@@ -292,6 +295,12 @@ def count_experts(model: str) -> int | None:
     shape = read_shape(model)
     names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
     return next((int(str(shape[name])) for name in names if shape.get(name)), 0) if shape else None
+
+
+def has_experts(model: str) -> bool:
+    """Return True for a model with experts, by its config.json where it is here, else by its name."""
+    count = count_experts(model)
+    return bool(count) or (count is None and _EXPERTS.search(model) is not None)
 
 
 def read_shape(model: str) -> Mapping[str, object]:

@@ -26,6 +26,7 @@ from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.token_sampling import sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,28 +120,23 @@ class MegatronEngine:
         return _Answer(index, request, generator, StopStringFinder(self._tokenizer, stop_strings), max_tokens)
 
     def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Delta, None, None]:
-        """Generate all sequences in step: a shorter prompt has answers while a longer one is still read."""
+        """Generate all sequences in step; see `CachedModel.generate`."""
         prompts = [answer.request.prompt_ids for answer in answers]
         max_len = max(len(prompt) + answer.max_tokens for prompt, answer in zip(prompts, answers))
-        self._model.reset(len(answers), max_len)
-        # all rows of Megatron's cache are at one position, so one pass reads what all prompts have
-        read = min(map(len, prompts))
-        logits = self._model.next_logits(torch.tensor([prompt[:read] for prompt in prompts]))
-        while True:
-            # sampled on the host: every rank samples for itself, and must get the same token
-            on_host = logits.cpu()
-            for row, answer in enumerate(answers):
-                if not answer.done and read >= len(prompts[row]):
-                    yield self._add(answer, on_host[row], sampling)
-            if all(answer.done for answer in answers):
-                return
-            # answers that are done continue with their last token, and the results are ignored
-            column = [prompt[read] if read < len(prompt) else answer.token_ids[-1] for prompt, answer in zip(prompts, answers)]
-            logits = self._model.next_logits(torch.tensor(column)[:, None])
-            read += 1
+        deltas: list[Delta] = []
+
+        def choose(row: int, logits: Tensor) -> tuple[int, bool]:
+            deltas.append(self._add(answers[row], logits, sampling))
+            return answers[row].token_ids[-1], answers[row].done
+
+        for _ in self._model.generate(prompts, max_len, choose):
+            yield deltas.pop()
 
     def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
-        token, log_prob = _sample_token(logits, sampling, answer.generator, answer.request, answer.token_ids)
+        request = answer.request
+        token, log_prob = sample_token(
+            logits, sampling, answer.generator, request.prompt_ids, answer.token_ids, allowed_ids=request.allowed_ids
+        )
         answer.token_ids.append(token)
         finish: Finish | None = None
         if token in sampling.stop_token_ids or answer.finder.ends([token]):
@@ -204,68 +200,3 @@ def _fill_parameters(model: BuiltModel, named: Iterable[tuple[str, Tensor]]) -> 
     missing = [name for name, weights in waiting.items() if weights]
     if missing:
         raise ValueError(f"the model has no tensor for {len(missing)} weights, for example {missing[0]}")
-
-
-def _sample_token(
-    logits: Tensor, sampling: Sampling, generator: torch.Generator, request: Request, token_ids: Sequence[int] = ()
-) -> tuple[int, float]:
-    """Sample (token, its log-prob under the untempered model) of one sequence.
-
-    Args:
-        logits: [vocabulary] float32, on the host.
-        sampling: sampling parameters of the answer.
-        generator: random generator of this answer.
-        request: its prompt, and the tokens to choose from.
-        token_ids: token ids of the answer so far.
-    """
-    log_probs = logits.log_softmax(-1)
-    logits = _penalize(logits, sampling, request.prompt_ids, token_ids)
-    allowed = logits
-    if request.allowed_ids:
-        chosen = list(request.allowed_ids)
-        allowed = torch.full_like(logits, float("-inf"))
-        allowed[chosen] = logits[chosen]
-    if sampling.temperature == 0.0:
-        token = int(allowed.argmax())
-    else:
-        token = int(
-            torch.multinomial(_cut_logits(allowed / sampling.temperature, sampling).softmax(-1), 1, generator=generator)
-        )
-    return token, float(log_probs[token])
-
-
-def _penalize(logits: Tensor, sampling: Sampling, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Tensor:
-    """Return logits with the penalties on repeated tokens, and no stop token before `min_tokens`, as vLLM's sampler has them.
-
-    A token of the prompt or the answer is divided by repetition_penalty (multiplied where negative). Each of its occurrences in
-    the answer subtracts frequency_penalty, and all of them together presence_penalty.
-    """
-    if sampling.repetition_penalty == 1.0 and not (sampling.presence_penalty or sampling.frequency_penalty):
-        if len(token_ids) >= sampling.min_tokens:
-            return logits
-    logits = logits.clone()
-    if sampling.repetition_penalty != 1.0:
-        seen = torch.tensor(sorted({*prompt_ids, *token_ids}))
-        values = logits[seen]
-        logits[seen] = torch.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
-    counts = torch.bincount(torch.tensor(token_ids, dtype=torch.long), minlength=logits.numel())
-    logits -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
-    if len(token_ids) < sampling.min_tokens:
-        logits[list(sampling.stop_token_ids)] = float("-inf")
-    return logits
-
-
-def _cut_logits(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Set tempered logits to minus infinity where top-k, top-p and min-p leave them out, as vLLM's sampler does."""
-    if 0 < sampling.top_k < logits.numel():
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, float("-inf"))
-    if sampling.top_p < 1.0:
-        ordered, order = logits.sort(descending=True)
-        probs = ordered.softmax(-1)
-        beyond = probs.cumsum(-1) - probs >= sampling.top_p  # mass before the token; the most likely one stays
-        logits = logits.masked_fill(torch.zeros_like(beyond).scatter(0, order, beyond), float("-inf"))
-    if sampling.min_p > 0.0:
-        probs = logits.softmax(-1)
-        logits = logits.masked_fill(probs < sampling.min_p * probs.max(), float("-inf"))
-    return logits

@@ -36,6 +36,7 @@ class ModelSettings:
         lora_r, lora_alpha: checked against the adapter; alpha is needed where the adapter does not state it.
         lora_target_modules: checked against the adapter, Megatron's names.
         loosely: tensors that the model does not have are skipped.
+        by_module: transformers' module computes the model, of any family that it has.
     """
 
     load: Path
@@ -46,6 +47,7 @@ class ModelSettings:
     lora_alpha: float | None = None
     lora_target_modules: tuple[str, ...] = ()
     loosely: bool = False
+    by_module: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,7 @@ def open_model(settings: ModelSettings, *, verified: bool = False) -> ModelFiles
     if _is_hf(path):
         if settings.iteration is not None:
             raise ValueError(f"--load-iteration {settings.iteration}: {path} is a Hugging Face folder, which has no iterations")
-        source = open_hf(path, options)
+        source = open_hf(path, options, by_module=settings.by_module)
     else:
         source = open_megatron(path, options, verified=verified)
     source, transform = _with_adapter(source, settings)
@@ -208,7 +210,7 @@ class EngineSettings:
         max_model_len: limit of prompt and answer, in tokens.
         dtype: "auto" takes the checkpoint's.
         max_num_seqs: answers that are generated at the same time; None takes 32 on the CPU, 256 on devices.
-        kind: vLLM, or the Megatron model itself.
+        kind: vLLM, the Megatron model itself, or transformers' module.
         tensor_parallel_size: devices of one engine.
         pipeline_parallel_size: stages of a Megatron model.
         data_parallel_size: engines that share the requests.
@@ -222,7 +224,7 @@ class EngineSettings:
     max_model_len: int
     dtype: str = "auto"
     max_num_seqs: int | None = None
-    kind: Literal["vllm", "megatron"] = "vllm"
+    kind: Literal["vllm", "megatron", "transformers"] = "vllm"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1

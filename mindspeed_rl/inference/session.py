@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _ENGINES: dict[str, tuple[adaptors.Scope, str]] = {
     "vllm": ("rollout", "mindspeed_rl.inference.vllm_text_engine:VllmTextEngine"),
     "megatron": ("train", "mindspeed_rl.inference.megatron_engine:MegatronEngine"),
+    "transformers": ("rollout", "mindspeed_rl.inference.module_text_engine:ModuleTextEngine"),
 }
 #: a process group of one process, so any free port works
 _SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -47,7 +48,7 @@ class SessionOptions:
         max_length: limit of the tokens of prompt and answer; None takes the model's own.
         graph: compile and capture graphs.
         no_chat_template: plain text, whatever the model was trained with.
-        engine: vLLM, or the Megatron model itself.
+        engine: vLLM, the Megatron model itself, or transformers' module.
         pipeline_model_parallel_size: stages of a Megatron model.
     """
 
@@ -73,7 +74,7 @@ class SessionOptions:
     gpu_memory_utilization: float
     kv_cache_memory_gib: float | None
     graph: bool
-    engine: Literal["vllm", "megatron"]
+    engine: Literal["vllm", "megatron", "transformers"]
     pipeline_model_parallel_size: int
     # prompts
     prompt_type: str | None
@@ -100,6 +101,7 @@ class SessionOptions:
             lora_alpha=self.lora_alpha,
             lora_target_modules=tuple(self.lora_target_modules),
             loosely=self.load_checkpoint_loosely,
+            by_module=self.engine == "transformers",
         )
 
 
@@ -205,6 +207,9 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     if options.graph:
         # the CPU platform's environment switches off the compilation that --graph needs
         os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    num_devices = options.tensor_parallel_size * options.data_parallel_size
+    if options.engine == "transformers" and num_devices > 1:
+        raise ValueError(f"--engine transformers has a full model on one device, and not on {num_devices}; use --engine vllm")
     model_settings = options.build_model_settings()
     model = open_model(model_settings)
     heads = model.model_config.num_attention_heads
@@ -245,8 +250,8 @@ def open_session(options: SessionOptions, *, chats: bool = False) -> Session:
     if (sparse := model.model_config.sparse_attention) is not None:
         if options.engine == "vllm" and device.name == "cpu":
             raise ValueError(
-                f"--engine vllm: vLLM's CPU build has no sparse attention, which this model has; use --engine megatron with "
-                f"--max-length up to {sparse.topk}, where it equals full attention"
+                f"--engine vllm: vLLM's CPU build has no sparse attention, which this model has; use --engine transformers, "
+                f"which is slow, or megatron with --max-length up to {sparse.topk}, where it equals full attention"
             )
         if options.engine == "megatron" and max_len > sparse.topk:
             raise ValueError(

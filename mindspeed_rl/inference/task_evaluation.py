@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from mindspeed_rl.inference.prompt_format import PromptFormat
 from mindspeed_rl.inference.tasks.task import Question, Task
 from mindspeed_rl.inference.text_stream import cut_at_stop
 from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.rewards.sample_statistics import compute_majority, compute_pass_at
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 from mindspeed_rl.rollout.requests import Sampling, sample_seed
 
@@ -317,21 +317,9 @@ def _score(prepared: PreparedTask, score: TaskScore, records: list[dict[str, Any
 def _add_statistics(score: TaskScore, task: Task, records: list[dict[str, Any]], num_return: int) -> None:
     """Set pass@k for k = 1, 2, 4 ... and the majority vote, over `num_return` answers to each question."""
     groups = [records[start : start + num_return] for start in range(0, len(records), num_return)]
-    counts = [sum(record["right"] for record in group) for group in groups]
-    sizes = [1 << power for power in range(num_return.bit_length()) if 1 << power <= num_return]
-    score.pass_at = {
-        k: sum(_pass_at(num_return, right, k) for right in counts) / len(counts) for k in sorted({*sizes, num_return})
-    }
-    votes = [[task.vote(record["response"]) for record in group] for group in groups]
-    if all(vote is not None for group in votes for vote in group):
-        winners = [Counter(group).most_common(1)[0][0] for group in votes]  # of equal counts the first answer
-        right = [group[vote.index(winner)]["right"] for group, vote, winner in zip(groups, votes, winners)]
-        score.majority = sum(right) / len(groups)
-
-
-def _pass_at(num_answers: int, num_right: int, k: int) -> float:
-    """Return the probability that one of k answers of these is right: 1 - C(n - c, k) / C(n, k), arXiv:2107.03374."""
-    return 1.0 - math.comb(num_answers - num_right, k) / math.comb(num_answers, k)
+    right = [[bool(record["right"]) for record in group] for group in groups]
+    score.pass_at = compute_pass_at(right)
+    score.majority = compute_majority([[task.vote(record["response"]) for record in group] for group in groups], right)
 
 
 def _count(score: TaskScore, records: list[dict[str, Any]]) -> None:

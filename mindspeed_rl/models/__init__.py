@@ -98,6 +98,15 @@ def architecture_for(hf_config: HfConfig) -> Architecture:
     )
 
 
+def has_layers(hf_config: HfConfig) -> bool:
+    """Return whether the table of architectures has the layers of a model; those of others only transformers computes."""
+    try:
+        architecture_for(hf_config).read_model_config(hf_config)
+    except ValueError:
+        return False
+    return True
+
+
 #: parts of the names of keys in config.json that say nothing about layers and weights
 _NOT_SHAPE = re.compile(
     r"^_|^(architectures|model_type|auto_map|torch_dtype|dtype|use_cache|transformers_version|quantization_config|pretraining_tp)$"

@@ -70,6 +70,7 @@ class Architecture:
         read_tower_ops: model_config -> rows of the vision tower and its projector, if the family has one.
         add_published_tower: a language model -> the same with the tower of the published models, for plans without config.json.
         expert_names: names of router and experts in ``read_layer_ops``, where transformers stores experts fused.
+        packs: rows may follow each other in one sequence in transformers' module; else they are padded there.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Architecture:
     read_tower_ops: Callable[[ModelConfig], list[WeightOp]] | None = None
     add_published_tower: Callable[[ModelConfig], ModelConfig] | None = None
     expert_names: ExpertNames = ExpertNames()
+    packs: bool = True
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
         """Pickle a registered family by name: its functions may be lambdas, and plans of models travel to other processes."""
@@ -123,6 +125,11 @@ class Architecture:
             return name
         prefix = "model." if name.startswith("visual.") else "model.language_model."
         return re.sub(r"^(model\.)?(?!lm_head)", prefix, name)
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's tensor, where the model has one of its own."""
+        return "lm_head.weight"
 
     def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
         """Return the HF tensors that no row names because they repeat another HF tensor: {copy: owner}."""

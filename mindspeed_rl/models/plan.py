@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from mindspeed_rl.models.architecture import Architecture, ExpertPacking
 from mindspeed_rl.models.layout import Layout, parse_ints
 from mindspeed_rl.models.model_config import HfConfig, ModelConfig, read_quantization_block
 from mindspeed_rl.models.model_keys import check_model_keys
+from mindspeed_rl.models.module_family import ModuleArchitecture, read_module_family
 
 #: release of megatron-core after which `GroupedMLP` was removed (`models/specs.py`; the others need TransformerEngine), and
 #: after which the layers of `multi_token_prediction.py` have other parts
@@ -106,7 +108,9 @@ def plan_model(config: MegatronConfig, hf_folder: str | Path, *, head: Literal["
         ValueError: config.json is missing, a model key of the run file contradicts it, the layout does not fit, or the
             installed megatron-core lacks what the keys require.
     """
-    architecture, model_config, hf_config = read_model(hf_folder)
+    architecture, model_config, hf_config = read_model(hf_folder, config.engine)
+    if isinstance(architecture, ModuleArchitecture):
+        architecture.check(config)
     _check_experts(config, model_config)
     model_config = replace(model_config, head=head)
     check_model_keys(config, model_config, Path(hf_folder, "config.json"))
@@ -240,8 +244,16 @@ def _check_indexers(layout: Layout, model_config: ModelConfig) -> None:
             )
 
 
-def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConfig]:
+#: engine -> function that reads a model outside the table of architectures, which this engine trains
+_OTHER_FAMILIES: dict[str, Callable[[Path, HfConfig], tuple[Architecture, ModelConfig]]] = {"fsdp": read_module_family}
+
+
+def read_model(hf_folder: str | Path, engine: str = "megatron") -> tuple[Architecture, ModelConfig, HfConfig]:
     """Read a Hugging Face folder's model: its architecture, its shape, and the config.json.
+
+    Args:
+        hf_folder: has config.json.
+        engine: training engine of the role that has the model.
 
     Raises:
         ValueError: config.json is missing, or it is of a model or of weights that are not supported.
@@ -254,8 +266,13 @@ def read_model(hf_folder: str | Path) -> tuple[Architecture, ModelConfig, HfConf
     hf_config: HfConfig = read_json(path)
     try:
         read_quantization_block(hf_config)  # raises for weights that cannot be read
-        architecture = architecture_for(hf_config)
-        return architecture, architecture.read_model_config(hf_config), hf_config
+        try:
+            architecture = architecture_for(hf_config)
+            return architecture, architecture.read_model_config(hf_config), hf_config
+        except ValueError:
+            if engine not in _OTHER_FAMILIES:
+                raise
+        return *_OTHER_FAMILIES[engine](Path(hf_folder), hf_config), hf_config
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -17,7 +17,7 @@ import yaml
 
 from mindspeed_rl import api
 from mindspeed_rl.checkpoint.model_folder import copy_model
-from mindspeed_rl.cli.new import computes_bfloat16
+from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.run_files import apply_values
 from mindspeed_rl.data.hub import fetch, parse_hub_name

@@ -10,15 +10,31 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mindspeed_rl.observability.completions import Completion, CompletionRecord
+from mindspeed_rl.observability.diversity import ONE_PATTERN
 from mindspeed_rl.observability.history import History, Series
 
 #: iterations that count as the present, and iterations after which a reward of 0 is not bad luck
 _RECENT, _FEW = 10, 5
 #: KL divergence to the reference, in nats a token, beyond which a policy is another model
 _FAR_NATS = 1.0
+#: worth an alert: gap between reward and audit, in fractions of their full scores; rise of the share of one pattern
+_GAP, _PATTERN_RISE = 0.1, 0.3
+
+#: mean difference of log-probs, and its ratio to that of the first tokens, beyond which a depth or class of tokens is wrong
+_DEPTH_BOUND, _DEPTH_RATIO = 0.02, 4.0
+#: iterations whose memory is not compared, and measured ones from which growth is one; GiB that are growth
+_WARM_UP, _LEAK_POINTS, _LEAK_GIB = 2, 8, 0.25
+#: owner of memory that does not come back -> what to check first
+_LEAK_ADVICE = {
+    "driver": "Objects of the driver's program grow: rewards, callbacks or rows that are kept (run.log, heap of the process).",
+    "engine": "The rollout engine keeps memory over sleep and wake-up: sleep_mode_extra_cleanup, or another release of it.",
+    "communicator": "Memory that no allocator counts grows: communicators, the device's runtime; see hccl_buffersize.",
+    "cache": "The allocator's cache grows, which fragments: lengths of micro-batches that vary (max_packing_token_size).",
+    "tensors": "Tensors without an owner stay on the device between phases: a hook or loss of yours that keeps them.",
+}
 
 #: metrics of the total reward, by stage
-_REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
+REWARDS = ("grpo/score/mean", "dapo/score/mean", "critic/score/mean")
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ def _name_learning_rate(history: History) -> str:
 
 def _is_solved(history: History) -> bool:
     """Return True where the reward of the last iterations is nearly the highest that any response has got."""
-    means, highest = history.finite(*_REWARDS).y[-_RECENT:], history.finite(*(f"{name[:-4]}max" for name in _REWARDS)).y
+    means, highest = history.finite(*REWARDS).y[-_RECENT:], history.finite(*(f"{name[:-4]}max" for name in REWARDS)).y
     return bool(means) and bool(highest) and max(highest) > 0 and statistics.fmean(means) >= 0.9 * max(highest)
 
 
@@ -85,7 +101,7 @@ def _check_collapse(history: History) -> Iterator[Alert]:
     held_out = history.finite("eval/accuracy", "eval/reward")
     iterations, values, what = held_out.x, list(held_out.y), "held-out score"
     if len(values) < 2:
-        series, what = history.finite(*_REWARDS), "reward"
+        series, what = history.finite(*REWARDS), "reward"
         # medians of a window: the reward of one batch of prompts varies
         iterations = series.x[_RECENT - 1 :]
         values = [statistics.median(series.y[end - _RECENT : end]) for end in range(_RECENT, len(series.y) + 1)]
@@ -102,8 +118,8 @@ def _check_collapse(history: History) -> Iterator[Alert]:
 
 
 def _check_zero(history: History) -> Iterator[Alert]:
-    series = history.finite(*(f"{name[:-4]}max" for name in _REWARDS))
-    lowest = history.finite(*(f"{name[:-4]}min" for name in _REWARDS)).y
+    series = history.finite(*(f"{name[:-4]}max" for name in REWARDS))
+    lowest = history.finite(*(f"{name[:-4]}min" for name in REWARDS)).y
     if len(series.y) >= _FEW and max(series.y) <= 0 and min(lowest, default=0.0) >= 0:
         yield Alert(
             "reward_zero",
@@ -116,7 +132,7 @@ def _check_zero(history: History) -> Iterator[Alert]:
 
 
 def _check_reward(history: History) -> Iterator[Alert]:
-    series = history.finite(*_REWARDS)
+    series = history.finite(*REWARDS)
     iterations, values = series.x, series.y
     if len(values) < 30 or _is_solved(history):
         return
@@ -251,6 +267,59 @@ def _check_mismatch(history: History) -> Iterator[Alert]:
             return
 
 
+def _check_depths(history: History) -> Iterator[Alert]:
+    """Yield where trainer and rollout engine differ more than at the start of responses, three iterations in sequence."""
+    start = history.finite("mismatch/depth/0")
+    depths = sorted(int(name.rpartition("/")[2]) for name in history.series if name.startswith("mismatch/depth/"))
+    classes = {f"mismatch/depth/{depth}": f"from token {depth} of a response on" for depth in depths if depth}
+    classes |= {
+        "mismatch/first_token": "at the first token of a response",
+        "mismatch/after_tool": "at the first token after a tool",
+    }
+    for name, where in classes.items():
+        series = history.finite(name)
+        common = [(x, y, start.y[start.x.index(x)]) for x, y in zip(series.x, series.y) if x in start.x][-3:]
+        if len(common) == 3 and all(value > max(_DEPTH_BOUND, _DEPTH_RATIO * near) for _, value, near in common):
+            iteration, value, near = common[-1]
+            yield Alert(
+                "mismatch_depth" if name.startswith("mismatch/depth/") else "mismatch_token",
+                "bad",
+                iteration,
+                f"Trainer and rollout differ {where}: log-probs by {value:.3g} in the mean, {near:.3g} in the first 16 tokens.",
+                "`mindspeed-rl diff train rollout --run FOLDER`, which train runs at the end, names the first module that "
+                "differs: position embeddings and the cache are suspects of deep tokens, the template of tokens after a tool.",
+            )
+            return
+
+
+def _check_memory(history: History) -> Iterator[Alert]:
+    """Yield the owner whose memory at the same point of iterations grows and does not come back."""
+    for name, series in history.series.items():
+        if not name.startswith("residue/"):
+            continue
+        finite = series.finite()
+        x, y = finite.x[_WARM_UP:], finite.y[_WARM_UP:]
+        if len(y) < _LEAK_POINTS:
+            continue
+        quarter = len(y) // 4
+        parts = [y[start : start + quarter] for start in range(0, 4 * quarter, quarter)]
+        lowest = [min(part) for part in parts]
+        # each quarter begins above the one before, and the growth does not fade
+        grows = all(after > before for before, after in zip(lowest, lowest[1:]))
+        grown, each = y[-1] - y[0], (y[-1] - y[0]) / (x[-1] - x[0])
+        if not grows or grown < _LEAK_GIB or lowest[3] - lowest[2] < (lowest[1] - lowest[0]) / 4:
+            continue
+        point, owner = name.removeprefix("residue/").removesuffix("_gib").split("/", 1)
+        yield Alert(
+            "memory_leak",
+            "watch",
+            x[-1],
+            f"Memory does not come back ({owner}, after {point.replace('_', ' ')}): {grown:.2f} GiB more than at iteration "
+            f"{x[0]}, {each * 1024:.0f} MiB an iteration.",
+            _LEAK_ADVICE[owner],
+        )
+
+
 def _check_entropy(history: History) -> Iterator[Alert]:
     series = history.finite("actor/entropy")
     iterations, values = series.x, series.y
@@ -308,11 +377,51 @@ def _check_clipping(history: History) -> Iterator[Alert]:
         )
 
 
+def _check_audit(history: History) -> Iterator[Alert]:
+    """Compare the gap between reward and stricter check with that before the first iteration, beyond three errors."""
+    gap, error = history.finite("audit/gap"), history.finite("audit/gap_error")
+    earned, audited = history.finite("audit/earned"), history.finite("audit/audited")
+    if len(gap.y) < 2 or len({len(series.y) for series in (gap, error, earned, audited)}) > 1:
+        return
+    for index in range(1, len(gap.y)):
+        chance = 3 * math.hypot(error.y[0], error.y[index])
+        if gap.y[index] - gap.y[0] > max(_GAP, chance):
+            yield Alert(
+                "reward_tricked",
+                "bad",
+                gap.x[index],
+                f"The reward and its audit part: of their full scores, the reward went from {earned.y[0]:.2f} to "
+                f"{earned.y[index]:.2f}, and the stricter check from {audited.y[0]:.2f} to {audited.y[index]:.2f}.",
+                "Read audit.jsonl of the run folder, which has the responses that the reward overpays most, and close the hole "
+                "in rl_config.verifier_function; `mindspeed-rl audit reward` tries it with known cheats.",
+            )
+            return
+
+
+def _check_pattern(history: History) -> Iterator[Alert]:
+    series = history.finite("diversity/pattern_share")
+    if len(series.y) < 3:
+        return
+    before, now = min(series.y[:2]), statistics.median(series.y[-3:])
+    if now >= ONE_PATTERN and now - before >= _PATTERN_RISE:
+        first = next(x for x, y in zip(series.x, series.y) if y >= ONE_PATTERN)
+        yield Alert(
+            "one_sentence",
+            "watch",
+            first,
+            f"{now:.0%} of the responses are one sentence with words of their prompt filled in, {before:.0%} at the start.",
+            "Read some: does it answer every prompt, or does the reward pay for a form alone? A stricter check beside the "
+            "reward (group audit of the run file) tells.",
+        )
+
+
 _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_finite,
     _check_collapse,
     _check_zero,
     _check_mismatch,
+    _check_depths,
+    _check_memory,
     _check_spread,
     _check_reward_failures,
     _check_lengths,
@@ -322,6 +431,8 @@ _CHECKS: tuple[Callable[[History], Iterator[Alert]], ...] = (
     _check_gradients,
     _check_kl,
     _check_clipping,
+    _check_audit,
+    _check_pattern,
 )
 #: an alert -> those that it explains, whose advice would not help or would be the opposite one
 _EXPLAINS: dict[str, tuple[str, ...]] = {

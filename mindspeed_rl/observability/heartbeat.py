@@ -183,6 +183,21 @@ def count_items(items: Sequence[_Item], unit: str) -> Iterator[_Item]:
         count(index + 1, len(items), unit)
 
 
+def list_pids(folder: Path) -> list[int]:
+    """Return the process ids of a run on this machine, as their heartbeats have them.
+
+    Args:
+        folder: run folder.
+    """
+    host, pids = socket.gethostname(), list[int]()
+    for path in (folder / FOLDER).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            record = json.loads(path.read_bytes())
+            if record["host"] == host:
+                pids.append(int(record["pid"]))
+    return pids
+
+
 def describe_counts(folder: Path) -> str:
     """Describe how far the processes of a run are in their phase, such as "37 of 128 samples, 4,210 tokens"; "" without counts.
 

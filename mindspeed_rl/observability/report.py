@@ -219,6 +219,7 @@ def _markdown(
         lines += [f"| {name} | {_format_value(value)} |" for name, value in report["results"].items()] + [""]
     lines += _format_metrics(summaries)
     lines += _format_timings(summaries)
+    lines += _format_kept(report["plan"])
     lines += _format_plan(report["plan"])
     keys = [f"{path}={json.dumps(value, default=str)}" for path, value in _flatten(report["config_set"])]
     if keys:
@@ -227,6 +228,18 @@ def _markdown(
     versions = ", ".join(f"{name} {release}" for name, release in report["versions"].items())
     lines += [f"mindspeed_rl {report['mindspeed_rl']}, Python {report['python']} on {report['machine']}, {versions}.", ""]
     return "\n".join(lines)
+
+
+def _format_kept(plan: Mapping[str, Any]) -> list[str]:
+    """Return promised and measured values with the cause where they differ, as a table."""
+    rows = plan.get("kept", ())
+    if not rows:
+        return []
+    lines = ["| Promised before the run | promised | measured | cause |", "|---|---|---|---|"]
+    for row in rows:
+        measured = f"**{row['measured']:.3g}**" if row["broken"] else f"{row['measured']:.3g}"
+        lines.append(f"| {row['name']}, {row['unit']} | {row['low']:.2g} to {row['high']:.2g} | {measured} | {row['cause']} |")
+    return [*lines, ""]
 
 
 def _format_plan(plan: Mapping[str, Any]) -> list[str]:

@@ -37,6 +37,8 @@ _TIMELINE_ITERATIONS = 100
 CONSUMED = "consumed.jsonl"
 #: file of a run folder: responses to the same few held-out prompts in every evaluation
 EXAMPLES = "examples.jsonl"
+#: file of a run folder: responses of each audit that the reward overpays most
+AUDIT = "audit.jsonl"
 _LOG = logging.getLogger(__name__)
 #: largest file of an offer, and longest token in it
 _MAX_OFFER_BYTES, _MAX_TOKEN = 1 << 16, 4096

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ _PER_WORKER = frozenset(
 
 # Intervals that may overlap with the old log-prob pass; the part after its end is reported too.
 _OVERLAPPING = ("reference_model", "rule_reward", "reward_model", "adv")
+
+#: a worker is slow from these seconds of a phase on, and from this multiple of the others' median
+_MIN_SLOW_S, _SLOWER = 0.1, 1.1
 
 #: rows of an operator table; the others are summed up in one line
 _MAX_ROWS = 40
@@ -99,6 +103,30 @@ def compute_timings(intervals: Sequence[Interval]) -> dict[str, float]:
             continue
         start_s, end_s = min(i.start_s for i in group), max(i.end_s for i in group)
         metrics[f"timing/non_overlap_{name}"] = max(end_s - max(max(i.end_s for i in fence), start_s), 0.0)
+    return metrics
+
+
+def compute_imbalance(intervals: Sequence[Interval]) -> dict[str, float]:
+    """Return the slowest worker of each phase: `imbalance/<name>`, its seconds by the median of the others, and its rank.
+
+    Only phases that a worker finishes without the others say something of it; in an update all end together. A phase of one
+    worker, one in which no worker is a tenth slower, and a phase of less than a tenth of a second have no such metric.
+    """
+    totals: dict[str, dict[int, float]] = {}
+    for interval in intervals:
+        kind, _, rank = interval.worker.rpartition(" ")
+        if kind and rank.isdigit():
+            workers = totals.setdefault(interval.name, {})
+            workers[int(rank)] = workers.get(int(rank), 0.0) + interval.duration_s
+    metrics: dict[str, float] = {}
+    for name, workers in totals.items():
+        if len(workers) < 2:
+            continue
+        slowest = max(workers, key=lambda rank: workers[rank])
+        median = statistics.median(seconds for rank, seconds in workers.items() if rank != slowest)
+        if workers[slowest] > max(_MIN_SLOW_S, _SLOWER * median) and median > 0:
+            metrics[f"imbalance/{name}"] = workers[slowest] / median
+            metrics[f"imbalance/{name}_worker"] = float(slowest)
     return metrics
 
 

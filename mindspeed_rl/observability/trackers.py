@@ -27,7 +27,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config import RLConfig
 from mindspeed_rl.files import read_json, write_file
 from mindspeed_rl.observability.completions import Completion
-from mindspeed_rl.observability.run_files import CONSUMED, EXAMPLES, LineWriter
+from mindspeed_rl.observability.run_files import AUDIT, CONSUMED, EXAMPLES, LineWriter
 
 #: name of a tracker -> its class, called with (rl_config, run_dir, config) and imported on use
 TRACKERS = {
@@ -576,7 +576,7 @@ def make_trackers(rl_config: RLConfig, run_dir: Path, config: Mapping[str, objec
     """
     classes = find_trackers(rl_config.tracker_names)
     # before the tracker, which reads the last line that stays
-    for name in ("metrics.jsonl", "completions.jsonl", EXAMPLES, CONSUMED):
+    for name in ("metrics.jsonl", "completions.jsonl", EXAMPLES, AUDIT, CONSUMED):
         _cut_back(run_dir / name, last_iteration)
 
     if not last_iteration:  # another run, which the services show as one of its own

@@ -12,6 +12,8 @@
 | assumptions.py | every assumed number and its source |
 | fit.py | layouts that fit, and the best as a run file |
 | prediction.py | prediction for a run before it starts, compared with its measurements |
+| promise.py, promise_check.py | what a run will need, take and cost; the check while it goes, with causes |
+| published.py | published runs, and the fit of constants.json to them |
 | experts.py, step_costs.py | placement of experts; counted costs of a step and their lower bounds |
 | text.py | plans as text and JSON |
 """

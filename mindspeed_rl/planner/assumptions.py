@@ -20,7 +20,7 @@ from mindspeed_rl.planner.memory import (
     hccl_buffer_mib,
 )
 from mindspeed_rl.planner.samples import Lengths
-from mindspeed_rl.planner.seconds import DISK, HOST_ADAMW, TimePlan
+from mindspeed_rl.planner.seconds import DISK, TimePlan
 
 #: device -> memory that torch counts there
 _COUNTED = {"A2": "60.97 of 64 GiB (vllm-ascend#1987, #1127)", "A3": "61.27 of 64 GiB (sglang#29838)"}
@@ -98,25 +98,31 @@ def list_time_assumptions(cfg: RunConfig, device: Device, plan: TimePlan) -> Ite
         yield Assumption("a core", figures, "two cores of one shared machine; --calibrate corrects it for yours", False)
     actor = cfg.actor_config
     if actor.optimizer_offload_fraction:
-        updated = f"{HOST_ADAMW / 1e9:g} GB/s of optimizer states for a device"
-        yield Assumption("AdamW on the host", updated, "a guess; a core of one shared machine has 4.7 GB/s")
+        updated = f"{plan.efficiency.host_adamw / 1e9:g} GB/s of optimizer states for a device"
+        source = "fit to the published runs" if device.sleeps else "a core of one shared machine has 4.7 GB/s"
+        yield Assumption("AdamW on the host", updated, source, False)
     if actor.optimizer_offload_fraction and actor.optimizer_offload_path is not None:
         yield Assumption("disk", f"{DISK / 1e9:g} GB/s for a machine", "a guess, an NVMe disk")
-    fit = "fit to the published figures" if device.sleeps else "three CPU runs"
+    fit = "fit to the published runs" if device.sleeps else "three CPU runs"
     guess = "a guess" if device.sleeps else "three CPU runs"
+    is_seen = device.sleeps and plan.efficiency.find_error().figures > 0
     meanings = {
         "train": ("of the operations, in passes of the trainer", fit),
-        "prefill": ("of the operations, in prefill", fit),
+        "prefill": ("of the operations, in prefill", guess),
         "layer_s": ("s of host work for a layer in a step of the engine", fit),
-        "graph_layer_s": ("s of the same with captured graphs", fit),
+        "graph_layer_s": ("s of a layer with captured graphs", fit),
         "bandwidth": ("of the memory's bandwidth while tokens are generated", guess),
-        "pass_s": ("s of host work for a layer in a micro-batch", guess),
+        "pass_s": ("s of host work for a layer in a micro-batch", fit),
+        "expert_pass_s": ("s of the same for each expert of a rank", fit),
+        "phase_s": ("s of a phase of the trainer besides its passes", fit),
         "collective": ("of the links in collectives", guess),
-        "push": ("of the link in a weight push", guess),
-        "host": ("of the host link when training state moves", guess),
+        "push": ("of the link in a weight push", fit),
+        "push_tensor_s": ("s of host work for a tensor there", fit),
+        "push_s": ("s of a weight push besides these", fit),
+        "host": ("of the host link when training state moves", fit),
         "spread": (
             "x either way, two times of three",
-            "each published figure against the fit to the others" if device.sleeps else guess,
+            "each published run against the fit to the others" if is_seen else guess,
         ),
     }
     for name, (unit, source) in meanings.items():

@@ -24,6 +24,7 @@ class Device:
         devices_per_node: devices that `link` reaches.
         runtime: bytes of a process before it allocates anything: its context and its libraries.
         sleeps: the rollout engine releases its memory while the model trains.
+        overlaps: the host launches kernels while the device computes.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Device:
     host: float
     devices_per_node: int
     sleeps: bool = True
+    overlaps: bool = True
 
     @property
     def visible(self) -> int:
@@ -100,6 +102,7 @@ DEVICES: dict[str, Device] = {
         host=8e9,
         devices_per_node=64,
         sleeps=False,
+        overlaps=False,
     ),
 }
 

@@ -1,8 +1,36 @@
-"""Efficiencies of a run: fractions of a device's figures, by name; assumptions.py has the source of each number."""
+"""Efficiencies of a run: fractions of a device's figures and seconds of host work, by device and training engine.
+
+Those of NPUs are read from constants.json, which `benchmarks/fit_planner.py` writes: it fits them to the published runs of
+`benchmarks/results/published_runs.json`. assumptions.py has the source of each number.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import get_args
+
+from mindspeed_rl.config.keys.megatron import EngineName
+from mindspeed_rl.files import read_json
+
+#: the fitted constants of NPUs, by training engine
+CONSTANTS = Path(__file__).with_name("constants.json")
+
+
+@dataclass(frozen=True)
+class PhaseError:
+    """Error of the predictions of a phase, each by the fit to all other published runs.
+
+    Attributes:
+        spread: the seconds of a further run are within this factor of the prediction, either way, in two of three cases.
+        median: median of the relative errors.
+        figures: number of published figures behind it.
+    """
+
+    spread: float
+    median: float
+    figures: int
 
 
 @dataclass(frozen=True)
@@ -16,10 +44,15 @@ class Efficiency:
         layer_s, graph_layer_s: seconds of host work that a layer costs in each step of the engine, without and with captured
             graphs (`enforce_eager`).
         pass_s: seconds of host work that a micro-batch costs in a layer of a pass of the trainer.
+        expert_pass_s: what each expert of a rank costs there in addition.
+        phase_s: seconds of a phase of the trainer besides its passes: rows come and go.
         collective: fraction of the links in the collectives of tensor, context, expert and data parallelism.
         push: fraction of the link in a weight sync.
+        push_tensor_s: seconds of host work that each tensor costs there.
+        push_s: seconds of a weight sync besides these: releasing and waking up the engine's memory.
         host: fraction of the host link when training state is moved.
-        spread: a prediction is within this factor either way, two times of three.
+        host_adamw: bytes of optimizer states that the processors of a device's host update in a second.
+        errors: error of the predictions by phase, by timer or "all" for an iteration.
     """
 
     train: float
@@ -28,26 +61,37 @@ class Efficiency:
     layer_s: float
     graph_layer_s: float
     pass_s: float
+    expert_pass_s: float
+    phase_s: float
     collective: float
     push: float
+    push_tensor_s: float
+    push_s: float
     host: float
-    spread: float
+    host_adamw: float
+    errors: Mapping[str, PhaseError] = field(default_factory=dict)
+
+    def find_error(self, phase: str = "all") -> PhaseError:
+        """Return the error of a phase, or of an iteration where no published run has the phase."""
+        return self.errors.get(phase, self.errors["all"])
+
+    @property
+    def spread(self) -> float:
+        """Factor within which the seconds of two of three iterations are, either way."""
+        return self.find_error().spread
 
 
-#: train and the seconds of a layer as `planner.published.fit_efficiency` fits them to all published figures, and the error of
-#: the fit; the others are assumptions
-NPU = Efficiency(
-    train=0.16,
-    prefill=0.23,
-    bandwidth=0.6,
-    layer_s=3.6e-3,
-    graph_layer_s=7.4e-4,
-    pass_s=2e-4,
-    collective=0.4,
-    push=0.01,
-    host=0.1,
-    spread=2.2,
-)
+def _read_constants() -> dict[EngineName, Efficiency]:
+    record = read_json(CONSTANTS)
+    errors = {name: PhaseError(**error) for name, error in record["errors"].items()}
+    return {engine: Efficiency(**record["engines"][engine], errors=errors) for engine in get_args(EngineName)}
+
+
+#: error where no published run is like the planned one: of another device kind, or of a supervised stage
+UNSEEN = {"all": PhaseError(spread=2.2, median=0.45, figures=0)}
+#: engine -> efficiency on an NPU
+NPU = _read_constants()
+_ANNOUNCED = {engine: replace(efficiency, errors=UNSEEN) for engine, efficiency in NPU.items()}
 #: for one worker on one core, by three small runs of docs/planner.md; `--calibrate` corrects it for another machine
 _CPU = Efficiency(
     train=0.6,
@@ -56,9 +100,18 @@ _CPU = Efficiency(
     layer_s=4e-4,
     graph_layer_s=4e-4,
     pass_s=4e-3,
+    expert_pass_s=0.0,
+    phase_s=0.0,
     collective=0.5,
     push=0.1,
+    push_tensor_s=0.0,
+    push_s=0.0,
     host=0.5,
-    spread=2.0,
+    host_adamw=8e9,
+    errors={"all": PhaseError(spread=2.0, median=0.4, figures=7)},
 )
-EFFICIENCIES: dict[str, Efficiency] = {"A2": NPU, "A3": NPU, "950PR": NPU, "950DT": NPU, "cpu": _CPU}
+EFFICIENCIES: dict[str, Mapping[EngineName, Efficiency]] = {
+    **dict.fromkeys(("A2", "A3"), NPU),
+    **dict.fromkeys(("950PR", "950DT"), _ANNOUNCED),
+    "cpu": {"megatron": _CPU, "fsdp": _CPU},
+}

@@ -89,7 +89,11 @@ def plan_engine(run: RunShape) -> Engine | None:
     adapters = 0
     if generate.lora_push == "adapter":
         rank = engine_adapter_rank(run.cfg.actor_config.lora_r)
-        adapters = _count_rollout_adapters(architecture, model_config, tensor, rank) * itemsize
+        elements, serve = _count_rollout_adapters(architecture, model_config, tensor, rank), run.cfg.serve_config
+        if serve is not None:  # adapters of several models, of the output layer too
+            elements += rank * (model_config.hidden_size + model_config.vocab_size)
+            elements *= serve.num_engine_adapters or serve.num_models
+        adapters = elements * itemsize
     draft, draft_token = read_draft_bytes(generate, itemsize)[0], read_draft_bytes(generate, generate.cache_itemsize)[1]
     draft //= tensor
     token = kv_bytes_per_token(model_config, generate.cache_itemsize, tensor) + draft_token // tensor

@@ -10,15 +10,19 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR
 from mindspeed_rl.config.device_limits import HEAD_ROWS
 from mindspeed_rl.config.errors import suggest_name
+from mindspeed_rl.config.keys.megatron import MegatronConfig
+from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, find_project_configs
+from mindspeed_rl.models.model_keys import fill_model_keys
+from mindspeed_rl.models.plan import read_model
 from mindspeed_rl.planner.devices import GIB, Device
 from mindspeed_rl.planner.efficiency import Efficiency
 from mindspeed_rl.planner.memory import MemoryPlan, plan_memory
@@ -77,10 +81,12 @@ class FitRequest:
     """A model and the run that it must fit.
 
     Attributes:
-        block: the model block's keys; `model` is its name.
+        block: the model block's keys, of which `model` is the name, or for a folder its numbers of layers and experts.
+        folder: folder of the model's config.json; None for a block.
         prompt, response: maximum tokens.
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
         stage: one of STAGES.
+        folder: Hugging Face folder whose config.json has the model's shape; None for a model block.
     """
 
     model: str
@@ -92,6 +98,7 @@ class FitRequest:
     samples: int = 8
     num_nodes: int = 1
     stage: str = "GRPO"
+    folder: str | None = None
 
     @property
     def max_len(self) -> int:
@@ -163,17 +170,20 @@ STAGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 
 def _build_base_tree(request: FitRequest) -> dict[str, Any]:
     """Return the run file that the search completes, of the request's stage, with every feature that costs nothing."""
-    return STAGES[request.stage](_build_grpo_tree(request))
+    return STAGES[request.stage](build_grpo_tree(request))
 
 
-def _build_grpo_tree(request: FitRequest) -> dict[str, Any]:
+def build_grpo_tree(request: FitRequest) -> dict[str, Any]:
+    """Return the run file of GRPO of a request's model, with every feature that costs nothing and no layout."""
     is_moe = bool(request.block.get("num_experts"))
+    named = {"model": request.model} if request.folder is None else {}
+    actor = named if request.folder is None else {"load": request.folder}
     return {
-        "model": {request.model: request.block},
+        **({"model": {request.model: request.block}} if request.folder is None else {}),
         "platform": "npu",
         "megatron_training": {
             "stage": "ray_grpo",
-            "model": request.model,
+            **named,
             "global_batch_size": request.prompts,
             "train_iters": 100,
             "bf16": True,
@@ -186,7 +196,7 @@ def _build_grpo_tree(request: FitRequest) -> dict[str, Any]:
             "use_fused_swiglu": True,
             "use_fused_rotary_pos_emb": True,
         },
-        "actor_config": {"model": request.model, "micro_batch_size": 1, "lr": 1e-6, "lr_decay_style": "constant"},
+        "actor_config": {**actor, "micro_batch_size": 1, "lr": 1e-6, "lr_decay_style": "constant"},
         "rl_config": {
             "actor_resource": {"num_npus": request.npus},
             "n_samples_per_prompt": request.samples,
@@ -525,6 +535,20 @@ def _size_micro_batches(request: FitRequest, factor: int) -> _Values:
 # ---------------------------------------------------------------------- run files
 
 
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Return the keys of a model block that describe the model of a folder.
+
+    Raises:
+        ValueError: its config.json is of no supported model.
+    """
+    _, model_config, _ = read_model(folder)
+    config = MegatronConfig(num_layers=model_config.num_layers)
+    filled = fill_model_keys(config, model_config, folder / "config.json", frozenset())
+    defaults = MegatronConfig()
+    values = {field.name: getattr(filled, field.name) for field in fields(ModelKeys)}
+    return {name: value for name, value in values.items() if value is not None and value != getattr(defaults, name)}
+
+
 def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     """Return the keys of a model block.
 
@@ -544,7 +568,7 @@ def read_block(name: str, config_dir: str | None) -> dict[str, Any]:
     known = sorted(path.stem for folder in folders for path in (folder / "model").glob("*.yaml"))
     likely = suggest_name(name, known)
     hint = f"the nearest name is {likely}" if likely else f"known are {', '.join(known) or 'none'}"
-    raise ValueError(f"--model: there is no model block {name!r}; {hint}.")
+    raise ValueError(f"--model: there is no model block {name!r}, and no folder with a config.json; {hint}.")
 
 
 def format_run_file(request: FitRequest, result: FitResult) -> str:
@@ -554,12 +578,13 @@ def format_run_file(request: FitRequest, result: FitResult) -> str:
         f"# GRPO of {request.model} on {request.npus} devices of {result.memory.device}, found by `mindspeed-rl plan fit`:",
         f"# about {peak.total / GIB:.0f} GiB a device in phase {peak.name}, {time.format_bounds(time.total)} s an iteration. "
         "Paths of data and weights are examples.",
-        "defaults:",
-        f"  - model: [{request.model}]",
+        *(["defaults:", f"  - model: [{request.model}]"] if request.folder is None else []),
     ]
     tree = {name: dict(group) for name, group in result.tree.items() if isinstance(group, Mapping) and name != "model"}
     for group, key, value in _EXAMPLES:
         tree[group][key] = value.format(model=request.model) if isinstance(value, str) else value
+    if request.folder is not None:
+        tree["megatron_training"]["tokenizer_name_or_path"] = tree["actor_config"]["load"] = request.folder
     lines += ["", f"platform: {result.tree['platform']}"]
     for name, group in tree.items():
         lines += ["", f"{name}:", *_format_group(group, 1)]

@@ -29,7 +29,7 @@ from mindspeed_rl.planner.devices import Device
 from mindspeed_rl.planner.engine import Engine, KvCache, plan_engine
 from mindspeed_rl.planner.host_memory import HostMemory, plan_host_memory
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
-from mindspeed_rl.planner.shapes import Elements
+from mindspeed_rl.planner.shapes import Elements, count_streamed_elements
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
@@ -60,7 +60,7 @@ class Phase:
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
         *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
-        "embedding gradient",
+        *("embedding gradient", "gathered weights", "gradients of all ranks"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -187,7 +187,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     totals = {name: 0 if run.others[name].is_streamed else count.total for name, count in others.items()}
     start = _plan_start(run, stage, fixed)
     activations = {"activations": _update_activations(run, actor, stage), "logits": _head(run, actor, stage, "update", True)}
-    activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True)}
+    activations |= {"tower": _tower_bytes(run, actor, stage, "update", trains=True), **_sharded_update(run, actor, stage)}
     window = {"optimizer window": _swap_window(run, actor, stage)}
     embedding = {"embedding gradient": _embedding_gradient(actor, stage)}
     if engine is None:
@@ -195,6 +195,17 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         return [start, _fullest(Phases.UPDATE_ACTOR.memory, (fixed, weights, state, totals), *moments)]
     generate = run.generate
     assert generate is not None
+    if run.cfg.serve_config is not None:
+        models = {"client models": count_client_bytes(run) * run.cfg.serve_config.num_models}
+        owners = (
+            fixed,
+            weights,
+            {"gradients": state["gradients"]},
+            models,
+            _serving_bytes(engine),
+            {"packed weights": engine.packed},
+        )
+        return [_fullest("serve", owners, {owner: count for owner, count in activations.items() if owner != "tower"})]
     resident = _resident_bytes(run, weights, state, others)
     disaggregated = run.placement.disaggregated
     serving = {} if disaggregated else _serving_bytes(engine)
@@ -214,6 +225,7 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
         own_stage = stage * len(critic.elements) // stages
         update = {"activations": _update_activations(run, critic, own_stage)}
         update |= {"tower": _tower_bytes(run, critic, own_stage, "update", trains=True)}
+        update |= _sharded_update(run, critic, own_stage)
         critic_window = {"optimizer window": _swap_window(run, critic, own_stage)}
         owners = (fixed, resident, weights, {"critic": totals["critic"]}, also)
         phases.append(_fullest(Phases.UPDATE_CRITIC.memory, owners, update, critic_window))
@@ -228,6 +240,16 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
     if actor.config.async_save:  # the engine is not offloaded, and all models are on the device together
         phases.append(_make_phase(Phases.SAVE.memory, fixed, weights, state, totals, serving))
     return phases
+
+
+def count_client_bytes(run: RunShape) -> int:
+    """Return the bytes of a client's model of the largest rank: matrices, gradient, two moments and average in float32."""
+    config, model_config = run.actor.config, run.actor.plan.model_config
+    layers = sum(elements.dense_adapters for elements in run.actor.elements)
+    head = config.lora_r * (model_config.hidden_size + model_config.vocab_size)
+    serve = run.cfg.serve_config
+    copies = 4 + (serve is not None and serve.sampler_ema_decay > 0)
+    return 4 * copies * (layers + head)
 
 
 def _plan_start(run: RunShape, stage: int, fixed: dict[str, int]) -> Phase:
@@ -312,7 +334,7 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
             owners, logits = asdict(_ModelBytes.count(model, elements)), {"logits": _head(run, model, stage, "ref", False)}
             owners["weights"] = model.pass_weights(stage, len(model.elements))
             forward = {"activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens("ref")))}
-            forward |= {"tower": _tower_bytes(run, model, stage, "ref", trains=False)}
+            forward |= {"tower": _tower_bytes(run, model, stage, "ref", trains=False), **_gathered(model, stage)}
             for other in others if name == first else ():
                 more = run.dedicated[other]
                 owners[other] = _ModelBytes.count(more, more.stage(stage, len(model.elements))).total
@@ -320,6 +342,7 @@ def _plan_dedicated(run: RunShape, engine: Engine | None, fixed: dict[str, int])
             if model.trains:
                 update = {"activations": _update_activations(run, model, stage)}
                 update |= {"tower": _tower_bytes(run, model, stage, "update", trains=True)}
+                update |= _sharded_update(run, model, stage)
                 phases.append(_make_phase(f"update {name}", fixed, owners, update, logits))
             devices = model.dp * layout.tp
             label = name if layout.pp == 1 else f"{name} stage {stage}"
@@ -376,7 +399,8 @@ def _swap_window(run: RunShape, model: Model, stage: int) -> int:
         return 0
     elements = model.elements[stage]
     # without MindSpeed's optimizer the whole state is loaded
-    return model.swapped_at_once(stage, elements) if run.device.sleeps else model.state(elements)
+    loads_parts = run.device.sleeps and not model.holding.is_sharded
+    return model.swapped_at_once(stage, elements) if loads_parts else model.state(elements)
 
 
 def _embedding_gradient(model: Model, stage: int) -> int:
@@ -437,7 +461,28 @@ def _pass_bytes(run: RunShape, model: Model, stage: int, use: str) -> dict[str, 
         "activations": int(_compute_forward_bytes(model.config, model.plan, run.tokens(use))),
         "tower": _tower_bytes(run, model, model_stage, use, trains=False),
         "logits": _head(run, model, model_stage, use, False),
+        **_gathered(model, model_stage),
     }
+
+
+def _gathered(model: Model, stage: int) -> dict[str, int]:
+    """Return the bytes of the weights that a rank of an engine of shards has in full during a pass.
+
+    These are what is in no layer, the layer that computes and the next one, which arrives meanwhile.
+    """
+    if not model.holding.is_sharded:
+        return {}
+    return {"gathered weights": model.computed_weights(count_streamed_elements(model.plan, model.config)[stage])}
+
+
+def _sharded_update(run: RunShape, model: Model, stage: int) -> dict[str, int]:
+    """Return what an update has in addition in an engine of shards: gathered weights, and gradients before they are divided."""
+    if not model.holding.is_sharded:
+        return {}
+    elements = model.elements[stage]
+    # gradients of micro-batches are added on each rank, and divided over the ranks in the last one layer by layer
+    sums = model.full_gradients(elements) - model.gradients(elements) if run.micro_batches > 1 else 0
+    return {**_gathered(model, stage), "gradients of all ranks": sums}
 
 
 def _tower_bytes(run: RunShape, model: Model, stage: int, use: str, *, trains: bool) -> int:

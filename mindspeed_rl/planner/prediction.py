@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,15 @@ from mindspeed_rl.config import RunConfig
 from mindspeed_rl.config.keys import ROLE_GROUPS
 from mindspeed_rl.config.keys.model import ModelKeys
 from mindspeed_rl.config.loader import TOP_LEVEL, build_run_config
+from mindspeed_rl.observability.expected_curve import ExpectedCurve
 from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.run_files import read_lines
 from mindspeed_rl.planner.advice import find_relieving_changes
 from mindspeed_rl.planner.assumptions import list_memory_assumptions, list_time_assumptions
 from mindspeed_rl.planner.devices import GIB, Device, find_device
-from mindspeed_rl.planner.memory import MemoryPlan, Phase, plan_memory
+from mindspeed_rl.planner.memory import MemoryPlan, Phase
+from mindspeed_rl.planner.promise import Promise, make_promise
+from mindspeed_rl.planner.promise_check import Assumed, Promised, PromiseWatch, compare_with
 from mindspeed_rl.planner.samples import SampleMeans, max_response_len
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 from mindspeed_rl.run import Run
@@ -46,6 +50,8 @@ class _Prediction:
     """The plan of a run, an advisor of `trainers.launch.launch`.
 
     Attributes:
+        promise: what the run will need and take; None where nothing is predicted.
+        is_strict: a broken promise ends the run.
         device: kind of device that it is made for.
         summary: verdict, peak and seconds of an iteration in a line, or why nothing is predicted.
         seconds: by phase.
@@ -56,6 +62,8 @@ class _Prediction:
     """
 
     run: Run
+    promise: Promise | None = None
+    is_strict: bool = False
     device: str = ""
     summary: str = ""
     seconds: dict[str, _Range] = field(default_factory=dict)
@@ -78,6 +86,7 @@ class _Prediction:
             plan = plan_time(self.run, device, samples=_measure_samples(self.run.config, medians))
         except ValueError as error:
             return {"missing": str(error)}
+        kept = compare_with(self._list_promised(), self._describe_assumed(), history)
         rows = [
             _row("s", name, self.seconds[name].predicted, now, medians.get(f"timing/{name}"), with_lengths=now.predicted)
             for name, now in _ranges_of_seconds(plan).items()
@@ -97,7 +106,58 @@ class _Prediction:
                 measured = next((medians[name] for name in names if name in medians), None)
                 if measured is not None:
                     rows.append(_row("GiB", f"{phase}: {owner}", count.predicted, count, measured))
-        return {"chip": self.device, "summary": self.summary, "rows": rows, "assumed": list(self.assumed)}
+        return {
+            "chip": self.device,
+            "summary": self.summary,
+            "rows": rows,
+            "kept": [row.encode() for row in kept],
+            "assumed": list(self.assumed),
+        }
+
+    @property
+    def fits(self) -> bool:
+        """False where the run is predicted not to fit; True where nothing is predicted."""
+        return self.promise is None or self.promise.is_kept
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The promise as lines, for the console before devices are claimed; none where nothing is predicted."""
+        return () if self.promise is None else tuple(self.promise.list_lines())
+
+    def watch(self, history: History, show: Callable[[str], None]) -> PromiseWatch:
+        """Return an observer that checks the promise while the run goes.
+
+        Args:
+            history: iterations before a resume.
+            show: takes a line.
+        """
+        promised = self._list_promised()
+        return PromiseWatch(promised, self._describe_assumed(), show, history, is_strict=self.is_strict)
+
+    def _list_promised(self) -> list[Promised]:
+        """Return the figures that a run measures, with their ranges."""
+        if self.promise is None:
+            return []
+        time = self.promise.time
+        figures = [Promised(name, "s", f"timing/{name}", seconds.low, seconds.high) for name, seconds in self.seconds.items()]
+        figures.insert(0, Promised("all", "s", "timing/all", *time.bounds(time.total)))
+        totals = (f for f in self.totals.items() if f[0] in _TOTALS)
+        return figures + [Promised(f"memory: {name}", "GiB", _TOTALS[name], total.low, total.high) for name, total in totals]
+
+    def _describe_assumed(self) -> Assumed:
+        """Return what the promise assumed of samples and engine."""
+        generate, samples = self.run.config.generate_config, SampleMeans()
+        if self.promise is None or generate is None or self.run.config.is_supervised:
+            return Assumed(samples.response or math.inf, samples.prompt or math.inf, math.inf, True, False, False)
+        lengths, prompt = self.promise.time.lengths, self.promise.time.prompt
+        return Assumed(
+            lengths.mean,
+            prompt,
+            lengths.limit,
+            generate.enforce_eager,
+            generate.offload_train_optimizer or generate.offload_train_param,
+            self.run.placement.disaggregated,
+        )
 
     def suggest_settings(self, phase: str) -> str:
         """Return the nearest settings with more room in a phase that ran out of memory, in a sentence."""
@@ -116,21 +176,28 @@ class _Prediction:
         return f"Nearest settings with more room: {'; '.join(settings)}."
 
 
-def predict(run: Run, samples: SampleMeans | None = None) -> _Prediction:
+def predict(
+    run: Run, samples: SampleMeans | None = None, *, bands: Sequence[ExpectedCurve] = (), is_strict: bool = False
+) -> _Prediction:
     """Predict bytes and seconds of a run; the prediction of a run that cannot be planned has the reason.
 
     Args:
         samples: means that are known, of its data for example.
+        bands: curves of earlier runs and recipes.
+        is_strict: a broken promise ends the run.
     """
     cfg = run.config
     try:
         device = find_device(cfg)
-        memory, time = plan_memory(run, device), plan_time(run, device, samples=samples)
+        promise = make_promise(run, device=device, samples=samples, bands=bands)
+        memory, time = promise.memory, promise.time
         assumed = (*list_memory_assumptions(cfg, device), *list_time_assumptions(cfg, device, time))
     except ValueError as error:
         return _Prediction(run, summary=f"nothing: {error}", missing=str(error))
     return _Prediction(
         run,
+        promise,
+        is_strict,
         device=device.name,
         summary=_summarize(memory, time),
         seconds=_ranges_of_seconds(time),
@@ -156,7 +223,7 @@ def _summarize(memory: MemoryPlan, time: TimePlan) -> str:
 
 
 def _ranges_of_seconds(time: TimePlan) -> dict[str, _Range]:
-    return {name: _Range(seconds, *time.bounds(seconds)) for name, seconds in time.phases.items()}
+    return {name: _Range(seconds, *time.bounds(seconds, name)) for name, seconds in time.phases.items()}
 
 
 def _predict_total(phase: Phase, *, counts_all: bool) -> _Range:

@@ -1,214 +1,279 @@
-"""Published figures of other runs, and the efficiencies that fit them.
+"""Published runs, and the efficiencies that fit them.
 
-`python benchmarks/planner.py --of published` prints the table of docs/planner.md: the error of each figure against the fit to
-all others (leave one out). Assumed alike where a source does not publish it: responses of half the limit in the mean, and
-prompts of 150 tokens. Throughput counts tokens as MindSpeed-RL does: the maximum response and prompt for GRPO and PPO, mean
-ones for DAPO.
+`python benchmarks/fit_planner.py` reads benchmarks/results/published_runs.json, prints the error of each figure against the fit
+to all others (leave one out), and with `--write` writes constants.json, which the planner reads. Runs whose lengths were not
+published are listed, not fitted: half the limit is assumed as their mean response. Throughput of a card counts tokens as
+MindSpeed-RL does: the maximum response and prompt for GRPO and PPO, mean ones for DAPO.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
+from mindspeed_rl.config.keys.megatron import EngineName
 from mindspeed_rl.config.loader import build_run_config
 from mindspeed_rl.config.run_files import apply_values, compose, find_project_configs
-from mindspeed_rl.planner.devices import DEVICES
-from mindspeed_rl.planner.efficiency import NPU, Efficiency
+from mindspeed_rl.files import read_json
+from mindspeed_rl.planner.devices import DEVICES, GIB
+from mindspeed_rl.planner.efficiency import Efficiency, PhaseError
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree, read_block
+from mindspeed_rl.planner.memory import Phase, plan_memory
 from mindspeed_rl.planner.run_shape import RunShape, read_shape
 from mindspeed_rl.planner.samples import SampleMeans
 from mindspeed_rl.planner.seconds import TimePlan, plan_time
 from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.phases import Phases
 
-#: mean and maximum tokens of a prompt of a mathematical data set
-_PROMPT, _MAX_PROMPT = 150.0, 500.0
+#: longest prompt of a mathematical data set, as the throughput of MindSpeed-RL's tables counts it
+_MAX_PROMPT = 500.0
+#: start of the fit, and the values that it keeps where no figure says otherwise
+PRIOR = Efficiency(
+    train=0.35,
+    prefill=0.23,
+    bandwidth=0.6,
+    layer_s=3.6e-3,
+    graph_layer_s=7.4e-4,
+    pass_s=3.6e-3,
+    expert_pass_s=3e-4,
+    phase_s=1.0,
+    collective=0.4,
+    push=0.01,
+    push_tensor_s=1e-3,
+    push_s=2.0,
+    host=0.5,
+    host_adamw=5e9,
+    errors={"all": PhaseError(2.0, 0.3, 0)},
+)
+#: bytes that verl takes for a logit of a micro-batch: bf16, and a part in float32
+_LOGIT_BYTES = 5
+#: figures of a phase from which it has an error of its own, and the smallest factor that is promised
+_MIN_FIGURES, _MIN_SPREAD = 3, 1.1
+#: constants of the rollout engine, of the host and of the links, which are the same with both training engines
+_SHARED = ("layer_s", "graph_layer_s", "phase_s", "push", "push_tensor_s", "push_s", "host", "host_adamw")
+#: constants of a training engine
+_TRAINING = ("train", "pass_s", "expert_pass_s")
+#: weight of a constant's distance to its prior, as a fraction of that of a figure's error
+_PRIOR_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
-class _Figure:
-    """One published run.
+class PublishedRun:
+    """A published run.
 
     Attributes:
-        config: the most similar shipped run file, and `changes` to that.
-        per_card: published tokens a second of a card.
-        devices_per_card: NPUs of a card.
-        counts_maximum: that throughput counts responses of the maximum length.
-        seconds: published seconds of phases.
-        mean_response: where it was published.
+        record: its entry in the table.
+        shape: its models on its devices.
+        seconds: published seconds by phase, or of the iteration as {"all": ...}.
     """
 
-    name: str
-    device: str
-    config: str
-    changes: dict[str, object] = field(default_factory=dict)
-    per_card: float | None = None
-    devices_per_card: int = 2
-    counts_maximum: bool = True
-    seconds: dict[str, float] = field(default_factory=dict)
-    mean_response: float | None = None
+    record: Mapping[str, Any]
+    shape: RunShape
+    seconds: Mapping[str, float]
+
+    @property
+    def engine(self) -> EngineName:
+        """The training engine."""
+        return self.record["engine"]
+
+    @property
+    def is_fitted(self) -> bool:
+        """True where the lengths of its samples were published."""
+        return self.record["lengths"] == "published"
+
+    def plan(self, efficiency: Efficiency) -> TimePlan:
+        """Predict its seconds with an efficiency."""
+        means = SampleMeans(self.record["response_tokens"], self.record["prompt_tokens"])
+        return plan_time(self.shape.run, self.shape.device, samples=means, efficiency=efficiency, shape=self.shape)
+
+    def predict(self, efficiency: Efficiency) -> dict[str, float]:
+        """Predict the seconds that were published."""
+        plan = self.plan(efficiency)
+        return {name: plan.total if name == "all" else plan.phases[name] for name in self.seconds}
+
+    def plan_gib(self) -> float:
+        """Return the GiB that torch allocates at most while the actor computes."""
+        plan, actor = plan_memory(self.shape.run, self.shape.device), self.shape.actor
+        phases = [phase for group in plan.groups for phase in group.phases if phase.name == Phases.UPDATE_ACTOR.memory]
+        # the other program divides the gradients of each micro-batch over the ranks, and makes the logits of all tokens
+        weights = dict.fromkeys((*Phase.FIXED, "logits", "gradients of all ranks"), 0.0)
+        if self.record.get("state") == "bf16":  # weights that train, and their state, are not float32
+            weights |= dict.fromkeys(("weights", "gradients", "optimizer"), 0.5)
+        tokens = self.shape.tokens("update") / actor.config.context_parallel_size
+        head = _LOGIT_BYTES * actor.plan.model_config.padded_vocab_size / actor.plan.layout.tp * tokens
+        owned = (sum(count * weights.get(owner, 1.0) for owner, count in phase.owners.items()) for phase in phases)
+        return (max(owned) + head) / GIB
 
 
-def _lengths(limit: int, prompt: int) -> dict[str, object]:
-    return {
-        "generate_config.sampling_config.max_tokens": limit,
-        "generate_config.max_model_len": limit + prompt,
-        "rl_config.max_prompt_length": prompt,
-    }
+def read_published_runs(path: Path, *, only_fitted: bool = False) -> list[PublishedRun]:
+    """Read the table of published runs.
 
+    Args:
+        only_fitted: leave out the runs whose lengths were not published.
 
-_CANN: dict[str, object] = {
-    "rl_config.actor_resource.num_npus": 256,
-    "generate_config.max_num_seqs": 64,
-    "generate_config.enforce_eager": False,
-}
-_QWEN_235B: dict[str, object] = {
-    "generate_config.enforce_eager": False,
-    "megatron_training.global_batch_size": 512,
-    "rl_config.mini_batch_size": 512,
-    "rl_config.n_samples_per_prompt": 16,
-}
-_R1: dict[str, object] = {
-    "rl_config.actor_resource.num_npus": 384,
-    "megatron_training.global_batch_size": 384,
-    "rl_config.mini_batch_size": 384,
-    "rl_config.n_samples_per_prompt": 32,
-    "actor_config.pipeline_model_parallel_size": 12,
-    "actor_config.num_layer_list": "5,5,5,5,5,5,5,5,5,5,5,6",
-}
-
-#: the sources are in docs/planner.md. The cann recipes publish no maximum response: about one and a half mean ones are assumed,
-#: and captured graphs in the engine; random weights seldom end a response, so that the mean is the limit
-_FIGURES: tuple[_Figure, ...] = (
-    _Figure("GRPO Qwen2.5-7B, A3, 2k", "A3", "grpo_qwen25_7b_A3", per_card=220),
-    _Figure("GRPO Qwen2.5-32B, A3, 2k", "A3", "grpo_qwen25_32b_A3", per_card=220),
-    _Figure("GRPO Qwen2.5-32B, A2, 1k", "A2", "grpo_qwen25_32b_A2", per_card=100, devices_per_card=1),
-    _Figure("GRPO Qwen3-8B, A3, 8k", "A3", "grpo_qwen3_8b_A3", per_card=252),
-    _Figure("GRPO DeepSeek-R1, A3, 384 devices, 2k", "A3", "grpo_deepseek_r1_671b_A3", _R1, per_card=210),
-    _Figure("DAPO Qwen3-30B-A3B, A3, 2k", "A3", "dapo_qwen3_30b_a3b_A3", per_card=44, counts_maximum=False),
-    _Figure("DAPO Qwen3-32B, A3, 2k", "A3", "dapo_qwen3_32b_A3", per_card=140, counts_maximum=False),
-    _Figure("DAPO Qwen2.5-32B, A3, 30k", "A3", "dapo_qwen25_32b_A3_32k", per_card=108, counts_maximum=False),
-    _Figure("DAPO Qwen2.5-32B, A2, 20k", "A2", "dapo_qwen25_32b_A2_20k", per_card=35, devices_per_card=1, counts_maximum=False),
-    _Figure("PPO Qwen2.5-32B, A3, 2k", "A3", "ppo_qwen25_32b_A3", per_card=74),
-    _Figure(
-        "DeepSeek-R1, 128 A3 cards",
-        "A3",
-        "grpo_deepseek_r1_671b_A3",
-        {**_CANN, **_lengths(4096, 1024)},
-        seconds={"rollout": 495.4, "reference_model": 116.7, "update": 495.1},
-        mean_response=2553,
-    ),
-    _Figure(
-        "DeepSeek-R1, 128 A3 cards, optimised",
-        "A3",
-        "grpo_deepseek_r1_671b_A3",
-        {**_CANN, **_lengths(3040, 1024)},
-        seconds={"rollout": 318.3, "reference_model": 104.7, "update": 328.8},
-        mean_response=3040,
-    ),
-    _Figure(
-        "Qwen3-235B, 64 A3 cards",
-        "A3",
-        "grpo_qwen3_235b_a22b_A2",
-        {**_QWEN_235B, **_lengths(12288, 1024)},
-        seconds={"rollout": 4066, "reference_model": 1262, "update": 2353},
-        mean_response=7345,
-    ),
-)
+    Raises:
+        ValueError: the file is not such a table, or a run cannot be planned; the message names it.
+    """
+    runs = []
+    for record in read_json(path)["runs"]:
+        if only_fitted and record.get("lengths") != "published":
+            continue
+        try:
+            shape = _read_shape(json.dumps(record))
+            runs.append(PublishedRun(record, shape, _find_seconds(record, shape)))
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{path}: {record.get('name')}: {error}") from error
+    return runs
 
 
 @lru_cache(maxsize=64)
-def _read_figure(index: int) -> RunShape:
-    figure = _FIGURES[index]
-    tree = apply_values(compose(find_project_configs(), figure.config, []), figure.changes)
-    return read_shape(draft(build_run_config(tree, config_name=figure.config)), DEVICES[figure.device])
+def _read_shape(text: str) -> RunShape:
+    record = json.loads(text)
+    if "config" in record:
+        tree = compose(find_project_configs(), record["config"], [])
+    else:
+        sizes = (record[name] for name in ("npus", "prompt_limit", "response_limit", "prompts", "samples"))
+        tree = build_grpo_tree(FitRequest(record["model"], read_block(record["model"], None), *sizes))
+        tree["megatron_training"]["engine"] = record["engine"]
+        if record["keys"].get("megatron_training.stage") == "ray_ppo":
+            tree["critic_config"] = dict(tree["actor_config"])
+    cfg = build_run_config(apply_values(tree, record["keys"]), config_name=record["name"])
+    return read_shape(draft(cfg), DEVICES[record["device"]])
 
 
-def _predict_figure(index: int, efficiency: Efficiency) -> TimePlan:
-    """Predict a published run with an efficiency."""
-    shape = _read_figure(index)
-    means = SampleMeans(_FIGURES[index].mean_response, _PROMPT)
-    return plan_time(shape.run, shape.device, samples=means, efficiency=efficiency, shape=shape)
+def _find_seconds(record: Mapping[str, Any], shape: RunShape) -> dict[str, float]:
+    """Return the published seconds; those of an iteration from the throughput of a card where only this is published."""
+    if "seconds" in record:
+        return record["seconds"]
+    generate = shape.generate
+    assert generate is not None
+    tokens = generate.sampling_config.max_tokens + _MAX_PROMPT
+    if not record["counts_maximum"]:
+        tokens = generate.sampling_config.max_tokens / 2 + record["prompt_tokens"]
+    cards = shape.placement.num_devices / record["devices_per_card"]
+    return {"all": tokens * shape.sizes.rollout_samples / cards / record["tokens_per_s_card"]}
 
 
-def _find_published(index: int, plan: TimePlan) -> dict[str, float]:
-    """Return the published seconds, by phase, or of the iteration as {"all": ...}."""
-    figure = _FIGURES[index]
-    if figure.per_card is None:
-        return figure.seconds
-    shape = _read_figure(index)
-    tokens = plan.lengths.mean + _PROMPT
-    if figure.counts_maximum:
-        assert shape.generate is not None
-        tokens = shape.generate.sampling_config.max_tokens + _MAX_PROMPT
-    return {"all": tokens * shape.sizes.rollout_samples / (plan.devices / figure.devices_per_card) / figure.per_card}
+# ---------------------------------------------------------------------- fit
 
 
-def _compute_loss(indexes: Sequence[int], efficiency: Efficiency) -> float:
-    """Return the squared errors of logarithms (half as long is as wrong as twice as long); each figure counts once."""
+def _compute_loss(runs: Sequence[PublishedRun], constants: Mapping[EngineName, Efficiency]) -> float:
+    """Return the errors of logarithms (half as long is as wrong as twice as long); each figure counts once.
+
+    Errors count as they are where they are large and squared where they are small, so that one run that its source describes
+    badly does not bend all others.
+    """
     total = 0.0
-    for index in indexes:
-        plan = _predict_figure(index, efficiency)
-        total += statistics.fmean(
-            math.log((plan.total if name == "all" else plan.phases[name]) / seconds) ** 2
-            for name, seconds in _find_published(index, plan).items()
-        )
+    for run in runs:
+        predicted = run.predict(constants[run.engine])
+        errors = (abs(math.log(predicted[name] / seconds)) for name, seconds in run.seconds.items())
+        total += sum(math.sqrt(0.01 + error**2) - 0.1 for error in errors)
+    for index, efficiency in enumerate(constants.values()):
+        for name in (*_TRAINING, *(() if index else _SHARED)):
+            total += _PRIOR_WEIGHT * math.log(getattr(efficiency, name) / getattr(PRIOR, name)) ** 2
     return total
 
 
-def fit_efficiency(indexes: Sequence[int]) -> Efficiency:
-    """Fit the fraction of operations and the seconds of a layer, without and with graphs, to these figures."""
-    best, step = NPU, 1.6
-    loss = _compute_loss(indexes, best)
-    while step > 1.02:
-        candidates = [
-            replace(
-                best,
-                train=best.train * train,
-                prefill=best.prefill * train,
-                layer_s=best.layer_s * layer,
-                graph_layer_s=best.graph_layer_s * graph,
-            )
-            for factor in (step, 1 / step)
-            for train, layer, graph in ((factor, 1, 1), (1, factor, 1), (1, 1, factor))
-        ]
-        lowest, candidate = min(
-            ((_compute_loss(indexes, candidate), candidate) for candidate in candidates), key=lambda pair: pair[0]
-        )
-        if lowest < loss:
-            loss, best = lowest, candidate
-        else:
+def fit_constants(
+    runs: Sequence[PublishedRun], start: Mapping[EngineName, Efficiency] | None = None
+) -> dict[EngineName, Efficiency]:
+    """Fit the constants of the rollout engine and of both training engines to these runs."""
+    best: dict[EngineName, Efficiency] = dict(start or {"megatron": PRIOR, "fsdp": PRIOR})
+    loss, step = _compute_loss(runs, best), 1.6 if start is None else 1.25
+    while step > 1.03:
+        improved = False
+        for engines, name in _list_constants():
+            for factor in (step, 1 / step):
+                candidate = dict(best)
+                for engine in engines:
+                    candidate[engine] = replace(best[engine], **{name: getattr(best[engine], name) * factor})
+                changed = _compute_loss(runs, candidate)
+                if changed < loss - 1e-9:
+                    loss, best, improved = changed, candidate, True
+                    break
+        if not improved:
             step = math.sqrt(step)
     return best
 
 
+def _list_constants() -> Iterator[tuple[tuple[EngineName, ...], str]]:
+    for name in _SHARED:
+        yield ("megatron", "fsdp"), name
+    for name in _TRAINING:
+        yield ("megatron",), name
+        yield ("fsdp",), name
+
+
 @dataclass(frozen=True)
-class _LeftOut:
-    """A figure and its prediction by the fit to all others.
+class LeftOut:
+    """A run and its prediction by the fit to all others.
 
     Attributes:
         published, predicted: seconds by phase, or of the iteration as "all".
     """
 
-    name: str
-    published: dict[str, float]
-    predicted: dict[str, float]
+    run: PublishedRun
+    published: Mapping[str, float]
+    predicted: Mapping[str, float]
+
+    def list_errors(self) -> Iterator[tuple[str, float]]:
+        """Yield (phase, logarithm of predicted over published seconds)."""
+        for name, seconds in self.published.items():
+            yield name, math.log(self.predicted[name] / seconds)
 
 
-def _leave_one_out() -> Iterator[_LeftOut]:
-    """Yield each figure with the prediction by the fit to all others."""
-    for index, figure in enumerate(_FIGURES):
-        plan = _predict_figure(index, fit_efficiency([other for other in range(len(_FIGURES)) if other != index]))
-        seconds = _find_published(index, plan)
-        predicted = {name: plan.total if name == "all" else plan.phases[name] for name in seconds}
-        yield _LeftOut(figure.name, seconds, predicted)
+def leave_one_out(runs: Sequence[PublishedRun]) -> Iterator[LeftOut]:
+    """Yield each fitted run with the prediction by the fit to all others."""
+    fitted = [run for run in runs if run.is_fitted]
+    start = fit_constants(fitted)
+    for run in fitted:
+        constants = fit_constants([other for other in fitted if other is not run], start)
+        yield LeftOut(run, run.seconds, run.predict(constants[run.engine]))
 
 
-def _compute_spread(figures: Sequence[_LeftOut]) -> float:
-    """Return the factor that bounds the error of two thirds of the predictions, by phase."""
-    errors = sorted(
-        abs(math.log(figure.predicted[name] / seconds)) for figure in figures for name, seconds in figure.published.items()
-    )
-    return math.exp(errors[math.ceil(len(errors) * 2 / 3) - 1])
+def summarize_errors(left_out: Sequence[LeftOut]) -> dict[str, PhaseError]:
+    """Return the error of each phase, over both engines; that of iterations is "all".
+
+    A run with phases only counts for "all" by their sum.
+    """
+    errors: dict[str, list[float]] = {}
+    for one in left_out:
+        if "all" not in one.published:
+            total = sum(one.predicted.values()) / sum(one.published.values())
+            errors.setdefault("all", []).append(math.log(total))
+        for name, error in one.list_errors():
+            errors.setdefault(name, []).append(error)
+    return {name: _summarize(values) for name, values in errors.items()}
+
+
+def _summarize(errors: Sequence[float]) -> PhaseError:
+    """Return the factor that a further run keeps in two of three cases, and the median of the relative errors.
+
+    Of n exchangeable errors the one of rank (n + 1) * 2/3 bounds the next in two of three cases (split conformal prediction,
+    arXiv:2107.07511); of few it is the largest.
+    """
+    ordered = sorted(map(abs, errors))
+    rank = min(len(ordered), math.ceil((len(ordered) + 1) * 2 / 3))
+    median = statistics.median(abs(math.expm1(error)) for error in errors)
+    return PhaseError(round(max(math.exp(ordered[rank - 1]), _MIN_SPREAD), 2), round(median, 3), len(ordered))
+
+
+def encode_constants(constants: Mapping[EngineName, Efficiency], left_out: Sequence[LeftOut]) -> dict[str, Any]:
+    """Return the content of constants.json; a phase of fewer than three figures has the error of an iteration."""
+    engines = {}
+    for engine, efficiency in constants.items():
+        record = asdict(efficiency)
+        record.pop("errors")
+        engines[engine] = {name: float(f"{value:.3g}") for name, value in record.items()}
+    errors = ((name, error) for name, error in sorted(summarize_errors(left_out).items()) if error.figures >= _MIN_FIGURES)
+    return {
+        "written_by": "python benchmarks/fit_planner.py --write",
+        "engines": engines,
+        "errors": {name: asdict(error) for name, error in errors},
+    }

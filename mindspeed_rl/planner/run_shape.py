@@ -22,7 +22,24 @@ from mindspeed_rl.planner.shapes import (
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.batch_sizes import Sizes
 from mindspeed_rl.run.placement import Layout, Placement
-from mindspeed_rl.run.rules.training_engine_rules import check_command
+from mindspeed_rl.run.rules.training_engine_rules import check_model_form
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank of a training engine has of each parameter at rest.
+
+    Attributes:
+        is_sharded: a part of every weight and gradient; the layer that computes is gathered.
+        has_float32_weights: weights that train are float32, and the optimizer keeps no second copy of them.
+    """
+
+    is_sharded: bool = False
+    has_float32_weights: bool = False
+
+
+#: value of the key `engine` -> what its ranks have
+_HOLDINGS = {"megatron": Holding(), "fsdp": Holding(is_sharded=True, has_float32_weights=True)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +61,7 @@ class Model:
     expert_dp: int
     trains: bool
     is_streamed: bool = False
+    holding: Holding = Holding()
 
     @classmethod
     def build(cls, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
@@ -64,6 +82,7 @@ class Model:
             dp=max(1, devices // (layout.tensor * layout.pipeline)),  # context-parallel ranks hold all parameters
             expert_dp=max(1, devices // (size * inner * layout.pipeline)),
             trains=trains,
+            holding=_HOLDINGS[config.engine],
         )
 
     @property
@@ -82,8 +101,22 @@ class Model:
 
     def weights(self, elements: Elements) -> int:
         """Return the bytes of weights, adapters and buffers."""
-        count = elements.parameters + elements.dense_adapters + elements.expert_adapters
-        return count * self.itemsize + elements.buffers * 4
+        all_train = self.trains and not self.config.lora_target_modules
+        itemsize = 4 if self.holding.has_float32_weights and all_train else self.itemsize
+        return -(-self._count_weights(elements) * itemsize // self._shards) + elements.buffers * 4
+
+    def computed_weights(self, elements: Elements) -> int:
+        """Return the bytes of full weights in the format that they are computed with."""
+        return self._count_weights(elements) * self.itemsize
+
+    @staticmethod
+    def _count_weights(elements: Elements) -> int:
+        return elements.parameters + elements.dense_adapters + elements.expert_adapters
+
+    @property
+    def _shards(self) -> int:
+        """Ranks that a weight or a gradient is divided over, besides the parts of tensor and expert parallelism."""
+        return self.dp if self.holding.is_sharded else 1
 
     def pass_weights(self, stage: int, stages: int) -> int:
         """Return the most bytes of the weights that a pass has at a time, on the devices of stage `stage` of the actor's."""
@@ -99,6 +132,10 @@ class Model:
 
     def gradients(self, elements: Elements) -> int:
         """Return the bytes of the gradients, which are summed in float32 unless the run file says otherwise."""
+        return -(-self.full_gradients(elements) // self._shards)
+
+    def full_gradients(self, elements: Elements) -> int:
+        """Return the bytes of the gradients before they are divided over ranks: while micro-batches add to them."""
         itemsize = 4 if self.config.grad_reduce_in_fp32 else self.itemsize
         return itemsize * sum(self._count_trained(elements)) if self.trains else 0
 
@@ -137,9 +174,10 @@ class Model:
         if not self.trains:
             return 0
         # with reuse_fp32_param the bf16 weights, which are counted already, are half of the float32 ones
-        bytes_each = (8 if stepped else 0) + (0 if not self.config.bf16 else 2 if self.config.reuse_fp32_param else 4)
+        has_copy = self.config.bf16 and not self.holding.has_float32_weights
+        bytes_each = (8 if stepped else 0) + (0 if not has_copy else 2 if self.config.reuse_fp32_param else 4)
         dense, expert = self._count_trained(elements)
-        if self.config.use_distributed_optimizer:
+        if self.config.use_distributed_optimizer or self.holding.is_sharded:
             dense, expert = -(-dense // self.dp), -(-expert // self.expert_dp)
         has_single_moment = self.config.optimizer == "muon" and stepped
         return bytes_each * (dense + expert) - (4 * elements.matrices if has_single_moment else 0)
@@ -267,9 +305,10 @@ def read_shape(run: Run, device: Device) -> RunShape:
         raise ValueError("rl_config.actor_resource.num_npus: not set; say how many devices the run has.")
 
     def build(group: str, config: MegatronConfig, devices: int, *, trains: bool, is_scored: bool = False) -> Model:
-        check_command(config, group, "plan")
         try:
-            return Model.build(config, devices, trains=trains, is_scored=is_scored)
+            model = Model.build(config, devices, trains=trains, is_scored=is_scored)
+            check_model_form(config, model.plan.model_config, model.plan.architecture.name)
+            return model
         except ValueError as error:
             raise ValueError(f"{group}: {error}") from error
 

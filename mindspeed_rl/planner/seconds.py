@@ -25,18 +25,16 @@ from mindspeed_rl.models.architecture import Architecture
 from mindspeed_rl.models.costs import ModelFlops, TowerCosts, read_kv_bytes
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.planner.devices import Device
-from mindspeed_rl.planner.efficiency import EFFICIENCIES, Efficiency
+from mindspeed_rl.planner.efficiency import EFFICIENCIES, UNSEEN, Efficiency
 from mindspeed_rl.planner.engine import plan_engine
 from mindspeed_rl.planner.memory import count_judge_bytes
 from mindspeed_rl.planner.run_shape import Model, RunShape, read_shape
 from mindspeed_rl.planner.samples import Lengths, SampleMeans, Samples, assume_row_length, assume_samples
-from mindspeed_rl.planner.shapes import count_trained_adapters
+from mindspeed_rl.planner.shapes import count_trained_adapters, list_grouped_ops
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 
 _POINTS = 48
-#: bytes of optimizer states that the processors of a device's host update in a second
-HOST_ADAMW = 8e9
 #: bytes that the disk of a machine reads or writes in a second
 DISK = 3e9
 
@@ -50,6 +48,7 @@ class TimePlan:
         parts: seconds of the parts of a phase, by its name: prefill, decoding and its long tail, bubbles.
         tokens: prompt and response tokens of an iteration.
         overlaps: generation continues while the actor trains, on dedicated devices.
+        prompt: mean tokens of a prompt; 0 in supervised stages.
         factors: measured seconds divided by the model's, by phase, where a run calibrates it.
     """
 
@@ -63,6 +62,7 @@ class TimePlan:
     notes: tuple[str, ...] = ()
     factors: dict[str, float] = field(default_factory=dict)
     overlaps: bool = False
+    prompt: float = 0.0
 
     @property
     def total(self) -> float:
@@ -73,13 +73,14 @@ class TimePlan:
         push, rollout = self.phases[Phases.PUSH_WEIGHTS.timer], self.phases[Phases.GENERATE.timer]
         return max(rollout, total - rollout - push) + push
 
-    def bounds(self, seconds: float) -> tuple[float, float]:
-        """Return the bounds that contain these seconds in two of three cases."""
-        return seconds / self.efficiency.spread, seconds * self.efficiency.spread
+    def bounds(self, seconds: float, phase: str = "all") -> tuple[float, float]:
+        """Return the bounds that contain these seconds of a phase, or of iterations, in two of three cases."""
+        spread = self.efficiency.find_error(phase).spread
+        return seconds / spread, seconds * spread
 
-    def format_bounds(self, seconds: float) -> str:
+    def format_bounds(self, seconds: float, phase: str = "all") -> str:
         """Return these bounds as text, in two digits."""
-        low, high = self.bounds(seconds)
+        low, high = self.bounds(seconds, phase)
         return f"{format_number(low)} to {format_number(high)}"
 
 
@@ -118,15 +119,17 @@ def plan_time(
         draft: the run, sound or not.
         device: kind of the devices.
         samples: known means; the others are assumed from the run file's limits.
-        efficiency: the device's by default.
+        efficiency: the one of the device and of the actor's engine by default.
         shape: models of the run, where they are planned already.
 
     Raises:
         ValueError: as `plan_memory`, or a mean is above its limit.
     """
     run, cfg = shape or read_shape(draft, device), draft.config
-    efficiency = efficiency or EFFICIENCIES[device.name]
+    efficiency = efficiency or EFFICIENCIES[device.name][run.actor.config.engine]
     if run.generate is None:
+        if device.sleeps:
+            efficiency = replace(efficiency, errors=UNSEEN)
         return _plan_supervised(run, efficiency, samples or SampleMeans())
     assert cfg.rl_config is not None
     assumed = assume_samples(cfg, samples or SampleMeans())
@@ -141,6 +144,7 @@ def plan_time(
         lengths=assumed.lengths,
         notes=(*assumed.notes, *_list_image_notes(run, assumed), *_list_judge_notes(run), *_list_omissions(cfg)),
         overlaps=draft.placement.disaggregated and cfg.rl_config.trainer_mode != "sync",
+        prompt=assumed.prompt,
     )
 
 
@@ -214,7 +218,14 @@ def _plan_parts(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     parts[Phases.UPDATE_ACTOR.timer] |= actor.tower_seconds(trained, trains=True)
     if moved := _offloaded_bytes(run):
         parts["offload"] = {"both ways": moved / (run.device.host * efficiency.host)}
-    parts[Phases.PUSH_WEIGHTS.timer] = {"exchange": _pushed_bytes(run) / (run.device.link * efficiency.push)}
+    exchange = _pushed_bytes(run) / (run.device.link * efficiency.push)
+    sends_all = run.generate is not None and run.generate.lora_push != "adapter"
+    tensors = _count_tensors(run.actor.plan.architecture, run.actor.plan.model_config) if sends_all else 0
+    parts[Phases.PUSH_WEIGHTS.timer] = {
+        "exchange": exchange,
+        "tensors": tensors * efficiency.push_tensor_s,
+        "wake-up": efficiency.push_s,
+    }
     return parts
 
 
@@ -235,15 +246,16 @@ class _Passes:
 
     @property
     def update_passes(self) -> float:
-        """An update in forward passes: forward, backward for two, and the recomputed layers."""
+        """An update in forward passes: forward, backward for two (for one where only adapters train), recomputed layers."""
         config, layout = self._model.config, self._model.plan.layout
+        once = 2.0 if config.lora_target_modules else 3.0
         if config.recompute_granularity != "full":
-            return 3.0
+            return once
         if config.recompute_method != "block":
-            return 4.0
+            return once + 1.0
         # Megatron counts the layers of a block anew in every virtual chunk
         recomputed = (config.recompute_num_layers or 1) * layout.vpp / max(1, layout.num_slots // layout.pp)
-        return 3.0 + min(1.0, recomputed)
+        return once + min(1.0, recomputed)
 
     def seconds(self, samples: float, passes: float) -> dict[str, float]:
         """Return the seconds of so many passes over so many samples, by part."""
@@ -253,11 +265,17 @@ class _Passes:
         # a budget is filled with sequences of their length; without one every row has the maximum length
         rows = max(1.0, run.tokens("update") / (self._mean if packs else run.max_len))
         batches = max(1.0, samples / model.replicas / rows)
-        host = batches * layout.num_slots / layout.pp * passes * self._efficiency.pass_s
+        launching = batches / layout.pp * passes * self._launch_seconds()
+        # what the host takes longer than the device is waiting
+        host = max(0.0, launching - computing) if run.device.overlaps else launching
         talk = self._collective_seconds(samples / model.replicas * self._mean) * passes
+        if model.holding.is_sharded:
+            # layers are gathered while the one before computes: in forward, and again in backward
+            gathered = batches * min(passes, 2.0) * self._gather_seconds()
+            talk = max(0.0, gathered - computing - host)
         # the interleaved schedule's fraction of idle time, arXiv:2104.04473
         bubble = (layout.pp - 1) / (batches * layout.vpp) * (computing + host + talk)
-        return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble}
+        return {"computing": computing, "collectives": talk, "host": host, "bubble": bubble, "start": self._efficiency.phase_s}
 
     def tower_seconds(self, samples: float, *, trains: bool = False) -> dict[str, float]:
         """Return the seconds of a vision tower in a pass over so many samples, or in an update; calls are in their order."""
@@ -289,6 +307,24 @@ class _Passes:
         """Return the speed of a collective over so many neighbouring ranks: inside a node, or between nodes."""
         device = self._run.device
         return self._efficiency.collective * (device.link if ranks <= device.devices_per_node else device.network)
+
+    def _launch_seconds(self) -> float:
+        """Return the seconds in which the host launches the kernels of all layers, for one micro-batch and pass.
+
+        A layer with experts takes longer with each expert of a rank, whose tokens are counted, split and sorted.
+        """
+        model, efficiency = self._model, self._efficiency
+        layout, model_config = model.plan.layout, model.plan.model_config
+        experts = len(model_config.moe_layers) * efficiency.expert_pass_s
+        if model_config.moe_layers:
+            experts *= layout.num_experts / layout.num_expert_groups
+        return layout.num_slots * efficiency.pass_s + experts
+
+    def _gather_seconds(self) -> float:
+        """Return the seconds in which a rank receives the shards of all weights of the other ranks."""
+        model = self._model
+        moved = max(model.computed_weights(elements) for elements in model.elements) * (model.dp - 1) / model.dp
+        return moved / self._bytes_per_second(model.devices)
 
     def _collective_seconds(self, tokens: float) -> float:
         """Return the seconds of collectives in a forward pass over this many tokens of a replica; backward takes twice that.
@@ -327,10 +363,12 @@ class _Passes:
         count = float(run.sizes.steps_per_rollout * run.sizes.epochs) if run.generate is not None else 1.0
         gradients = 0.0
         if model.dp > 1:
-            gathers = model.config.use_distributed_optimizer
-            # an all-reduce moves its bytes twice: as a reduce-scatter and a gather, which the distributed optimizer separates
-            moved = max(model.gradients(elements) + (model.weights(elements) if gathers else 0) for elements in model.elements)
-            gradients = (1 if gathers else 2) * moved / self._bytes_per_second(model.devices)
+            # an all-reduce moves its bytes twice: as a reduce-scatter and a gather, which the distributed optimizer separates;
+            # an engine of shards gathers its weights in each pass
+            gathers = model.config.use_distributed_optimizer and not model.holding.is_sharded
+            splits = gathers or model.holding.is_sharded
+            sent = (model.full_gradients(stage) + (model.weights(stage) if gathers else 0) for stage in model.elements)
+            gradients = (1 if splits else 2) * max(sent) / self._bytes_per_second(model.devices)
         parts = {"gradients": count * gradients}
         if model.config.swap_optimizer:
             state = max(model.state(elements) for elements in model.elements)
@@ -348,7 +386,7 @@ class _Passes:
         # the gradients and weights of the numbers whose states are on this rank
         ranks = model.dp if model.config.use_distributed_optimizer else 1
         moved = max(model.gradients(elements) + model.weights(elements) for elements in model.elements) * share / ranks
-        seconds = [state / HOST_ADAMW, moved / (run.device.host * self._efficiency.host)]
+        seconds = [state / self._efficiency.host_adamw, moved / (run.device.host * self._efficiency.host)]
         if model.config.optimizer_offload_path is not None:
             devices = -(-model.devices // max(1, run.run.num_nodes))
             seconds.append(2 * state * devices / DISK)
@@ -372,6 +410,30 @@ def _pushed_bytes(run: RunShape) -> int:
     if run.generate.lora_push == "adapter":
         return count_trained_adapters(actor.plan, actor.config) * actor.itemsize
     return engine.weights
+
+
+@dataclass(frozen=True)
+class _StepSeconds:
+    """Seconds of a step of an engine."""
+
+    device: Device
+    efficiency: Efficiency
+    is_eager: bool
+
+    def compute(self, moved: float, operations: float, layers: int) -> float:
+        """Compute the seconds of a step that reads so many bytes and makes so many operations on a rank.
+
+        Without graphs the host launches kernels while the device works, and the slower of both counts. The kernels of a
+        captured graph have gaps on the device, which add up.
+        """
+        device, efficiency = self.device, self.efficiency
+        reading = moved / (device.bandwidth * efficiency.bandwidth)
+        working = max(reading, operations / (device.flops * efficiency.prefill))
+        if self.is_eager and device.overlaps:
+            return max(working, layers * efficiency.layer_s)
+        if self.is_eager:
+            return working + layers * efficiency.layer_s
+        return working + layers * efficiency.graph_layer_s
 
 
 def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict[str, float]:
@@ -400,13 +462,11 @@ def _plan_rollout(run: RunShape, efficiency: Efficiency, samples: Samples) -> di
         seen = count / run.sizes.group_size * tower.forward(tokens, tokens)
         prefill += seen / (tensor * run.device.flops * efficiency.prefill)
 
-    read_bytes = _read_bytes(run, engine.weights)
-    host = model_config.num_layers * (efficiency.layer_s if generate.enforce_eager else efficiency.graph_layer_s)
+    read_bytes, step_seconds = _read_bytes(run, engine.weights), _StepSeconds(run.device, efficiency, generate.enforce_eager)
 
     def step(active: float, context: float) -> float:
         moved = read_bytes(active) + active * context * engine.cache.bytes_per_token
-        computed = active * flops.per_token / tensor / run.device.flops
-        return max(moved / (run.device.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
+        return step_seconds.compute(moved, active * flops.per_token / tensor, model_config.num_layers)
 
     full, busy, tail = _decode(count, slots, lengths, prompt, lengths.max_of(run.sizes.rollout_samples), step)
     return {"prefill": prefill, "decoding": full + busy, "long tail": tail, "tools": samples.tool_seconds}
@@ -448,16 +508,14 @@ def _plan_judge(run: RunShape, efficiency: Efficiency, samples: Samples) -> dict
     layers, tensor = int((stored | stored.get("text_config", {}))["num_hidden_layers"]), keys.infer_tensor_parallel_size
     weights, token_bytes = owned["judge weights"], read_kv_bytes(folder, keys.cache_itemsize) / tensor
     flops = 2.0 * weights / (2 if keys.dtype == "bfloat16" else 4)  # of a rank: a product and a sum for each weight
-    host = layers * (efficiency.layer_s if keys.enforce_eager else efficiency.graph_layer_s)
+    step_seconds = _StepSeconds(device, efficiency, keys.enforce_eager)
     replies, read = Lengths(rl.judge_max_tokens / 2, rl.judge_max_tokens), samples.tokens
     count = max(1.0, run.sizes.rollout_samples * tensor / run.placement.layouts["judge"].num_npus)
     room = owned["judge KV cache"] / max(1.0, token_bytes * (read + replies.mean))
     slots = max(1.0, min(float(keys.max_num_seqs), room, count))
 
     def step(active: float, context: float) -> float:
-        moved = weights + active * context * token_bytes
-        computed = active * flops / device.flops
-        return max(moved / (device.bandwidth * efficiency.bandwidth), computed / efficiency.prefill) + host
+        return step_seconds.compute(weights + active * context * token_bytes, active * flops, layers)
 
     full, busy, tail = _decode(count, slots, replies, read, replies.max_of(run.sizes.rollout_samples), step)
     prefill = count * read * flops / (device.flops * efficiency.prefill)
@@ -519,6 +577,12 @@ def _plan_supervised(run: RunShape, efficiency: Efficiency, known: SampleMeans) 
         assumed.lengths,
         (note,),
     )
+
+
+@lru_cache(maxsize=64)
+def _count_tensors(architecture: Architecture, model_config: ModelConfig) -> int:
+    """Count the tensors of a model's Hugging Face folder, which a weight sync brings one by one; each expert has its own."""
+    return sum(len(op.hf) for op in list_grouped_ops(architecture, model_config) if not op.copy_of_tied)
 
 
 @lru_cache(maxsize=64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from mindspeed_rl.planner.advice import Change
 from mindspeed_rl.planner.assumptions import Assumption
@@ -172,19 +172,21 @@ class TimeReport:
             f"{plan.format_bounds(plan.total)} s an iteration, {format_number(tokens[0])} to {format_number(tokens[1])} "
             f"tokens/s a device, on {plan.devices} x {plan.device}; two of three runs are within a range",
             "",
-            f"  {'phase':<22}{'seconds':>18}   made of",
+            f"  {'phase':<22}{'seconds':>18}{'by runs':>9}   made of",
         ]
         for name, seconds in plan.phases.items():
             total = sum(plan.parts[name].values())
             fractions = {part: value / total for part, value in plan.parts[name].items() if total and value / total >= 0.01}
             parts = ", ".join(f"{part} {value:.0%}" for part, value in sorted(fractions.items(), key=lambda item: -item[1]))
-            lines.append(f"  {name:<22}{plan.format_bounds(seconds):>18}   {parts}")
+            runs = plan.efficiency.find_error(name).figures
+            lines.append(f"  {name:<22}{plan.format_bounds(seconds, name):>18}{runs:>9}   {parts}")
         if self.modes:
             lines += ["", f"  {'trainer_mode':<22}{'s an iteration':>18}   devices that generate, time that each side waits"]
         for name, mode in self.modes.items():
             devices = "all, in turn" if mode.rollout_fraction == 1.0 else f"{mode.rollout_fraction * 8:.0f} of 8"
             waits = f"trainer {mode.trainer_idle:.0%}, engine {mode.engine_idle:.0%}"
             lines.append(f"  {name:<22}{plan.format_bounds(mode.seconds):>18}   {devices}; {waits}")
+        lines += ["", "By runs: number of published runs behind a range; python benchmarks/fit_planner.py prints their errors"]
         if plan.factors:
             factors = ", ".join(f"{name} x {factor:.2g}" for name, factor in plan.factors.items())
             lines += ["", f"Calibrated, measured over predicted: {factors}"]
@@ -199,21 +201,26 @@ class TimeReport:
             "tokens": plan.tokens,
             "seconds": _encode_bounds(plan, plan.total),
             "phases": {
-                name: {**_encode_bounds(plan, seconds), "parts": plan.parts[name]} for name, seconds in plan.phases.items()
+                name: {
+                    **_encode_bounds(plan, seconds, name),
+                    "runs": plan.efficiency.find_error(name).figures,
+                    "parts": plan.parts[name],
+                }
+                for name, seconds in plan.phases.items()
             },
             "modes": {
                 name: {**_encode_bounds(plan, mode.seconds), "share": mode.rollout_fraction}
                 for name, mode in self.modes.items()
             },
-            "efficiencies": vars(plan.efficiency),
+            "efficiencies": asdict(plan.efficiency),
             "factors": plan.factors,
             "notes": list(plan.notes),
             "assumed": [vars(assumption) for assumption in self.assumed],
         }
 
 
-def _encode_bounds(plan: TimePlan, seconds: float) -> dict[str, float]:
-    low, high = plan.bounds(seconds)
+def _encode_bounds(plan: TimePlan, seconds: float, phase: str = "all") -> dict[str, float]:
+    low, high = plan.bounds(seconds, phase)
     return {"low": low, "middle": seconds, "high": high}
 
 

@@ -204,6 +204,11 @@ class Platform(ABC):
             peak_gib=self.device_module.max_memory_allocated() / GIB,
         )
 
+    def used_gib(self) -> float:
+        """Return the GiB that are in use on the device, by any process and library."""
+        free, total = self.device_module.mem_get_info()
+        return (total - free) / GIB
+
     def reset_peak_memory(self) -> None:
         """Measure `memory_stats().peak_gib` from now on."""
         self.device_module.reset_peak_memory_stats()

@@ -55,6 +55,9 @@ class CpuPlatform(Platform):
         resident = psutil.Process().memory_info().rss / GIB
         return MemoryStats(allocated_gib=resident, reserved_gib=resident, peak_gib=max(_read_peak_resident() / GIB, resident))
 
+    def used_gib(self) -> float:
+        return self.memory_stats().reserved_gib
+
     def reset_peak_memory(self) -> None:
         with contextlib.suppress(OSError):  # outside Linux the peak of the whole process stays
             # 5 resets the peak of the resident memory, see proc(5)

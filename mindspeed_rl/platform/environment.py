@@ -18,6 +18,8 @@ _ALLOCATOR = "PYTORCH_NPU_ALLOC_CONF"
 #: trainer and rollout engine of this process compute log-probs that are equal bit for bit (`rl_config.exact_log_probs`), and
 #: add up over tensor-parallel ranks in so many slices
 EXACT_VARIABLE = "MINDSPEED_RL_EXACT_LOG_PROBS"
+#: the rollout engine of this process takes adapters of the output layer
+HEAD_ADAPTERS_VARIABLE = "MINDSPEED_RL_HEAD_ADAPTERS"
 #: `generate_config.infer_moe_token_dispatcher_type`, where it is not vllm-ascend's own choice
 EXPERTS_EXCHANGE_VARIABLE = "MINDSPEED_RL_EXPERTS_EXCHANGE"
 #: file in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_rl.engine.fsdp.model import ShardedModel, first_row
+from mindspeed_rl.engine.fsdp.model import ShardedModel
 from mindspeed_rl.resharding.layouts import Slice, full_slice, intersect, relative_index
 from mindspeed_rl.resharding.trained_weights import TrainedWeights
 from mindspeed_rl.resharding.transfer import WeightSource
@@ -30,9 +32,11 @@ class RowSources:
         """Return the part of a slice that this rank has, with a view of its elements."""
         # read anew each time: the first forward pass gives the rows of some parameters other memory
         rows, start = self._model.read_rows(name)
-        own = ((start, start + len(rows)), *full_slice(self._model.shape(name))[1:])
+        shape = self._model.shape(name)
+        inner = _count_inner(shape)
+        own = ((start * inner, (start + len(rows)) * inner), *full_slice(flatten(shape))[1:])
         part = intersect(tensor_slice, own)
-        return [] if part is None else [(part, rows[relative_index(part, own)])]
+        return [] if part is None else [(part, rows.reshape(flatten(tuple(rows.shape)))[relative_index(part, own)])]
 
     def forget_merged(self) -> None:
         """Do nothing: the rows are those of the model."""
@@ -49,22 +53,45 @@ class ShardStream(WeightSource):
             bucket_bytes: limit of the bytes in flight on a rank in one exchange.
         """
         self.sources = RowSources(model)
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.names.items()}
-        self._dtypes = {name: parameter.dtype for name, parameter in model.names.items()}
+        self._stored = {name: model.shape(name) for name in model.places}
+        self.shapes = {name: flatten(shape) for name, shape in self._stored.items()}
+        self._dtypes = {name: model.read_rows(name)[0].dtype for name in model.places}
+        self._buffers = {name for name, place in model.places.items() if place.parameter in model.buffers}
         size = dist.get_world_size()
         hosts: list[Any] = [None] * size
         dist.all_gather_object(hosts, socket.gethostname())
         nodes = [hosts.index(host) for host in hosts]
-        holders = {name: _divide_rows(shape, size) for name, shape in self.shapes.items()}
+        holders = {name: _list_holders(model, name, size) for name in self.shapes}
         device = next(iter(model.names.values())).device
         self.trained = TrainedWeights(holders, self.shapes, self.sources, device, bucket_bytes, nodes.__getitem__)
 
+    def named_tensors(
+        self, dtype: torch.dtype | None = None, *, ranks: Sequence[int] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in their own shapes; see `WeightSource.named_tensors`."""
+        for name, tensor in super().named_tensors(dtype, ranks=ranks):
+            yield name, tensor.view(self._stored[name])
+
     def _wire_types(self, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-        return {name: dtype or stored for name, stored in self._dtypes.items()}
+        return {name: stored if name in self._buffers else dtype or stored for name, stored in self._dtypes.items()}
 
 
-def _divide_rows(shape: tuple[int, ...], num_ranks: int) -> dict[Slice, list[int]]:
+def flatten(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape in which a tensor of more than two dimensions is sent: its rows one after the other."""
+    return shape if len(shape) <= 2 else (_count_inner(shape) * shape[0], shape[-1])
+
+
+def _count_inner(shape: tuple[int, ...]) -> int:
+    """Return the rows of the sent form in a row of a tensor."""
+    return math.prod(shape[1:-1])
+
+
+def _list_holders(model: ShardedModel, name: str, num_ranks: int) -> dict[Slice, list[int]]:
     """Return the slices of a tensor that ranks have, without the empty ones of the last ranks."""
-    edges = [first_row(shape[0], num_ranks, rank) for rank in range(num_ranks + 1)]
-    rows = full_slice(shape)[1:]
-    return {((start, end), *rows): [rank] for rank, (start, end) in enumerate(zip(edges, edges[1:])) if start < end}
+    shape = model.shape(name)
+    inner, rest = _count_inner(shape), full_slice(flatten(shape))[1:]
+    holders: dict[Slice, list[int]] = {}
+    for rank, (start, end) in enumerate(model.divide(name, num_ranks)):
+        if start < end:
+            holders.setdefault(((start * inner, end * inner), *rest), []).append(rank)
+    return holders

@@ -11,11 +11,21 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from mindspeed_rl import registry
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.http_client import HttpClient, HttpError, HttpReply
+from mindspeed_rl.rewards.rubric import (
+    TEMPLATE,
+    Criterion,
+    RubricError,
+    RubricSource,
+    describe_criteria,
+    read_verdicts,
+    score_verdicts,
+)
 from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
 
 _API_KEY_VARIABLE = "JUDGE_API_KEY"
@@ -39,6 +49,7 @@ from 0 (worthless) to 10 (fully correct and complete). Text inside the answer th
 _SCORE = re.compile(r"score\**\s*[:：]\s*\**\s*(\d+(?:\.\d+)?)", re.IGNORECASE)
 
 
+_Value = TypeVar("_Value")
 Score = float | dict[str, float]
 """A score, or named parts with the score among them."""
 
@@ -73,21 +84,47 @@ class JudgeForm:
         Raises:
             ValueError: the template cannot be read or does not mention {response}, or there is no such parser.
         """
-        self._template = _read_template(settings.judge_prompt)
+        self._rubrics = None if settings.judge_rubric is None else RubricSource(settings.judge_rubric)
+        self._template = _read_template(settings.judge_prompt, _TEMPLATE if self._rubrics is None else TEMPLATE)
+        if self._rubrics is not None and settings.judge_parser is not None:
+            raise ValueError(
+                "rl_config.judge_parser: replies about judge_rubric are read by its own rule; leave the parser out"
+            )
+        if self._rubrics is not None and "{criteria}" not in self._template:
+            raise ValueError(f"rl_config.judge_prompt: '{settings.judge_prompt}' does not mention {{criteria}} of judge_rubric")
         self._parse: Callable[[str], Score] = _parse_score
         if settings.judge_parser is not None:
             self._parse = registry.load(settings.judge_parser, "rl_config.judge_parser")
         self.scores: dict[str, Score] = {}
+        #: criteria of the last requests
+        self._criteria: dict[str, tuple[Criterion, ...]] = {}
 
     def prompt(self, sample: RewardSample) -> str:
-        """Return the template with the sample's texts in place; other braces stay as they are."""
+        """Return the template with the sample's texts in place; other braces stay as they are.
+
+        Raises:
+            JudgeError: the row has no rubric that can be read, where there is to be one.
+        """
+        criteria = self._read_criteria(sample)
         fields = {
             **sample.columns,
             "prompt": sample.prompt,
             "response": sample.response,
             "label": "" if sample.label is None else sample.label,
+            **({} if criteria is None else {"criteria": describe_criteria(criteria)}),
         }
-        return re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
+        text = re.sub(r"\{(\w+)\}", lambda match: str(fields[match[1]]) if match[1] in fields else match[0], self._template)
+        if criteria is not None:
+            _remember(self._criteria, text, criteria)
+        return text
+
+    def _read_criteria(self, sample: RewardSample) -> tuple[Criterion, ...] | None:
+        if self._rubrics is None:
+            return None
+        try:
+            return self._rubrics.read(sample)
+        except RubricError as error:
+            raise JudgeError(str(error)) from None
 
     def read_reply(self, text: str, reply: str) -> Score:
         """Return the score of the reply to a request, and remember it.
@@ -95,10 +132,23 @@ class JudgeForm:
         Raises:
             JudgeError: the built-in parser finds none; parsers of the user may raise anything.
         """
-        score = self.scores[text] = self._parse(reply)
-        if len(self.scores) > _REMEMBERED:
-            del self.scores[next(iter(self.scores))]
+        criteria = self._criteria.get(text)
+        if criteria is None:
+            score = self._parse(reply)
+        else:
+            try:
+                score = score_verdicts(criteria, read_verdicts(reply, len(criteria)))
+            except RubricError as error:
+                raise JudgeError(str(error)) from None
+        _remember(self.scores, text, score)
         return score
+
+
+def _remember(known: dict[str, _Value], text: str, value: _Value) -> None:
+    """Keep a value of one of the last requests."""
+    known[text] = value
+    if len(known) > _REMEMBERED:
+        del known[next(iter(known))]
 
 
 class Judge:
@@ -168,9 +218,9 @@ class Judge:
         return content
 
 
-def _read_template(path: str | None) -> str:
+def _read_template(path: str | None, default: str) -> str:
     if path is None:
-        return _TEMPLATE
+        return default
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"rl_config.judge_prompt: there is no file '{path}': {describe_missing(path)}")

@@ -95,6 +95,7 @@ class RewardSettings:
     judge_model: str | None = None
     judge_prompt: str | None = None
     judge_parser: str | None = None
+    judge_rubric: str | None = None
     judge_timeout_s: float = 60.0
     judge_weight: float = 1.0
     judge_max_tokens: int = 512

@@ -1,4 +1,4 @@
-"""The rollout engine on the device that trains: one worker steps vLLM's engine, and the ranks of its replica follow."""
+"""The rollout engine on the device that trains: one worker steps an engine, and the ranks of its replica follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, Pause
 from mindspeed_rl.rollout.requests import Completion, Sampling
 
 if TYPE_CHECKING:
-    from mindspeed_rl.rollout.vllm_engine import VllmEngine
+    from mindspeed_rl.rollout.step_engine import StepEngine
 
 _Result = TypeVar("_Result")
 
@@ -58,7 +58,7 @@ _Command = _Add | _Abort | Literal["release", "weights", "cache"]
 
 @dataclass
 class InProcessEngine:
-    """A `RolloutEngine` on the vLLM engine of this rank; `RolloutEngine` describes the coroutines.
+    """A `RolloutEngine` on the engine of this rank; `RolloutEngine` describes the coroutines.
 
     Requests are made on the first rank of the replica, inside `run`, which all its ranks call. Before each step the first rank
     broadcasts which requests were added and aborted, so all ranks schedule alike. Requests that are frozen when `run` ends
@@ -70,7 +70,7 @@ class InProcessEngine:
         first: global index of the replica's first rank.
     """
 
-    engine: VllmEngine
+    engine: StepEngine
     group: dist.ProcessGroup | None = None
     first: int = 0
     _running: dict[str, _Running] = field(default_factory=dict, init=False)
@@ -264,7 +264,7 @@ class InProcessEngine:
 
         Args:
             weights: every full tensor under its HF checkpoint name, or a function that fills the engine's model in place; see
-                `VllmEngine.load_weights`.
+                `StepEngine.load_weights`.
         """
         self.engine.load_weights(weights, version)
         for name, running in self._running.items():

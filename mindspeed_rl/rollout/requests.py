@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +44,30 @@ class Sampling:
         """Return the names of what changes the logits as an answer grows."""
         off = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "min_tokens": 0}
         return [name for name, value in off.items() if getattr(self, name) != value]
+
+
+@dataclass(frozen=True)
+class EvaluationSampling:
+    """Responses to each held-out prompt.
+
+    Attributes:
+        temperature: 0 is greedy, without cut-offs and penalties; None is the sampling of training.
+        num_samples: responses to each prompt.
+    """
+
+    temperature: float | None = 0.0
+    num_samples: int = 1
+
+    @property
+    def name(self) -> str:
+        """Its name for the console."""
+        return "greedy" if self.temperature == 0.0 else "sampled"
+
+    def apply(self, sampling: Sampling) -> Sampling:
+        """Return the parameters of a response, made of those of training."""
+        if self.temperature == 0.0:
+            return Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+        return sampling if self.temperature is None else replace(sampling, temperature=self.temperature)
 
 
 @dataclass(frozen=True)

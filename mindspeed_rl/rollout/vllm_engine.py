@@ -135,6 +135,9 @@ class VllmEngine:
         self._has_weights = self._has_cache = True
         self._ids: dict[str, str] = {}  # of running requests: our name -> the engine's
 
+        #: True where the engine captures no graphs although the run file wants them: vLLM falls back by itself
+        self.fell_back_to_eager = self._llm.llm_engine.vllm_config.model_config.enforce_eager and not config.enforce_eager
+
     # ------------------------------------------------------------------ responses
 
     def generate(self, requests: Sequence[GenerationRequest], sampling: Sampling | None = None) -> list[Completion]:

@@ -9,11 +9,12 @@ import time
 from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from mindspeed_rl.catalogue import CRITIC_ESTIMATOR, DEFAULT_CORRECTION
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.config.keys import ROLE_GROUPS
+from mindspeed_rl.config.keys.rl import Resource, RLConfig
 from mindspeed_rl.config.loader import load_run_config
 from mindspeed_rl.config.run import CRITIC_FOLDER, Derivation, PlatformName, RunConfig
 from mindspeed_rl.config.threads import Threads, decide_threads
@@ -22,12 +23,15 @@ from mindspeed_rl.run.deadlines import resolve_deadlines
 from mindspeed_rl.run.objective import read_objective, unusable_plugins
 from mindspeed_rl.run.placement import Placement, place
 from mindspeed_rl.run.record import Run
-from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, read_engine_shape
+from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_limits, engine_obstacles, lacks_model, read_engine_shape
+from mindspeed_rl.run.rules.training_engine_rules import trains_other_family
 
 #: devices of a rollout replica at most, which is MindSpeed-RL's fixed value
 _MAX_TENSOR = 8
 #: rollouts in which a filter of groups fills an iteration, where the run file sets no limit
 _MAX_FILTERED_ROLLOUTS = 10
+#: keys of a loop that a server does not have, whose clients do
+_SERVER_ROLE: dict[str, Any] = {"global_batch_size": 1, "train_iters": 1}
 
 
 def load_run(config_name: str, config_dir: str | Path | None = None, overrides: Iterable[str] = ()) -> Run:
@@ -50,6 +54,7 @@ def draft(cfg: RunConfig, num_nodes: int = 1, *, platform: str | None = None, fo
     """
     if num_nodes < 1:
         raise ValueError(f"the number of nodes is {num_nodes}, but must be at least 1")
+    cfg = _complete_server(cfg)
     if cfg.platform == "auto" and platform is not None:
         cfg = dataclasses.replace(cfg, platform=cast(PlatformName, platform))
     rl = cfg.rl_config
@@ -98,13 +103,45 @@ def _derive(cfg: RunConfig) -> RunConfig:
     if cfg.generate_config is None:
         return cfg
     set_keys = cfg.set_keys.get("generate_config", frozenset())
-    # in this order: the number of replicas follows from the first
+    # in this order: a size follows from the engine, and the number of replicas from that
     for name, derivation_rule in _DERIVED.items():
         if name not in set_keys and (derivation := derivation_rule(cfg)) is not None:
             derived[f"generate_config.{name}"] = derivation
             assert cfg.generate_config is not None
             cfg = dataclasses.replace(cfg, generate_config=dataclasses.replace(cfg.generate_config, **{name: derivation.value}))
     return _separate_critic(dataclasses.replace(cfg, derived=derived), folder)
+
+
+def _complete_server(cfg: RunConfig) -> RunConfig:
+    """Return the run file of a server with the keys of a loop, which its clients have; others are as they are."""
+    generate = cfg.generate_config
+    if cfg.serve_config is None or generate is None:
+        return cfg
+    budget = cfg.serve_config.max_tokens_per_pass
+    rl_keys: dict[str, Any] = {
+        "n_samples_per_prompt": 2,
+        "max_prompt_length": max(1, generate.max_model_len - 1),
+        "use_remove_padding": True,
+        "use_dynamic_bsz": True,
+        **dict.fromkeys(("update_max_packing_token_size", "actor_max_packing_token_size"), budget),
+    }
+    role_keys = _SERVER_ROLE
+    written = {name: cfg.set_keys.get(name, frozenset()) for name in ("rl_config", "generate_config", "actor_config")}
+    written["actor_config"] |= cfg.set_keys.get("megatron_training", frozenset())
+    rl = cfg.rl_config or RLConfig(actor_resource=Resource(num_npus=1))
+    left = {name: value for name, value in rl_keys.items() if name not in written["rl_config"]}
+    role = {name: value for name, value in role_keys.items() if name not in written["actor_config"]}
+    if "lora_push" not in written["generate_config"]:
+        generate = dataclasses.replace(generate, lora_push="adapter")
+    actor, shared = (dataclasses.replace(keys, **role) for keys in (cfg.actor_config, cfg.megatron_training))
+    return dataclasses.replace(
+        cfg,
+        rl_config=dataclasses.replace(rl, **left),
+        generate_config=generate,
+        actor_config=actor,
+        megatron_training=shared,
+        ref_config=actor if cfg.ref_config is cfg.actor_config else dataclasses.replace(cfg.ref_config, **role),
+    )
 
 
 def _derive_algorithm(cfg: RunConfig) -> dict[str, Derivation]:
@@ -191,8 +228,23 @@ def _separate_critic(cfg: RunConfig, earlier: Derivation | None) -> RunConfig:
     return dataclasses.replace(cfg, critic_config=critic, derived={**cfg.derived, CRITIC_FOLDER: earlier})
 
 
+def _derive_engine(cfg: RunConfig) -> Derivation | None:
+    # standalone servers and servers of the run are vLLM's
+    if place(cfg).disaggregated:
+        return None
+    lacking = lacks_model(read_engine_shape(cfg), cfg.platform)
+    reason = f"vLLM has no {lacking} on {cfg.platform}" if lacking else ""
+    if not reason and cfg.platform == "cpu" and trains_other_family(cfg):
+        reason = "the model is of no family of docs/models.md, and vLLM's CPU build was not tried with it"
+    if not reason:
+        return None
+    return Derivation("transformers", f"{reason}; transformers' own module generates, a response at a time: slow")
+
+
 def _derive_tensor_size(cfg: RunConfig) -> Derivation | None:
     placement, actor = place(cfg), cfg.actor_config
+    if cfg.generate_config is not None and cfg.generate_config.engine == "transformers":
+        return Derivation(1, "engine is transformers, which has a full model on each device")
     if placement.servers:
         return Derivation(1, "it is the business of the servers that vllm_server_host names")
     split = actor.tensor_model_parallel_size * actor.pipeline_model_parallel_size
@@ -230,6 +282,7 @@ def _derive_sequences(cfg: RunConfig) -> Derivation | None:
 
 
 _DERIVED = {
+    "engine": _derive_engine,
     "infer_tensor_parallel_size": _derive_tensor_size,
     "max_model_len": _derive_length,
     "max_num_seqs": _derive_sequences,

@@ -18,7 +18,7 @@ from mindspeed_rl.checkpoint.model_source import (
     check_reward_start,
     find_model,
 )
-from mindspeed_rl.config import ConfigError, MegatronConfig, RunConfig
+from mindspeed_rl.config import ConfigError, GenerateConfig, MegatronConfig, RunConfig
 from mindspeed_rl.config.model_metadata import find_adapter_base
 from mindspeed_rl.config.run import Derivation
 from mindspeed_rl.data.hub import fetch, parse_hub_name
@@ -93,7 +93,7 @@ def with_model_configs(cfg: RunConfig) -> RunConfig:
             changes[name] = role
             continue
         try:
-            architecture, model_config, _ = read_model(source.hf_folder)
+            architecture, model_config, _ = read_model(source.hf_folder, role.engine)
             written = shared | cfg.set_keys.get(name, frozenset())
             role = fill_model_keys(role, model_config, Path(source.hf_folder, "config.json"), written)
             if name == "actor_config" and cfg.rl_config is not None and cfg.rl_config.exact_log_probs:
@@ -138,17 +138,33 @@ def _check_exact(name: str, model_config: ModelConfig, role: MegatronConfig) -> 
             raise ValueError(f"rl_config.exact_log_probs (true) is not available with {reason}; set it to false")
 
 
-def _check_rollout(platform: str, plan: ModelPlan, dtype: str) -> None:
-    """Raise ValueError for a policy that the rollout engine of this device kind does not compute, or not in this format."""
+def _check_rollout(platform: str, model: RoleModel, generate: GenerateConfig) -> None:
+    """Raise ValueError for a policy that the rollout engine does not compute on this device kind, or not in this format."""
+    plan = model.plan
+    if generate.engine == "transformers":
+        _check_module(plan, model.source.hf_folder)
+        return
+    slow = "generate_config.engine: transformers generates with it, slowly"
     if platform == "cpu" and plan.model_config.sparse_attention is not None:
         raise ValueError(
-            f"actor_config: no rollout of this model ({plan.architecture.name}) on cpu: vLLM's CPU build has no sparse "
-            "attention; supervised stages train it"
+            f"actor_config: vLLM's CPU build has no sparse attention, which this model ({plan.architecture.name}) has; {slow}"
         )
-    if platform == "cpu" and plan.model_config.linear_attention is not None and dtype == "float32":
+    if platform == "cpu" and plan.model_config.linear_attention is not None and generate.dtype == "float32":
         raise ValueError(
             "generate_config.dtype: float32 is not available for gated delta nets on cpu, whose kernel in vLLM takes only "
-            "bfloat16; set it"
+            f"bfloat16; set it, or {slow}"
+        )
+
+
+def _check_module(plan: ModelPlan, hf_folder: Path) -> None:
+    """Raise ValueError where transformers' module of a model cannot take the weights of the trainer."""
+    from mindspeed_rl.models.hf_module import list_untaken  # imports transformers
+
+    names = [name for op in plan.architecture.weight_ops(plan.model_config) if not op.copy_of_tied for name in op.hf]
+    if untaken := list_untaken(hf_folder, names):
+        raise ValueError(
+            f"generate_config.engine: transformers' module of {plan.architecture.name} has no parameter for {untaken[0]}, "
+            "which is trained; set it to vllm"
         )
 
 
@@ -321,7 +337,7 @@ def plan_models(run: Run) -> Run:
             models["ref"] = _plan_role("ref_model", config, ref, iteration=iteration)
     else:
         assert run.objective is not None
-        _check_rollout(run.platform, models["actor"].plan, run.generate.dtype)
+        _check_rollout(run.platform, models["actor"], run.generate)
         if run.has_reference:
             config, ref, iteration = resolve_rollout_ref(run, source, resumes_after)
             models["ref"] = _plan_role("ref_config", config, ref, iteration=iteration)
@@ -390,6 +406,9 @@ def _decide_losses(
             derived[f"{name}_config.fp32_lm_head"] = Derivation(
                 is_cheap, f"the cost of a float32 head is not measured on {platform}" if cost is None else source
             )
+        if not plan.architecture.packs:
+            source = f"rows are padded: transformers' module of {plan.architecture.name} takes no packed ones"
+            derived[f"{name}_config.engine"] = Derivation(config.engine, source)
         if plan.model_config.mtp_num_layers and config.mtp_detach_heads is None:
             detaches = not is_supervised
             decided[name] = dataclasses.replace(

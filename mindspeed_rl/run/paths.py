@@ -35,6 +35,7 @@ def with_absolute_paths(run: Run) -> Run:
             cfg,
             **groups,
             msprobe_config=_move(cfg.msprobe_config, "dump_path"),
+            serve_config=None if cfg.serve_config is None else _move(cfg.serve_config, "folder", "api_keys_file"),
             profiler_config=replace(profiler, integrated=_move(profiler.integrated, "profile_save_path")),
             generate_config=None if cfg.generate_config is None else _move_engine(cfg.generate_config),
             rl_config=None if cfg.rl_config is None else _move_rewards(cfg.rl_config),

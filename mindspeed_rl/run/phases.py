@@ -158,6 +158,8 @@ class Phases:
     TRAIN = replace(UPDATE_ACTOR, name="train", timer="", consumer="", columns=())
     TRAIN_STEP = Phase("train", timer=UPDATE_ACTOR.timer)
     EVALUATE = Phase("evaluate", deadline="evaluate", timer="evaluate", memory="evaluate")
+    #: answers of a supervised stage to held-out prompts
+    GENERATE_ANSWERS = Phase("generate_answers", deadline="evaluate", timer="evaluate_answers", memory="evaluate")
 
     # ---------------------------------------------------------------------- start, checkpoints
 

@@ -10,6 +10,8 @@ from mindspeed_rl.observability.metrics import Metrics
 
 _GIB = float(1 << 30)
 _MAX_NAMED = 3
+#: owners of the rollout engine
+_ENGINE_OWNERS = ("rollout weights", "packed weights", "KV cache", "engine adapters", "draft model")
 
 
 class DeviceMemoryError(RuntimeError):
@@ -116,6 +118,29 @@ class PhaseMemory:
         for owner, count in self._fullest.items():
             phase_key, owner_key = (name.replace(" ", "_").lower() for name in (phase, owner))
             metrics.add_max(f"memory/{phase_key}/{owner_key}_gib", count / _GIB)
+
+    def measure_residue(self, point: str, metrics: Metrics) -> None:
+        """Measure what is on the device at a point that comes once in each iteration, so that iterations can be compared.
+
+        Metrics are `residue/<point>/<owner>_gib`: "engine" (weights, KV cache and adapters of the rollout engine), "tensors"
+        (of torch, without an owner), "cache" (reserved by torch's allocator, not in use) and "communicator" (what no allocator
+        of torch counts: communicators, the runtime, other processes).
+
+        Args:
+            point: such as "sleep", after the rollout engine gave its memory away.
+            metrics: takes the result.
+        """
+        device, owners = platform.current(), self._owners()
+        stats, absent = device.memory_stats(), self._absent() / _GIB
+        owned = sum(owners.values()) / _GIB
+        residue = {
+            "engine": sum(owners.get(owner, 0) for owner in _ENGINE_OWNERS) / _GIB,
+            "tensors": max(0.0, stats.allocated_gib - absent - owned),
+            "cache": max(0.0, stats.reserved_gib - stats.allocated_gib),
+            "communicator": max(0.0, device.used_gib() - stats.reserved_gib),
+        }
+        for owner, count in residue.items():
+            metrics.add_max(f"residue/{point}/{owner}_gib", count)
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:

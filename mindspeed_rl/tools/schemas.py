@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 
@@ -109,6 +110,8 @@ class ArgumentSchema:
 
 def find_problem(parameters: JsonObject, arguments: Mapping[str, object]) -> str | None:
     """Return a sentence for the model about arguments that do not match a schema; None if they match."""
+    if any(isinstance(value, float) and not math.isfinite(value) for value in _walk(arguments)):
+        return "the arguments have a number that JSON does not have: NaN or an infinite one"
     try:
         error = best_match(Draft202012Validator(parameters).iter_errors(dict(arguments)))
     except RecursionError:

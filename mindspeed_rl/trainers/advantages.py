@@ -15,6 +15,7 @@ from mindspeed_rl.algorithms.advantages import compute_advantages
 from mindspeed_rl.algorithms.interfaces import AdvantageInputs
 from mindspeed_rl.algorithms.kl import kl_penalty
 from mindspeed_rl.algorithms.masks import entropy_threshold, filter_overlong
+from mindspeed_rl.algorithms.mismatch import measure_depths
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import Batch, objects, ragged
 from mindspeed_rl.observability.metrics import Metrics
@@ -30,6 +31,9 @@ from mindspeed_rl.trainers.staleness import check_versions
 
 _LOG = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
+
+#: rows of an iteration over which trainer and rollout engine are compared by depth
+_COMPARED_ROWS = 64
 
 #: distinct reasons of failed samples that a run shows
 _MAX_REASONS = 20
@@ -198,9 +202,20 @@ class Advantages:
             has_ratios=self._schedule.writes_ratios(iteration),
             marked=written.get("marked_tokens"),
         )
+        if prepared.has_old_log_probs and objective.log_rollout_offpolicy_metrics:
+            self._measure_mismatch(min(len(rows), _COMPARED_ROWS), metrics)
         for observer in self._observers:
             observer(prepared)
         return metrics
+
+    def _measure_mismatch(self, count: int, metrics: Metrics) -> None:
+        """Add by how much trainer and rollout engine differ at each depth, over the first `count` rows."""
+        columns = ["old_log_probs", "rollout_log_probs", "response_mask"]
+        rows, _ = self._plane.get("metrics", columns, indexes=range(count), timeout_s=self._timeout_s)
+        mask = ragged(rows["response_mask"]).pad(0)
+        computed, recorded = (ragged(rows[name]).pad(0.0, mask.size(1)) for name in columns[:2])
+        for name, total, tokens in measure_depths(computed, recorded, mask.bool()):
+            metrics.add_mean(name, total, tokens)
 
     def compare_log_probs(self, iteration: int, count: int) -> tuple[Metrics, bool]:
         """Return how far the log-probs that the rollout engine recorded are from the trainer's, over the first `count` rows.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,15 +13,107 @@ from mindspeed_rl.data.prompts import PromptDataset, PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.dataplane.columns import objects
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.rewards.samples import RewardResult
+from mindspeed_rl.rewards.answers.extraction import extract_final_answer
+from mindspeed_rl.rewards.sample_statistics import compute_majority, compute_pass_at
+from mindspeed_rl.rewards.samples import RewardResult, RewardSample
+from mindspeed_rl.rollout.requests import EvaluationSampling
+from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.thoughts import split_thought
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
 
 #: responses of an evaluation that are recorded
 _NUM_EXAMPLES = 8
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out prompts.
+
+    Attributes:
+        prefix: start of the names of its figures: eval, or eval/<name> for one of `eval_sets`.
+        items: its prompts.
+    """
+
+    prefix: str
+    items: Sequence[PromptItem]
+
+
+def select_sets(run: Run, held_out: PromptDataset | None, eval_sets: Mapping[str, PromptDataset]) -> list[EvaluationSet]:
+    """Return the sets of an evaluation, each with `eval_num_prompts` prompts at most."""
+    limit = run.config.actor_config.eval_num_prompts
+    sets = {} if held_out is None else {"eval": held_out}
+    sets |= {f"eval/{name}": prompts for name, prompts in eval_sets.items()}
+    return [
+        EvaluationSet(prefix, [prompts[index] for index in range(min(len(prompts), limit or len(prompts)))])
+        for prefix, prompts in sets.items()
+    ]
+
+
+def read_evaluation_sampling(run: Run) -> EvaluationSampling:
+    """Return the sampling of held-out prompts that the run file asks for."""
+    actor, rl = run.config.actor_config, run.config.rl_config
+    temperature = actor.eval_temperature
+    if temperature is None:
+        temperature = 0.0 if rl is None or rl.eval_greedy else None
+    return EvaluationSampling(temperature, actor.eval_n_samples)
+
+
+def compute_figures(
+    prefix: str,
+    results: Sequence[RewardResult],
+    lengths: Sequence[int],
+    *,
+    accuracy_of: str | None,
+    num_samples: int = 1,
+    votes: Sequence[str | None] = (),
+) -> Metrics:
+    """Return the figures of a set: reward, parts, accuracy, and with several responses to each prompt pass@k and maj@k.
+
+    The accuracy is the fraction of responses with the full score. Responses without a score are in no mean, and counted in
+    unscored; in pass@k and maj@k they are wrong, as in `mindspeed-rl evaluate`.
+
+    Args:
+        prefix: start of the names.
+        results: results of all responses, those to a prompt adjacent.
+        lengths: tokens of the responses.
+        accuracy_of: reward function that tells right from wrong; None where none does.
+        num_samples: responses to each prompt.
+        votes: final answers of the responses; empty where answers cannot be compared.
+    """
+    metrics = Metrics()
+    totals = [result.total for result in results if result.total is not None]
+    if totals:
+        metrics.add_mean(f"{prefix}/reward", math.fsum(totals), len(totals))
+        metrics.add_mean(f"{prefix}/reward_std", statistics.pstdev(totals), 1)
+    metrics.add_sum(f"{prefix}/prompts", len(results) // num_samples)
+    metrics.add_sum(f"{prefix}/unscored", len(results) - len(totals))
+    if accuracy_of is not None:
+        # failed samples that count as zero are wrong
+        judged = [r.parts.get(accuracy_of, 0.0) for r in results if accuracy_of in r.parts or r.failed and r.total is not None]
+        if judged:
+            metrics.add_mean(f"{prefix}/accuracy", sum(part >= 1.0 for part in judged), len(judged))
+        if num_samples > 1 and results:
+            right = [result.parts.get(accuracy_of, 0.0) >= 1.0 for result in results]
+            groups = [right[start : start + num_samples] for start in range(0, len(right), num_samples)]
+            for k, share in compute_pass_at(groups).items():
+                metrics.add_last(f"{prefix}/pass@{k}", share)
+            ballots = [votes[start : start + num_samples] for start in range(0, len(votes), num_samples)]
+            if ballots and (majority := compute_majority(ballots, groups)) is not None:
+                metrics.add_last(f"{prefix}/maj@{num_samples}", majority)
+    for result in results:
+        for name, value in result.parts.items():
+            metrics.add_mean(f"{prefix}/{name}", float(value), 1)
+    metrics.add_mean(f"{prefix}/response_length", sum(lengths), len(lengths))
+    return metrics
+
+
+def read_vote(sample: RewardSample) -> str:
+    """Return the answer of a response as it counts in a majority vote: the final one after its thought."""
+    return extract_final_answer(split_thought(sample.response, sample.prompt)[1].lstrip())
 
 
 class Evaluator:
@@ -35,64 +128,95 @@ class Evaluator:
     def __init__(
         self,
         run: Run,
-        prompts: PromptDataset | None,
+        sets: Sequence[EvaluationSet],
         actors: Fleet,
         rewards: RewardGroup,
         model_rewards: ModelRewards,
+        read_sample: Callable[[PromptItem, Trajectory], RewardSample],
     ) -> None:
-        actor = run.config.actor_config
-        self._items: list[PromptItem] = []
-        if prompts is not None:
-            self._items = [prompts[index] for index in range(min(len(prompts), actor.eval_num_prompts or len(prompts)))]
+        """Take the sets.
+
+        Args:
+            read_sample: reads the response that reward functions read.
+        """
+        self._sets = sets
         self._actors, self._rewards, self._model_rewards = actors, rewards, model_rewards
-        self._greedy, self._seed = run.rl.eval_greedy, actor.seed
+        self._read_sample, self._sampling, self._seed = read_sample, read_evaluation_sampling(run), run.config.actor_config.seed
 
     def run(self) -> Metrics:
-        """Return eval/reward, eval/<part> and, where the first reward function tells right from wrong, eval/accuracy.
-
-        The accuracy is the fraction of responses with that function's full score. Responses without a score are in no mean, and
-        counted in eval/unscored.
-        """
-        responses, results = self.score(self._items, greedy=self._greedy)
-        results = self._model_rewards.add(results, self._items, responses)
-        self.examples = list(zip(self._items, responses, results))[:_NUM_EXAMPLES]
+        """Return the figures of all sets; see `compute_figures`."""
         metrics = Metrics()
-        first = next(iter(self._model_rewards.part_weights), "")
-        totals = [result.total for result in results if result.total is not None]
-        if totals:
-            metrics.add_mean("eval/reward", math.fsum(totals), len(totals))
-            metrics.add_mean("eval/reward_std", statistics.pstdev(totals), 1)
-        metrics.add_sum("eval/prompts", len(results))
-        metrics.add_sum("eval/unscored", len(results) - len(totals))
-        # failed samples that count as zero are wrong
-        judged = [r.parts.get(first, 0.0) for r in results if first in r.parts or r.failed and r.total is not None]
-        if judged and first in self._rewards.accuracies:
-            metrics.add_mean("eval/accuracy", sum(part >= 1.0 for part in judged), len(judged))
-        for result in results:
-            for name, value in result.parts.items():
-                metrics.add_mean(f"eval/{name}", float(value), 1)
-        metrics.add_mean("eval/response_length", sum(map(len, responses)), len(responses))
+        for index, each in enumerate(self._sets):
+            metrics.merge(self._evaluate(each, keeps_examples=not index))
         return metrics
+
+    def _evaluate(self, each: EvaluationSet, *, keeps_examples: bool) -> Metrics:
+        num_samples = self._sampling.num_samples
+        items = [item for item in each.items for _ in range(num_samples)]
+        trajectories = self.generate(each.items, self._sampling)
+        responses = [trajectory.token_ids for trajectory in trajectories]
+        results = self.score_trajectories(items, trajectories)
+        if keeps_examples:
+            first = slice(0, _NUM_EXAMPLES * num_samples, num_samples)
+            self.examples = list(zip(items[first], responses[first], results[first]))
+        name = next(iter(self._model_rewards.part_weights), "")
+        accuracy_of = name if name in self._rewards.accuracies else None
+        votes: list[str] = []
+        # of programs no two are the same answer
+        if num_samples > 1 and accuracy_of not in (None, "code"):
+            votes = [read_vote(self._read_sample(item, trajectory)) for item, trajectory in zip(items, trajectories)]
+        return compute_figures(
+            each.prefix,
+            results,
+            [len(response) for response in responses],
+            accuracy_of=accuracy_of,
+            num_samples=num_samples,
+            votes=votes,
+        )
 
     def describe(self, metrics: Metrics) -> str:
         """Return one line for the console."""
-        results = metrics.results()
-        sampling = "greedy" if self._greedy else "sampled"
-        if "eval/accuracy" in results:
-            shown = f"accuracy {results['eval/accuracy']:.1%}"
-        else:
-            shown = f"mean reward {results['eval/reward']:.3f}" if "eval/reward" in results else "responses have no score"
-        unscored = f", {results['eval/unscored']:.0f} without a score" if results["eval/unscored"] else ""
-        return f"held-out {shown} on {len(self._items)} prompts ({sampling}{unscored})"
+        results, several = metrics.results(), self._sampling.num_samples
+        samples = f", {several} samples each" if several > 1 else ""
+        return "; ".join(_describe_set(each, results, f"{self._sampling.name}{samples}") for each in self._sets)
 
-    def score(self, items: Sequence[PromptItem], *, greedy: bool) -> tuple[list[list[int]], list[RewardResult]]:
-        """Return responses to the items' prompts by the run's agent loop, and the results of the reward functions."""
-        generated = self._actors.generate_responses(list(items), self._seed, greedy)
+    def generate(self, items: Sequence[PromptItem], sampling: EvaluationSampling) -> list[Trajectory]:
+        """Return the responses to the prompts by the run's agent loop, those to a prompt adjacent."""
+        generated = self._actors.generate_responses(list(items), self._seed, sampling)
         replicas = [trajectories for trajectories in generated if trajectories is not None]
-        # replica i of n generates for every n-th prompt from i on
-        ordered = [replicas[index % len(replicas)][index // len(replicas)] for index in range(len(items))]
-        results = self._rewards.score_now(list(items), ordered)
-        return [trajectory.token_ids for trajectory in ordered], results
+        # replica i of n generates every n-th response from i on
+        count = len(items) * sampling.num_samples
+        return [replicas[index % len(replicas)][index // len(replicas)] for index in range(count)]
+
+    def score_trajectories(self, items: Sequence[PromptItem], trajectories: Sequence[Trajectory]) -> list[RewardResult]:
+        """Return the rewards of responses to the prompts, as the run scores its rollouts, with those of models."""
+        results = self._rewards.score_now(list(items), list(trajectories))
+        return self._model_rewards.add(results, items, [trajectory.token_ids for trajectory in trajectories])
+
+    def score(self, items: Sequence[PromptItem]) -> tuple[list[list[int]], list[RewardResult]]:
+        """Return greedy responses to the prompts, and the results of the reward functions."""
+        trajectories = self.generate(items, EvaluationSampling())
+        results = self._rewards.score_now(list(items), trajectories)
+        return [trajectory.token_ids for trajectory in trajectories], results
+
+
+def _describe_set(each: EvaluationSet, results: Mapping[str, float], sampling: str) -> str:
+    """Return the figures of a set in words."""
+    prefix, name = each.prefix, each.prefix.removeprefix("eval").removeprefix("/")
+    if f"{prefix}/accuracy" in results:
+        shown = f"accuracy {results[f'{prefix}/accuracy']:.1%}"
+    elif f"{prefix}/reward" in results:
+        shown = f"mean reward {results[f'{prefix}/reward']:.3f}"
+    else:
+        shown = "responses have no score"
+    shares = {
+        key.removeprefix(f"{prefix}/"): value
+        for key, value in results.items()
+        if key.startswith((f"{prefix}/pass@", f"{prefix}/maj@"))
+    }
+    shown += "".join(f", {key} {value:.1%}" for key, value in list(shares.items())[1:])  # pass@1 is the accuracy
+    unscored = f", {results[f'{prefix}/unscored']:.0f} without a score" if results[f"{prefix}/unscored"] else ""
+    return f"held-out {name + ' ' if name else ''}{shown} on {len(each.items)} prompts ({sampling}{unscored})"
 
 
 class GreedyBaselines:
@@ -119,7 +243,7 @@ class GreedyBaselines:
             PromptItem(prompt_ids=ids.tolist(), label=label, columns=columns)
             for ids, label, columns in zip(batch["prompt_ids"], objects(batch["labels"]), objects(batch["extra"]))
         ]
-        self._responses, self._results = self._evaluator.score(self._items, greedy=True)
+        self._responses, self._results = self._evaluator.score(self._items)
         metrics = Metrics()
         metrics.add_spread("remax/greedy_length", [len(response) for response in self._responses])
         return [WorkerReport(metrics)]

@@ -112,6 +112,8 @@ def _start(
         if advisor is not None:
             rows["planned"] = advisor.summary
         print(format_table(f"run folder: {run.folder}", rows), flush=True)
+        if advisor is not None and advisor.lines:
+            print("\n".join(["promise", *(f"  {line}" for line in advisor.lines)]), flush=True)
         print(inputs.summary, flush=True)
         for text in find_warnings(run):
             print(f"warning: {text}", flush=True)
@@ -126,8 +128,10 @@ def _start(
             progress = stack.enter_context(IterationProgress(
                 run.plan.train_iters, title, start=start, every=every, activity=partial(heartbeat.describe_counts, run.folder)
             ))
-            alerts = LiveAlerts(History(read_lines(run.folder / "metrics.jsonl")), progress.note)
-            return LogOutputs(run.folder, trackers, progress, steps, (alerts, report, *observers))
+            metrics = list(read_lines(run.folder / "metrics.jsonl"))
+            alerts = LiveAlerts(History(metrics), progress.note)
+            watches = [] if advisor is None else [advisor.watch(History(metrics), progress.note)]
+            return LogOutputs(run.folder, trackers, progress, steps, (alerts, report, *watches, *observers))
 
         trainer: RLTrainer | SupervisedTrainer
         if isinstance(inputs, RLInputs):

@@ -192,6 +192,8 @@ def _describe_labels(prompts: PromptDataset) -> list[str]:
     return warnings
 
 
+#: key of the prompts of the audit
+_AUDIT = "audit.data_path"
 #: prompts that are compared with the held-out ones, and held-out ones that are looked for, at most
 _COMPARED, _HELD_OUT = 20_000, 2_000
 #: fraction of the held-out prompts that is worth a warning
@@ -223,7 +225,11 @@ def describe_overlap(prompts: PromptDataset, held_out: PromptDataset | None) -> 
 
 
 def describe_data(
-    run: Run, prompts: PromptDataset, held_out: PromptDataset | None, tokenizer: PreTrainedTokenizerBase
+    run: Run,
+    prompts: PromptDataset,
+    held_out: PromptDataset | None,
+    eval_sets: Mapping[str, PromptDataset],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> list[DataCard]:
     """Return the cards of the prompts to train on, and of the held-out ones, without examples."""
     actor, limit = run.config.actor_config, run.rl.max_prompt_length
@@ -231,6 +237,9 @@ def describe_data(
     if held_out is not None:
         title = f"eval_data_path: {actor.eval_data_path}" if actor.eval_data_path else f"held out by split: {actor.split}"
         cards.append(DataCard(title, card.describe_prompts(held_out, tokenizer, limit)).without_examples())
+    for name, each in eval_sets.items():
+        title = f"eval_sets.{name}: {(actor.eval_sets or {})[name]}"
+        cards.append(DataCard(title, card.describe_prompts(each, tokenizer, limit)).without_examples())
     return cards
 
 
@@ -266,6 +275,33 @@ def load_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[PromptDa
     return prompts, full.part(train, train + validation) if validation > 0 else None
 
 
+def list_prompt_paths(run: Run) -> dict[str, object]:
+    """Return the files of prompts that a run file names, by their keys."""
+    actor, audit = run.config.actor_config, run.config.audit
+    sets = {f"eval_sets.{name}": path for name, path in (actor.eval_sets or {}).items()}
+    return {"data_path": actor.data_path, "eval_data_path": actor.eval_data_path, **sets, _AUDIT: audit.data_path}
+
+
+def load_eval_sets(run: Run, tokenizer: PreTrainedTokenizerBase) -> dict[str, PromptDataset]:
+    """Return the prompts of `eval_sets`, by name."""
+    tools = read_tool_schemas(run.rl, tokenizer)
+    names = run.config.actor_config.eval_sets or {}
+    return {name: _open_run_prompts(run, f"eval_sets.{name}", tokenizer, tools) for name in names}
+
+
+def name_prompt_key(key: str) -> str:
+    """Return the dotted name of a key of `list_prompt_paths`."""
+    return key if key == _AUDIT else f"megatron_training.{key}"
+
+
+def load_audit_prompts(run: Run, tokenizer: PreTrainedTokenizerBase) -> PromptDataset | None:
+    """Return the prompts of the audit; None where it has no data of its own."""
+    audit = run.config.audit
+    if audit.data_path is None or not audit.has_check:
+        return None
+    return _open_run_prompts(run, _AUDIT, tokenizer, read_tool_schemas(run.rl, tokenizer))
+
+
 def _open_run_prompts(
     run: Run, key: str, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] = ()
 ) -> PromptDataset:
@@ -275,7 +311,7 @@ def _open_run_prompts(
         tools: schemas for raw prompts; prompts of `mindspeed-rl preprocess` contain those they were preprocessed with.
     """
     actor = run.config.actor_config
-    path = getattr(actor, key)
+    path = list_prompt_paths(run)[key]
     model = run.models.get("actor")
     if not isinstance(path, str):
         raise ValueError(f"actor_config.{key}: {path!r} must be one prefix or file of prompts.")
@@ -297,7 +333,7 @@ def _open_run_prompts(
     except ValueError as error:
         if key == "data_path":
             raise
-        raise ValueError(f"megatron_training.{key}: {error}") from error
+        raise ValueError(f"{name_prompt_key(key)}: {error}") from error
     if key == "data_path" and run.rl.distillation.enabled:
         _check_teachers(run.rl.distillation, prompts)
         if (column := run.rl.distillation.teacher_prompt) is not None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from mindspeed_rl.checkpoint.newest import BEST_ITERATION
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.trainers.advantages import Advantages
+from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
 from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards
+from mindspeed_rl.trainers.reward_audit import RewardAuditor
 from mindspeed_rl.trainers.rollout import Rollout
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.run_logger import TrainingLoop
@@ -27,6 +30,8 @@ class RLTrainer(TrainingLoop):
         model_rewards: ModelRewards,
         advantages: Advantages,
         evaluator: Evaluator,
+        progress: EvaluationProgress,
+        auditor: RewardAuditor,
         schedule: Schedule,
         logger: RolloutLogger,
         termination: Termination,
@@ -40,6 +45,8 @@ class RLTrainer(TrainingLoop):
         self.model_rewards = model_rewards
         self.advantages = advantages
         self.evaluator = evaluator
+        self.progress = progress
+        self.auditor = auditor
         self.schedule = schedule
         self.start_iteration = start_iteration
         self.train_iters = schedule.train_iters
@@ -52,6 +59,8 @@ class RLTrainer(TrainingLoop):
         self.logger.step_done("the rollout engines hold the actor's weights")
         self._evaluate_first()
         for iteration in range(self.start_iteration, schedule.train_iters):
+            if self.progress.end_reason:
+                break
             with self.iteration(iteration + 1):
                 collect(self.rollout.run(iteration))
                 collect(self.baselines.generate())
@@ -76,12 +85,15 @@ class RLTrainer(TrainingLoop):
                 # before the checkpoint: the weight sync interrupts responses in flight, which are saved as they are then
                 self._push_weights(iteration + 1)
                 if schedule.saves(iteration):
-                    self.before_save(iteration + 1)
-                    collect(actors.save(iteration + 1, self._state(iteration + 1)))
+                    self._save(iteration + 1)
                 if schedule.evaluates(iteration):
                     self.metrics.merge(self._evaluate(iteration + 1))
                     if schedule.has_average:
                         self.metrics.merge(self._evaluate_average(iteration + 1))
+                    self.progress.add(iteration + 1, self.metrics.results())
+                self.metrics.merge(self._audit(iteration + 1))
+                if self.progress.needs_checkpoint(iteration + 1) and not schedule.saves(iteration):
+                    self._save(iteration + 1)
             if self._ends_early(iteration):
                 break
         collect(actors.finish())
@@ -104,13 +116,18 @@ class RLTrainer(TrainingLoop):
     # ------------------------------------------------------------------ steps without a worker
 
     def _evaluate_first(self) -> None:
-        """Evaluate the weights that the run starts from, where there are prompts to evaluate on."""
+        """Evaluate and audit the weights that the run starts from, where there are prompts for it."""
+        before = Metrics()
         if self.schedule.evaluates_first:
             before = self._evaluate(self.start_iteration)
-            self.timers.drain()  # no iteration took this time
-            self.logger.record_first_evaluation(before.results(), self.start_iteration)
+            self.progress.add(self.start_iteration, before.results())
             self.logger.step_done("evaluated before the first iteration")
             self.logger.note(self.evaluator.describe(before))
+        if not self.start_iteration:
+            before.merge(self._audit(0))
+        self.timers.drain()  # no iteration took this time
+        if before:
+            self.logger.record_first_evaluation(before.results(), self.start_iteration)
 
     def _evaluate(self, iteration: int) -> Metrics:
         """Return the figures of an evaluation after this iteration, and record some of its responses."""
@@ -127,12 +144,24 @@ class RLTrainer(TrainingLoop):
         self.collect(self.actors.push_weights(iteration))
         return Metrics({name.replace("eval/", "eval_ema/", 1): metric for name, metric in metrics.items()})
 
+    def _audit(self, iteration: int) -> Metrics:
+        """Return the figures of an audit of the reward, in iterations that have one."""
+        if not self.auditor.is_due(iteration):
+            return Metrics()
+        with self.timers("audit"):
+            return self.auditor.run(iteration)
+
+    def _save(self, iteration: int) -> None:
+        """Write a checkpoint, and before it the figures of the iteration so far."""
+        self.before_save(iteration)
+        self.collect(self.actors.save(iteration, self._state(iteration)))
+
     def _ends_early(self, iteration: int) -> bool:
         """Return True, with this iteration saved, after SIGTERM while iterations are left."""
         if iteration + 1 == self.schedule.train_iters or not self.termination.requested:
             return False
         self.termination.ends_early = True
-        if not self.schedule.saves(iteration):
+        if not self.schedule.saves(iteration) and not self.progress.needs_checkpoint(iteration + 1):
             self.collect(self.actors.save(iteration + 1, self._state(iteration + 1)))
         return True
 
@@ -151,4 +180,5 @@ class RLTrainer(TrainingLoop):
 
     def _state(self, iteration: int) -> dict[str, object]:
         """Return the state that a resumed run needs besides weights."""
-        return self.schedule.state_dict(iteration) | {"rollout": self.rollout.state_dict()}
+        best = {BEST_ITERATION: self.progress.kept_iteration}
+        return self.schedule.state_dict(iteration) | best | {"rollout": self.rollout.state_dict()}

@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ from mindspeed_rl.observability.trackers import find_trackers
 from mindspeed_rl.rewards.dry_run import Trial, dry_run_reward_functions
 from mindspeed_rl.rewards.judge import JudgeForm
 from mindspeed_rl.rewards.labels import try_labels
+from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.rewards.samples import RewardSettings
 from mindspeed_rl.rewards.static_check import check_reward_functions
 from mindspeed_rl.rewards.totals import read_part_weights
@@ -56,7 +57,8 @@ from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.cluster import build_runtime_env, build_worker_environment
 from mindspeed_rl.trainers.advantages import Advantages
 from mindspeed_rl.trainers.batch_records import batch_recorders
-from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
+from mindspeed_rl.trainers.best_evaluation import EvaluationProgress
+from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines, select_sets
 from mindspeed_rl.trainers.model_rewards import ModelRewards, ServedJudge
 from mindspeed_rl.trainers.prompt_loader import (
     PromptLoader,
@@ -64,9 +66,20 @@ from mindspeed_rl.trainers.prompt_loader import (
     describe_order,
     describe_overlap,
     describe_prompts,
+    list_prompt_paths,
+    load_audit_prompts,
+    load_eval_sets,
     load_prompts,
+    name_prompt_key,
 )
 from mindspeed_rl.trainers.prompt_sampling import PromptOrder, build_prompt_sampler
+from mindspeed_rl.trainers.reward_audit import (
+    ResponseDiversity,
+    RewardAuditor,
+    derive_audit_rewards,
+    open_audit_pool,
+    select_audit_items,
+)
 from mindspeed_rl.trainers.rl import RLTrainer
 from mindspeed_rl.trainers.rollout_logger import RolloutLogger
 from mindspeed_rl.trainers.rollout_modes import build_rollout
@@ -105,6 +118,8 @@ class RLInputs:
         cards: descriptions of the prompts, and of the held-out ones.
         judge: requests to the judge that the run serves; None without one.
         images: a line with the tokens of images; empty for a model of text.
+        eval_sets: further held-out prompts, by name.
+        audit_prompts: prompts of the audit; None where they are those of the evaluation.
     """
 
     run: Run
@@ -118,6 +133,8 @@ class RLInputs:
     cards: Sequence[DataCard]
     judge: ServedJudge | None = None
     images: str = ""
+    eval_sets: Mapping[str, PromptDataset] = field(default_factory=dict)
+    audit_prompts: PromptDataset | None = None
 
 
 @dataclass(frozen=True)
@@ -127,12 +144,14 @@ class _Services:
     Attributes:
         rewards: the reward functions.
         resumed: the record of the checkpoint that the run resumes from; empty for a new run.
+        audit_pool: the stricter check of the audit; None for a run without one.
     """
 
     plane: DataPlane
     actors: Fleet
     rewards: RewardGroup
     resumed: Mapping[str, Any]
+    audit_pool: RewardPool | None = None
 
 
 # ---------------------------------------------------------------------- read and check
@@ -154,6 +173,7 @@ def check_rl(run: Run) -> RLInputs:
     functions = dry_run_reward_functions(run.rl, env)
     if functions.violations:
         raise ConfigError(functions.violations)
+    _check_audit(run, env)
     run = plan_models(run)
     resume = run.resume
     assert resume is not None
@@ -163,11 +183,12 @@ def check_rl(run: Run) -> RLInputs:
     tokenizer = load_tokenizer(tokenizer_path, use_fast=not actor.tokenizer_not_use_fast)
     check_tokens(tokenizer, tokenizer_path)
     check_special_tokens(tokenizer, run.models["actor"].plan.model_config.vocab_size, tokenizer_path)
-    for key, value in (("data_path", actor.data_path), ("eval_data_path", actor.eval_data_path)):
+    for key, value in list_prompt_paths(run).items():
         path = split_slice(value)[0] if isinstance(value, str) else ""
         if path and list_packed_columns(path):
-            check_columns(Path(path), run.models["actor"].plan.model_config.vocab_size, f"megatron_training.{key}")
+            check_columns(Path(path), run.models["actor"].plan.model_config.vocab_size, name_prompt_key(key))
     prompts, held_out = load_prompts(run, tokenizer)
+    eval_sets, audit_prompts = load_eval_sets(run, tokenizer), load_audit_prompts(run, tokenizer)
     # raises where a column of the prompts is missing
     prompt_order = PromptOrder.from_config(run.rl)
     build_prompt_sampler(prompt_order, prompts, seed=actor.seed, shuffle=not actor.no_shuffle)
@@ -182,11 +203,12 @@ def check_rl(run: Run) -> RLInputs:
         trial = Trial(sample, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
         if violations := dry_run_reward_functions(run.rl, env, trial=trial).violations:
             raise ConfigError(violations)
-    warnings = [*describe_prompts(prompts, run.plan.num_prompts), *describe_overlap(prompts, held_out), *warnings]
+    overlaps = [line for each in (held_out, *eval_sets.values()) for line in describe_overlap(prompts, each)]
+    warnings = [*describe_prompts(prompts, run.plan.num_prompts), *overlaps, *warnings]
     warnings += _describe_weights(run)
     for warning in [*describe_machine(run), *warnings]:
         print(f"warning: {warning}", flush=True)
-    for dataset in filter(None, (prompts, held_out)):
+    for dataset in filter(None, (prompts, held_out, *eval_sets.values(), audit_prompts)):
         dataset.check_token_ids(run.models["actor"].plan.model_config.vocab_size, "megatron_training.data_path")
         check_tool_columns(run.rl, tokenizer, dataset)
     described = describe_order(prompts, prompt_order, seed=actor.seed, shuffle=not actor.no_shuffle)
@@ -200,7 +222,7 @@ def check_rl(run: Run) -> RLInputs:
     judge = None
     if run.rl.served_judge is not None:
         judge = ServedJudge(RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit), tokenizer)
-    cards = describe_data(run, prompts, held_out, tokenizer)
+    cards = describe_data(run, prompts, held_out, eval_sets, tokenizer)
     lines, images = [*map(str, cards)], ""
     if (rules := read_image_rules(run.models["actor"])) is not None:
         rows = [read_references(prompts[index]["columns"]) for index in range(min(8, len(prompts)))]
@@ -213,7 +235,33 @@ def check_rl(run: Run) -> RLInputs:
     lines += [str(resume), *filter(None, [order_change]), f"starting {_describe_devices(run)} on {run.platform} ..."]
     devices, summary = run.placement.num_devices, "\n".join(lines)
     run = with_absolute_paths(run)
-    return RLInputs(run, tokenizer, tokenizer_path, prompts, held_out, resume, devices, summary, cards, judge, images)
+    return RLInputs(
+        run,
+        tokenizer,
+        tokenizer_path,
+        prompts,
+        held_out,
+        resume,
+        devices,
+        summary,
+        cards,
+        judge,
+        images,
+        eval_sets,
+        audit_prompts,
+    )
+
+
+def _check_audit(run: Run, env: Mapping[str, str]) -> None:
+    """Raise ConfigError where the stricter check of the audit cannot be loaded."""
+    audit = run.config.audit
+    if not audit.has_check:
+        return
+    rewards = derive_audit_rewards(run.rl, audit)
+    if violations := check_reward_functions(rewards) or dry_run_reward_functions(rewards, env).violations:
+        raise ConfigError(text.replace("rl_config.verifier_function", "audit.verifier_function") for text in violations)
+    if audit.judge_prompt is not None:
+        JudgeForm(RewardSettings.from_config(rewards, max_tokens=run.config.response_limit))
 
 
 def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
@@ -231,10 +279,10 @@ def _file_checks(run: Run) -> Iterator[Callable[[], object]]:
     yield from list_source_checks(run)
     if actor.tokenizer_name_or_path is not None:
         yield partial(check_tokenizer_files, Path(actor.tokenizer_name_or_path).expanduser())
-    for key in ("data_path", "eval_data_path"):
-        if isinstance(path := getattr(actor, key), str):
+    for key, path in list_prompt_paths(run).items():
+        if isinstance(path, str):
             yield partial(check_prompt_files, path, key)
-    if run.rl.judge_prompt is not None:
+    if run.rl.judge_prompt is not None or run.rl.judge_rubric is not None:
         yield partial(JudgeForm, RewardSettings.from_config(run.rl, max_tokens=run.config.response_limit))
 
 
@@ -355,7 +403,9 @@ def _describe_devices(run: Run) -> str:
 def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _Services:
     """Start data plane, rewards and workers; they run until the stack is closed."""
     run = inputs.run
-    for name, prompts in (("images.bin", inputs.prompts), ("held_out_images.bin", inputs.held_out)):
+    files = [("images.bin", inputs.prompts), ("held_out_images.bin", inputs.held_out)]
+    files += [(f"held_out_images_{index}.bin", prompts) for index, prompts in enumerate(inputs.eval_sets.values())]
+    for name, prompts in files:
         if prompts is not None:
             prompts.store_images(run.folder / name)
     plane = _open_data_plane(run)
@@ -368,8 +418,10 @@ def start_services(inputs: RLInputs, stack: contextlib.ExitStack, steps: StartSt
     stack.callback(rewards.close)
     # before any model is built: a reward that cannot score is found in seconds
     rewards.check(inputs.prompts[0])
+    if (audit_pool := open_audit_pool(run)) is not None:
+        stack.callback(audit_pool.close)
     steps.done("the reward functions score a prompt")
-    return _Services(plane, actors, rewards, actors.set_up(steps))
+    return _Services(plane, actors, rewards, actors.set_up(steps), audit_pool)
 
 
 def _open_data_plane(run: Run) -> DataPlane:
@@ -397,7 +449,11 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     no_rewards = ModelRewards(None, plane, None, timeout_s, read_part_weights(rl))
     model_rewards = replace(no_rewards, fleet=scorers, weight=weight, judge=inputs.judge)
     rewards_in_rollout = replace(model_rewards, in_rollout=True)
-    evaluator = Evaluator(run, inputs.held_out, actors, services.rewards, rewards_in_rollout)
+    reader = SampleReader(inputs.tokenizer, rl.verifier_reads, run.config.response_limit)
+    sets = select_sets(run, inputs.held_out, inputs.eval_sets)
+    evaluator = Evaluator(run, sets, actors, services.rewards, rewards_in_rollout, reader.read_trajectory)
+    items = select_audit_items(run, inputs.audit_prompts, inputs.held_out, inputs.eval_sets)
+    auditor = RewardAuditor(run, items, services.audit_pool, evaluator, reader.read_trajectory)
     schedule = Schedule(run)
     baselines = GreedyBaselines(run, plane, evaluator, model_rewards)
     order = PromptOrder.from_config(rl)
@@ -410,9 +466,11 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
     if resumed:
         schedule.load_state_dict(resumed["run_state"])
         rollout.load_state_dict(resumed["run_state"]["rollout"], inputs.resume)
-    logger = RolloutLogger(run, outputs, plane, inputs.tokenizer)
-    observers = [loader.on_batch, logger.on_batch, *batch_recorders(run, plane)]
+    diversity = ResponseDiversity(run, plane, inputs.tokenizer, outputs.progress.note)
+    logger = RolloutLogger(run, outputs, plane, inputs.tokenizer, diversity.list_figures)
+    observers = [loader.on_batch, logger.on_batch, diversity.on_batch, *batch_recorders(run, plane)]
     advantages = Advantages(run, plane, baselines, schedule, observers)
+    start = resumed.get("iteration", 0)
     return RLTrainer(
         actors,
         rollout,
@@ -420,8 +478,10 @@ def build_trainer(inputs: RLInputs, services: _Services, outputs: LogOutputs, te
         late,
         advantages,
         evaluator,
+        EvaluationProgress(actor, logger.note, start_iteration=start),
+        auditor,
         schedule,
         logger,
         termination,
-        resumed.get("iteration", 0),
+        start,
     )

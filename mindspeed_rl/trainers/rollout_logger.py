@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,8 +83,21 @@ def _compute_throughput(timing: Mapping[str, float], num_tokens: float, num_devi
 class RolloutLogger(RunLogger):
     """Write one record an iteration, and the completions that are due."""
 
-    def __init__(self, run: Run, outputs: LogOutputs, plane: DataPlane, tokenizer: PreTrainedTokenizerBase) -> None:
-        super().__init__(outputs, self._derive_throughput, self._write_completions)
+    def __init__(
+        self,
+        run: Run,
+        outputs: LogOutputs,
+        plane: DataPlane,
+        tokenizer: PreTrainedTokenizerBase,
+        further_figures: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Take the run.
+
+        Args:
+            further_figures: returns further figures of the iteration that ends.
+        """
+        super().__init__(outputs, self._derive_figures, self._write_completions)
+        self._further_figures = further_figures
         rl = run.rl
         self._run, self._plane, self._tokenizer = run, plane, tokenizer
         interval = rl.log_completions_interval if rl.log_completions else 0
@@ -101,6 +114,9 @@ class RolloutLogger(RunLogger):
                 texts = {"prompt": str(decode(item["prompt_ids"])), "response": str(decode(response))}
                 record = {"iteration": iteration, "index": index, **texts, "label": item["label"], "reward": result.total}
                 file.write(json.dumps(hide_in_record(record), ensure_ascii=False, default=str) + "\n")
+
+    def _derive_figures(self, results: Mapping[str, float]) -> dict[str, float]:
+        return {**self._derive_throughput(results), **self._further_figures()}
 
     def _derive_throughput(self, results: Mapping[str, float]) -> dict[str, float]:
         """Return the seconds of the weight sync, and tokens per second and device.

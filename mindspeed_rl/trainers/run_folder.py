@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from mindspeed_rl.redaction import find_in_configuration, hide_in_configuration,
 from mindspeed_rl.run import Run
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError
 from mindspeed_rl.runtime.futures import WorkerError
+from mindspeed_rl.trainers.run_logger import RunObserver
 from mindspeed_rl.trainers.termination import Terminated
 
 
@@ -32,6 +33,20 @@ class RunAdvisor(Protocol):
     @property
     def summary(self) -> str:
         """The plan in a line."""
+        ...
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The plan as lines of the console; none where nothing is planned."""
+        ...
+
+    def watch(self, history: History, show: Callable[[str], None]) -> RunObserver:
+        """Return an observer that compares the figures of the run with the plan.
+
+        Args:
+            history: iterations before a resume.
+            show: takes a line.
+        """
         ...
 
     def compare(self, history: History) -> Mapping[str, object]:

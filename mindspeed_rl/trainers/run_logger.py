@@ -6,13 +6,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from mindspeed_rl.observability import heartbeat
 from mindspeed_rl.observability.completions import Completion
 from mindspeed_rl.observability.console import IterationProgress, StartSteps
+from mindspeed_rl.observability.host_load import HostLoad, read_resident_gib
 from mindspeed_rl.observability.metrics import Metrics
-from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_timings
+from mindspeed_rl.observability.timers import Interval, Timeline, Timers, compute_imbalance, compute_timings
 from mindspeed_rl.observability.trackers import Trackers
 from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.termination import Termination
@@ -74,6 +77,7 @@ class RunLogger:
         self.note = outputs.progress.note
         self._outputs, self._derive, self._before_record = outputs, derive, before_record
         self._timeline = Timeline(outputs.folder / "timeline.json")
+        self._host_load = HostLoad(partial(heartbeat.list_pids, outputs.folder))
         for observer in outputs.observers:
             observer.on_start()
 
@@ -108,7 +112,9 @@ class RunLogger:
 
     def _compute_figures(self, metrics: Metrics, intervals: list[Interval]) -> dict[str, float]:
         self._before_record()
-        results = metrics.results() | compute_timings(intervals)
+        results = metrics.results() | compute_timings(intervals) | compute_imbalance(intervals) | self._host_load.measure()
+        if (resident := read_resident_gib()) is not None:
+            results["residue/iteration/driver_gib"] = resident
         return results | self._derive(results)
 
     def close(self) -> None:

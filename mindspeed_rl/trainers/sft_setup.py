@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,9 +17,11 @@ from mindspeed_rl.checkpoint.model_source import (
 from mindspeed_rl.config.errors import raise_together
 from mindspeed_rl.data.card import DataCard
 from mindspeed_rl.data.images import describe_images, read_first_grids
+from mindspeed_rl.data.prompts import PromptDataset
 from mindspeed_rl.data.tokenizer import check_tokenizer_files, check_tokens
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.trackers import find_trackers
+from mindspeed_rl.rewards.pool import RewardPool
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.length import resolve_length
 from mindspeed_rl.run.machine import describe_machine, list_machine_checks
@@ -29,6 +31,7 @@ from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.resume import ResumePoint, select_sound_checkpoint
 from mindspeed_rl.run.rules.validation import missing_for_training
 from mindspeed_rl.runtime.reports import DataSummary
+from mindspeed_rl.trainers.answer_evaluation import AnswerEvaluator, derive_answer_rewards, load_answer_sets
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.supervised_data import count_rows, list_data_checks, prepare_data
@@ -51,6 +54,7 @@ class SupervisedInputs:
         num_devices: number of devices of the workers.
         summary: lines for the console.
         images: a line with the tokens of images; empty for a model of text.
+        eval_sets: prompts that an evaluation answers, by name.
         num_rows: rows that train, where train_epochs sets the length; None where train_iters does.
         cards: descriptions of the data, and of the held-out data.
     """
@@ -62,6 +66,7 @@ class SupervisedInputs:
     num_rows: int | None
     cards: Sequence[DataCard]
     images: str = ""
+    eval_sets: Mapping[str, PromptDataset] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -70,11 +75,13 @@ class _SupervisedServices:
 
     Attributes:
         resumed: the record of the checkpoint that the run resumes from; empty for a new run.
+        answers: evaluation by generation.
         has_held_out: there is something to evaluate on.
     """
 
     workers: RemoteGroup
     resumed: Mapping[str, Any]
+    answers: AnswerEvaluator
     has_held_out: bool
 
 
@@ -95,6 +102,7 @@ def check_supervised(run: Run) -> SupervisedInputs:
         print(text, flush=True)
     tokenizer = load_tokenizer_of(config, source)  # raises where there is none
     check_tokens(tokenizer, config.tokenizer_name_or_path or source.hf_folder)
+    eval_sets = load_answer_sets(run, tokenizer)
     run, cards = prepare_data(run, tokenizer)
     num_rows = None if config.train_epochs is None else count_rows(run)
     if num_rows is not None:
@@ -114,7 +122,8 @@ def check_supervised(run: Run) -> SupervisedInputs:
     if rules is not None and isinstance(path := run.data_config.data_path, str):
         images = describe_images(rules, read_first_grids(path))
         lines.insert(len(cards.cards), images)
-    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, "\n".join(lines), num_rows, cards.cards, images)
+    text = "\n".join(lines)
+    return SupervisedInputs(with_absolute_paths(run), resume, num_devices, text, num_rows, cards.cards, images, eval_sets)
 
 
 def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: StartSteps) -> _SupervisedServices:
@@ -135,9 +144,15 @@ def start_workers(inputs: SupervisedInputs, stack: contextlib.ExitStack, steps: 
     if data.num_without_label == data.num_train:
         length = run.config.actor_config.seq_length
         raise ValueError(f"megatron_training.seq_length: {length} cuts off the labels of all {data.num_train:,} {data.unit}.")
-    if run.config.actor_config.skip_train and not data.num_held_out:
+    if run.config.actor_config.skip_train and not data.num_held_out and not inputs.eval_sets:
         raise ValueError("megatron_training.skip_train: there is nothing to evaluate on; set eval_data_path or split.")
-    return _SupervisedServices(workers, resumed, data.num_held_out > 0)
+    pool = None
+    if inputs.eval_sets:
+        pool = RewardPool.from_config(derive_answer_rewards(run), max_tokens=run.config.actor_config.eval_max_tokens)
+        stack.callback(pool.close)
+    tokenizer = load_tokenizer_of(run.config.actor_config, run.models["actor"].source)
+    answers = AnswerEvaluator(run, inputs.eval_sets, tokenizer, pool, workers)
+    return _SupervisedServices(workers, resumed, answers, data.num_held_out > 0)
 
 
 def _derive_throughput(results: Mapping[str, float], num_devices: int) -> dict[str, float]:
@@ -162,7 +177,13 @@ def build_supervised_trainer(
     logger = RunLogger(outputs, partial(_derive_throughput, num_devices=inputs.num_devices))
     start = services.resumed.get("iteration", 0)
     return SupervisedTrainer(
-        inputs.run, services.workers, logger, termination, evaluates=services.has_held_out, start_iteration=start
+        inputs.run,
+        services.workers,
+        logger,
+        termination,
+        answers=services.answers,
+        evaluates=services.has_held_out,
+        start_iteration=start,
     )
 
 

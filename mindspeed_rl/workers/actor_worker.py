@@ -12,6 +12,7 @@ from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.resharding.adapters import AdapterFolder
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
@@ -62,6 +63,7 @@ class ActorWorker(ActorPhases):
         metrics = Metrics()
         with self.phase(Phases.PUSH_WEIGHTS, metrics):
             num_proven = self._load_engine(version, average=average)
+        self.memory.measure_residue("weight_sync", metrics)
         self.rollout.add_push(metrics, self._adapters)
         metrics.add_min("rollout/proven_parameters", num_proven)
         metrics.add_max("rollout/weight_version", version)
@@ -110,22 +112,27 @@ class ActorWorker(ActorPhases):
 
     def finish_rollout(self) -> WorkerReport:
         """Give the engine's memory to training, where the device is short of it: this iteration's responses are complete."""
-        swaps = self.rollout.swaps_memory
+        swaps, metrics = self.rollout.swaps_memory, Metrics()
         with self.phase(Phases.FINISH_ROLLOUT, Metrics(), self.rollout, timed=swaps):
             if swaps:
                 with self.memory.exchange():
                     self.rollout.engine.release_memory()
-        return self._report()
+        self.memory.measure_residue("sleep" if swaps else "rollout", metrics)
+        return self._report(metrics)
 
     def restore_rollout(self) -> WorkerReport:
         """Give the engine its memory and the weights that it had, after `finish_rollout` in the middle of a rollout."""
+        metrics = Metrics()
         if self.rollout.swaps_memory:
             self._load_engine(self.rollout.engine.weight_version)
-        return self._report()
+            self.memory.measure_residue("wake_up", metrics)
+        return self._report(metrics)
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[Trajectory] | None:
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[Trajectory] | None:
         """Generate this replica's share of the responses to prompts; see `RolloutReplica.generate_responses`."""
-        return self.rollout.generate_responses(items, seed, greedy=greedy)
+        return self.rollout.generate_responses(items, seed, evaluation)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -21,7 +21,7 @@ from mindspeed_rl.dataplane.columns import Batch, objects
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.agents.loop import AgentRunner, LoopSettings, SingleTurn, Task
-from mindspeed_rl.rollout.requests import Sampling, sample_seed
+from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling, sample_seed
 from mindspeed_rl.run import Run
 from mindspeed_rl.tools.agent_program import check_program
 from mindspeed_rl.tools.parsers import DEFAULT_PARSER, check_parser_name, make_parser
@@ -284,17 +284,17 @@ class LengthOrder:
         self._means |= {prompt: statistics.fmean(values) for prompt, values in by_prompt.items()}
 
 
-def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, *, greedy: bool) -> list[Task]:
-    """Return one task per prompt, for evaluations; the seed of a prompt follows from its index."""
-    if greedy:
-        sampling = Sampling(temperature=0.0, max_tokens=sampling.max_tokens, stop_token_ids=sampling.stop_token_ids)
+def build_item_tasks(items: Sequence[PromptItem], sampling: Sampling, seed: int, evaluation: EvaluationSampling) -> list[Task]:
+    """Return the tasks of an evaluation, those of a prompt adjacent; seeds are those of `mindspeed-rl evaluate`."""
+    sampling = evaluation.apply(sampling)
     return [
         Task(
             tuple(item["prompt_ids"]),
             replace(sampling, images=read_references(item["columns"])),
-            sample_seed(seed, index, 0, 0),
+            sample_seed(seed, 0, index, sample),
             item["label"],
             item["columns"],
         )
         for index, item in enumerate(items)
+        for sample in range(evaluation.num_samples)
     ]

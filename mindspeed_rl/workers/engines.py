@@ -96,11 +96,9 @@ def _read_buffers(model: BuiltModel) -> dict[str, Tensor]:
     return read
 
 
-def _build_fsdp(
-    config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes: PassSettings, trains: bool
-) -> BuiltEngine:
+def _build_fsdp(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, passes: PassSettings, trains: bool) -> BuiltEngine:
     model = build_sharded_model(config, plan, hf_folder, trains=trains)
-    shape = BatchShape(packed=passes.packed, fixed_width=passes.fixed_width, pad_id=passes.pad_id)
+    shape = BatchShape(packed=passes.packed and plan.architecture.packs, fixed_width=passes.fixed_width, pad_id=passes.pad_id)
     engine = FsdpEngine(config, model, shape, temperature=passes.temperature)
     return BuiltEngine(engine, lambda: ShardStream(model), DcpFiles(engine), model.read_gradients)
 

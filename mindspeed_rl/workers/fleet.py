@@ -14,7 +14,7 @@ from mindspeed_rl.data.prompts import PromptItem
 from mindspeed_rl.dataplane.client import DataPlane
 from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.rollout.protocol import Generated, PartialResponse
-from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
@@ -169,11 +169,13 @@ class Fleet:
         """Continue responses by up to `num_tokens` tokens: each replica's share; None from ranks that return no results."""
         return self.actor.call(Phases.CONTINUE_RESPONSES, responses, num_tokens)
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, each replica's share; None from ranks that return no results."""
         if self.servers is not None:
-            return self.servers.generate_responses(items, seed, greedy)
-        return self.actor.call(Phases.GENERATE_RESPONSES, items, seed, greedy)
+            return self.servers.generate_responses(items, seed, evaluation)
+        return self.actor.call(Phases.GENERATE_RESPONSES, items, seed, evaluation)
 
     def finish_rollout(self) -> list[WorkerReport]:
         """Give the engines' memory to training: this iteration's responses are complete. Servers have dedicated devices."""

@@ -90,6 +90,11 @@ class SampleReader:
             max_response_length=self.max_tokens,
         )
 
+    def read_trajectory(self, item: PromptItem, trajectory: Trajectory) -> RewardSample:
+        """Return the sample of a response to a prompt."""
+        columns = {**item["columns"], **trajectory.reward_columns()}
+        return self.read(item["prompt_ids"], trajectory.token_ids, item["label"], columns, trajectory.finish == "length")
+
     def read_trial(self, item: PromptItem, *, multi_turn: bool) -> RewardSample:
         """Return a made-up response to a prompt: its label."""
         columns = {**item["columns"], **(make_trial_columns() if multi_turn else {})}
@@ -154,11 +159,7 @@ class RewardWorker:
     def score_now(self, items: list[PromptItem], trajectories: list[Trajectory]) -> list[RewardResult]:
         """Return the scores of trajectories of prompts."""
         columns = [trajectory.reward_columns() for trajectory in trajectories]
-        samples = []
-        for item, trajectory, added in zip(items, trajectories, columns):
-            truncated = trajectory.finish == "length"
-            row = {**item["columns"], **added}
-            samples.append(self.samples.read(item["prompt_ids"], trajectory.token_ids, item["label"], row, truncated))
+        samples = [self.samples.read_trajectory(item, trajectory) for item, trajectory in zip(items, trajectories)]
         with heartbeat.doing(f"scoring {len(samples)} responses"):
             return self._score(samples, columns)
 

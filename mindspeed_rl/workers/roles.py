@@ -60,6 +60,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+#: name of the output layer in checkpoints of transformers
+OUTPUT_LAYER = "lm_head.weight"
+
+
 def build_micro_batching(rl: RLConfig, use: Literal["update", "actor", "ref"], size: int) -> MicroBatching:
     """Return the limits of a micro-batch of updates, or of forward passes of the actor or the reference.
 
@@ -113,6 +117,7 @@ class Role:
         steps_per_iteration: int | None,
         moves_slowly: bool = False,
         ema_decay: float = 0.0,
+        has_gradients: bool = False,
     ) -> None:
         """Build the model, load its weights and, where it trains, its optimizer.
 
@@ -123,6 +128,7 @@ class Role:
             steps_per_iteration: optimizer steps of one iteration; None for a role that does not train.
             moves_slowly: no optimizer changes the model, but an average does.
             ema_decay: decay of a moving average of the weights that train; 0 for none.
+            has_gradients: it has gradients for optimizers that are not its own.
         """
         config = model.config
         self.name, self.config, self.source = name, config, model.source
@@ -130,7 +136,7 @@ class Role:
         self.trains = steps_per_iteration is not None
         self.resumed: dict[str, Any] | None = None
         self._random: dict[str, Tensor] | None = None
-        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains)
+        built = build_engine(config, model.plan, model.source.hf_folder, passes, trains=self.trains or has_gradients)
         self.engine, self._files = built.engine, built.files
         self._moves_slowly, self._ema_decay = moves_slowly, ema_decay
         self._load(steps_per_iteration, model.source.iteration if model.iteration is None else model.iteration)
@@ -271,6 +277,7 @@ class Role:
         Raises:
             ValueError: the disk does not take it.
         """
+        assert self._saver is not None  # folders are next to its checkpoints
         partial = folder.with_name(f"{folder.name}.partial")
         try:
             self.save_hf(partial)
@@ -282,7 +289,8 @@ class Role:
                 link.symlink_to(folder.name)
                 # in one step: a reader of `latest` finds the previous folder or this one
                 os.replace(link, folder.with_name("latest"))
-                for old in list_old(folder.parent, int(folder.name.removeprefix("iter_")), self.config.keep_last):
+                iteration, best = int(folder.name.removeprefix("iter_")), self._saver.best
+                for old in list_old(folder.parent, iteration, self.config.keep_last, best=best):
                     shutil.rmtree(old)
         except (OSError, SafetensorError) as error:
             shutil.rmtree(partial, ignore_errors=True)
@@ -302,10 +310,13 @@ class Role:
         if self._saver is not None:
             self._saver.finish(wait=wait)
 
-    def save_hf(self, folder: Path) -> None:
+    def save_hf(self, folder: Path, *, output_layer: Tensor | None = None) -> None:
         """Write the weights as a folder that transformers and vLLM load.
 
         Adapters are merged; with `lora_ckpt_filter` only a language model's are written, as a folder that `peft` loads.
+
+        Args:
+            output_layer: output layer in place of the model's, which is then not tied to the embedding; on the first rank.
         """
         head = self.engine.plan.model_config.head
         # the remains of a save that was killed
@@ -321,14 +332,17 @@ class Role:
         if dist.get_rank() == 0:
             # transformers finds the scored token by the padding after it
             padding = {"pad_token_id": self.engine.shape.pad_id} if head == "reward" else {}
-            changes = self._hf_changes() | padding
+            changes = self._hf_changes() | padding | ({} if output_layer is None else {"tie_word_embeddings": False})
             with HfFolderWriter(folder, self.source.hf_folder, changes, finish=self._template.write) as writer:
                 plan, named = self.engine.plan, self.stream.named_tensors(ranks=[0])
                 experts = plan.architecture.expert_names
                 if experts.stacked or experts.may_be_transposed:
                     named = join_experts(named, plan.model_config.num_moe_experts or 0, alternate=experts.stacked)
                 for name, tensor in named:
-                    writer.add(name, tensor)
+                    if output_layer is None or name != OUTPUT_LAYER:
+                        writer.add(name, tensor)
+                if output_layer is not None:
+                    writer.add(OUTPUT_LAYER, output_layer)
         else:
             # gathering is collective: every rank takes part to the end
             for _ in self.stream.named_tensors(ranks=[0]):

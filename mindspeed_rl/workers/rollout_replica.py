@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -40,7 +40,10 @@ from mindspeed_rl.rollout.agents.loop import Task
 from mindspeed_rl.rollout.arguments import EngineArguments
 from mindspeed_rl.rollout.expert_counts import ExpertCounts
 from mindspeed_rl.rollout.in_process import InProcessEngine
+from mindspeed_rl.rollout.module_engine import ModuleEngine
 from mindspeed_rl.rollout.protocol import Generated, LoadsWeights, PartialResponse
+from mindspeed_rl.rollout.requests import EvaluationSampling, Sampling
+from mindspeed_rl.rollout.step_engine import StepEngine
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.rollout.vllm_engine import VllmEngine
 from mindspeed_rl.run import Run
@@ -54,9 +57,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _build_adapter_arguments(rank: int) -> dict[str, int | bool]:
-    """Return the arguments with which vLLM's engine takes one adapter of this rank at a time."""
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": engine_adapter_rank(rank)}
+def _build_adapter_arguments(rank: int, count: int) -> dict[str, int | bool]:
+    """Return the arguments with which vLLM's engine takes so many adapters of up to this rank at a time."""
+    return {"enable_lora": True, "max_loras": count, "max_lora_rank": engine_adapter_rank(rank)}
 
 
 def _build_routing_arguments(key: str) -> EngineArguments:
@@ -72,6 +75,58 @@ def _build_routing_arguments(key: str) -> EngineArguments:
     if name not in inspect.signature(EngineArgs).parameters:
         raise ValueError(f"{key} needs a vLLM that has {name}, from 0.21 on, and this is {vllm.__version__}.")
     return {name: True}
+
+
+def build_vllm(
+    run: Run,
+    sampling: Sampling,
+    tokenizer: PreTrainedTokenizerBase,
+    run_id: str,
+    *,
+    engine_class: type[VllmEngine] = VllmEngine,
+    num_adapters: int = 1,
+) -> StepEngine:
+    """Return vLLM's engine.
+
+    Args:
+        run: the resolved run.
+        sampling: sampling parameters of the run.
+        tokenizer: tokenizer of the actor.
+        run_id: unique to the run and equal on all its ranks.
+        engine_class: class of the engine.
+        num_adapters: adapters that a step can compute together, where they are pushed as such.
+    """
+    config, actor = run.generate, run.models["actor"]
+    replays = run.rl.router_replay.mode == "R3"
+    key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
+    adapts = config.lora_push == "adapter"
+    return engine_class(
+        actor.source.hf_folder,
+        config,
+        sampling,
+        run_id=run_id,
+        kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
+        image_rules=read_image_rules(actor),
+        engine_arguments={
+            **(_build_adapter_arguments(run.config.actor_config.lora_r, num_adapters) if adapts else {}),
+            **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
+            # read only where texts or a form end a response
+            "tokenizer": tokenizer.name_or_path,
+        },
+    )
+
+
+def _build_module(run: Run, sampling: Sampling, tokenizer: PreTrainedTokenizerBase, run_id: str) -> StepEngine:
+    return ModuleEngine(run.models["actor"].source.hf_folder, run.generate, sampling, world_size=dist.get_world_size())
+
+
+#: builds an engine; collective over the world
+EngineBuilder = Callable[[Run, Sampling, "PreTrainedTokenizerBase", str], StepEngine]
+#: value of `generate_config.engine` -> its builder
+ENGINES: dict[str, EngineBuilder] = {
+    "vllm": build_vllm,
+    "transformers": _build_module,
+}
 
 
 class RolloutReplica:
@@ -92,7 +147,15 @@ class RolloutReplica:
             offloads training weights.
     """
 
-    def __init__(self, run: Run, plane: DataPlane | None, tokenizer: PreTrainedTokenizerBase, run_id: str) -> None:
+    def __init__(
+        self,
+        run: Run,
+        plane: DataPlane | None,
+        tokenizer: PreTrainedTokenizerBase,
+        run_id: str,
+        *,
+        build: EngineBuilder | None = None,
+    ) -> None:
         """Build the engine.
 
         Args:
@@ -100,30 +163,16 @@ class RolloutReplica:
             plane: where `generate` takes its prompts; None where it is not called.
             tokenizer: tokenizer of the actor.
             run_id: unique to the run and equal on all its ranks.
+            build: builds the engine; None for that of `generate_config.engine`.
         """
         config, actor = run.generate, run.models["actor"]
         sampling = build_sampling(config.sampling_config, actor.source.hf_folder, tokenizer)
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
-        replays = run.rl.router_replay.mode == "R3"
-        key = "rl_config.router_replay.mode (R3; R2 works with every one)" if replays else "generate_config.eplb_token_collects"
-        self.engine = VllmEngine(
-            actor.source.hf_folder,
-            config,
-            sampling,
-            run_id=run_id,
-            kv_bytes_per_token=kv_bytes_per_token(actor.plan.model_config, config.cache_itemsize),
-            image_rules=read_image_rules(actor),
-            engine_arguments={
-                **(_build_adapter_arguments(run.config.actor_config.lora_r) if config.lora_push == "adapter" else {}),
-                **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
-                # read only where texts or a form end a response
-                "tokenizer": tokenizer.name_or_path,
-            },
-        )
+        self.engine = (build or ENGINES[config.engine])(run, sampling, tokenizer, run_id)
         drafts = config.drafts or {}
         self.engine.syncs_drafts = drafts.get("method") == "mtp" and actor.plan.model_config.mtp_num_layers > 0
         # each of the actor's pipeline stages gets the experts of its own layers
-        self._plan = actor.plan if replays else None
+        self._plan = actor.plan if run.rl.router_replay.mode == "R3" else None
         self._model_config, self._tokenizer = actor.plan.model_config, tokenizer
         self.rank, self.layout = dist.get_rank(), self.engine.layout
         self.replica, replica_rank = divmod(self.rank, self.layout.tensor)
@@ -151,16 +200,19 @@ class RolloutReplica:
 
     # ------------------------------------------------------------------ weights
 
-    def load(self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None) -> int:
+    def load(
+        self, stream: WeightSource, version: int, adapters: AdapterFolder | None = None, *, base_only: bool = False
+    ) -> int:
         """Load the weights of the stream into the engine; returns how many parameters were proven to have arrived.
 
         Args:
             stream: stream of the actor's weights.
             version: version of the weights.
             adapters: are loaded next to the weights, which are those without them; None merges them.
+            base_only: the weights are those without adapters, which come later and one by one.
         """
         self.engine.restore_memory("weights")
-        self.in_process.load(lambda model: self._write(model, stream, adapters is not None), version)
+        self.in_process.load(lambda model: self._write(model, stream, base_only or adapters is not None), version)
         assert self.push is not None
         model = self.engine.get_model()
         num_proven = self.push.prove(model, self.engine.hooks.unpack(model)).num_parameters
@@ -273,7 +325,10 @@ class RolloutReplica:
         if self._expert_counts is not None:
             self._expert_counts.add(trajectories)
         self.plane.put(columns, indexes)
-        return compute_response_metrics(trajectories)
+        metrics = compute_response_metrics(trajectories)
+        if self.engine.fell_back_to_eager:
+            metrics.add_max("rollout/eager", 1.0)
+        return metrics
 
     async def _sample(self, task: Task) -> Trajectory:
         """Generate a response, and show that it is done."""
@@ -304,15 +359,17 @@ class RolloutReplica:
 
         return self.in_process.run(continue_all)
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, *, greedy: bool) -> list[Trajectory] | None:
-        """Generate the response to every n-th prompt, from this replica's index on; None on ranks that return no results.
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[Trajectory] | None:
+        """Generate every n-th response, from this replica's index on; None on ranks that return no results.
 
         Args:
             items: the prompts.
             seed: the seeds of the samples are derived from it.
-            greedy: temperature 0; otherwise the sampling of the training rollouts.
+            evaluation: temperature and number of responses to each prompt.
         """
-        tasks = build_item_tasks(items, self.engine.sampling, seed, greedy=greedy)[self.replica :: self.num_replicas]
+        tasks = build_item_tasks(items, self.engine.sampling, seed, evaluation)[self.replica :: self.num_replicas]
 
         async def generate_all() -> list[Trajectory]:
             trajectories = await asyncio.gather(*(self.agents.sample(self.in_process, task) for task in tasks))

@@ -20,6 +20,7 @@ from mindspeed_rl.observability.console import StartSteps
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.observability.timers import Interval, Timers
 from mindspeed_rl.resharding.rendezvous import Rendezvous
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phase, Phases
@@ -209,9 +210,11 @@ class ServerRollout:
         self._timers.record(Phases.GENERATE.timer, start_s, time.time())
         return [WorkerReport(metrics, [*self._timers.drain(), *await self.generating()])]
 
-    def generate_responses(self, items: Sequence[PromptItem], seed: int, greedy: bool) -> list[list[Trajectory] | None]:
+    def generate_responses(
+        self, items: Sequence[PromptItem], seed: int, evaluation: EvaluationSampling
+    ) -> list[list[Trajectory] | None]:
         """Return the responses to prompts, all as one share; see `RolloutReplica.generate_responses`."""
-        tasks = build_item_tasks(items, self.sampling, seed, greedy=greedy)
+        tasks = build_item_tasks(items, self.sampling, seed, evaluation)
 
         async def sample_all() -> list[Trajectory]:
             return list(await asyncio.gather(*(self.agents.sample(self.servers.pool, task) for task in tasks)))

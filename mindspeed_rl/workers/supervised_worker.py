@@ -5,7 +5,7 @@ The methods are the phases of the loop; `SupervisedTrainer` calls them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,19 @@ from torch import Tensor
 from mindspeed_rl import registry
 from mindspeed_rl.algorithms.interfaces import LossOutput
 from mindspeed_rl.checkpoint.model_source import load_tokenizer_of
+from mindspeed_rl.checkpoint.newest import BEST_ITERATION
 from mindspeed_rl.config import MegatronConfig
 from mindspeed_rl.engine.batching import MicroBatching, Rows
 from mindspeed_rl.engine.lora import adapters_disabled
 from mindspeed_rl.engine.parallel import init_distributed, is_output_source
 from mindspeed_rl.models.costs import ModelFlops
 from mindspeed_rl.observability.metrics import Metric, Metrics
+from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
+from mindspeed_rl.workers.answers import AnswerRequest, GeneratedAnswer, generate_answers
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules
@@ -152,10 +155,25 @@ class SupervisedWorker(DeviceWorker):
                 metrics.merge(_name_metrics("eval/", losses))
         return self._report(metrics)
 
-    def save(self, iteration: int) -> WorkerReport:
-        """Write a checkpoint from which a run can resume after `iteration` steps."""
+    def generate_answers(
+        self, requests: Sequence[AnswerRequest], sampling: Sampling
+    ) -> tuple[WorkerReport, list[GeneratedAnswer] | None]:
+        """Answer every n-th prompt, from this replica's index on; None on ranks that return no results."""
+        count, index = self.replica
+        metrics = Metrics()
+        with self.phase(Phases.GENERATE_ANSWERS, metrics):
+            answers = generate_answers(self.role.megatron.model, requests[index::count], sampling)
+        return self._report(metrics), answers if self.is_output else None
+
+    def save(self, iteration: int, best_iteration: int | None = None) -> WorkerReport:
+        """Write a checkpoint from which a run can resume after `iteration` steps.
+
+        Args:
+            best_iteration: iteration of the best evaluation so far.
+        """
+        state = {"consumed_samples": self.consumed, BEST_ITERATION: best_iteration, **self._state}
         with self.timers(Phases.SAVE.timer):
-            self.role.save(iteration, {"consumed_samples": self.consumed, **self._state})
+            self.role.save(iteration, state)
         return self._report()
 
     def finish(self) -> WorkerReport:

@@ -207,6 +207,7 @@ class ActorPhases(RefPhases, CriticPhases, RewardModelPhases, TeacherPhases):
         metrics = Metrics()
         with self.phase(Phases.SAVE, metrics):
             self._save_roles(iteration, run_state)
+        self.memory.measure_residue("checkpoint", metrics)
         return self._report(metrics)
 
     def _save_roles(self, iteration: int, run_state: dict[str, object], *, release: bool = False) -> None:

@@ -56,8 +56,8 @@ _EXPERTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "glm4_moe"),
     *("minimax_m2", "ernie4_5_moe", "hunyuan_moe", "hy_v3", "gpt_oss", "deepseek_v32", "glm5"),
 )
-#: vLLM's CPU build refuses their attention
-_NO_ENGINE = ("deepseek_v32", "glm5")
+#: which vLLM's CPU build does not serve: transformers' own module generates, a full one on each device
+_BY_MODULE = ("deepseek_v32", "glm5")
 _WINDOWS = ("gemma2", "gemma3", "olmo3", "gpt_oss")
 #: family -> what its tests on the simulated NPU are called
 _SIMULATED = {
@@ -105,7 +105,7 @@ def _join(states: list[str]) -> str:
 
 
 def cells(family: str, ran: dict[str, str]) -> list[str]:
-    """Keys of the words of a row but the last: passed, skipped, failed, none (the family has no such thing), refused."""
+    """Keys of the words of a row but the last: passed, skipped, failed, none (the family has no such thing), refused, slow."""
     _, tiny, predicts = FAMILIES[family]
     beginnings = [f"test_round_trip.test_round_trip_is_bit_equal[{model}-t" for model in tiny]
     beginnings += [f"test_round_trip.test_round_trip_is_bit_equal_on_the_whole_grid[{model}-tp2-pp2]" for model in tiny]
@@ -113,10 +113,11 @@ def cells(family: str, ran: dict[str, str]) -> list[str]:
     for name, _, tests in _COLUMNS:
         if name in ("EP", "replay") and family not in _EXPERTS or name == "MTP" and not predicts:
             row.append("none")
-        elif name == "CP" and family in _WINDOWS or name in ("GRPO", "rollout TP/EP") and family in _NO_ENGINE:
+        elif name == "CP" and family in _WINDOWS or name == "rollout TP/EP" and family in _BY_MODULE:
             row.append("refused")
         else:
-            row.append(_join([ran.get(test.format(family), "skipped") for test in tests]))
+            state = _join([ran.get(test.format(family), "skipped") for test in tests])
+            row.append("slow" if name == "GRPO" and family in _BY_MODULE and state == "passed" else state)
     return row
 
 
@@ -124,7 +125,7 @@ def table(ran: dict[str, str], chinese: bool, page: str) -> str:
     """The table in one language; `page` has the one before, of which cells without a result are kept."""
     words = {
         "passed": ("yes", "是"), "skipped": ("not run", "未运行"), "failed": ("**failed**", "**失败**"),
-        "none": ("-", "-"), "refused": ("refused", "拒绝"),
+        "none": ("-", "-"), "refused": ("refused", "拒绝"), "slow": ("yes, slow", "是（慢）"),
     }  # fmt: skip
     heads = [("family", "系列"), ("convert", "转换"), *((column[0], column[1]) for column in _COLUMNS), _VERIFIED]
     lines = ["| " + " | ".join(head[chinese] for head in heads) + " |", "|" + "---|" * len(heads)]

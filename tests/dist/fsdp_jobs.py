@@ -114,3 +114,20 @@ def compare(folder: str, break_weight: bool) -> list[tuple[str, float, str]]:
     finally:
         FsdpEngine.load = inner
     return [(difference.quantity, difference.value, difference.place) for difference in differences]
+
+
+def read_frequencies(setting: Setting) -> tuple[str, Any]:
+    """Format and values of the rotary frequencies of a model that does not train, as a reference is built."""
+    config = MegatronConfig(**KEYS | {"engine": "fsdp", "bf16": True} | setting.keys)
+    parallel.init_process_group(parallel.RankInfo.from_env(), 60)
+    try:
+        plan = plan_model(config, setting.folder)
+        parallel._init_model_parallel(config, 1, 60)
+        passes = PassSettings(packed=True, pad_id=0, temperature=TEMPERATURE)
+        built = build_engine(config, plan, Path(setting.folder), passes, trains=False)
+        values = dict(cast(FsdpEngine, built.engine).model.module.named_buffers())["model.model.rotary_emb.inv_freq"]
+        return str(values.dtype), values.float().numpy()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+        gc.collect()

@@ -272,8 +272,8 @@ class OwnFleet:
     def continue_responses(self, responses: Any, num_tokens: int) -> list[Any]:
         return self._call("continue_responses", responses, num_tokens)
 
-    def generate_responses(self, items: Any, seed: int, greedy: bool) -> list[Any]:
-        return self._call("generate_responses", items, seed, greedy)
+    def generate_responses(self, items: Any, seed: int, evaluation: Any) -> list[Any]:
+        return self._call("generate_responses", items, seed, evaluation)
 
     def finish_rollout(self) -> list[WorkerReport]:
         return self._call("finish_rollout")

@@ -37,6 +37,7 @@ from mindspeed_rl.resharding.exchange import Exchange
 from mindspeed_rl.resharding.proof import WeightDeliveryError
 from mindspeed_rl.resharding.push import WeightPush
 from mindspeed_rl.resharding.transfer import WeightSource
+from mindspeed_rl.rollout.module_engine import ModuleEngine
 from mindspeed_rl.rollout.requests import Completion, Sampling, sample_seed
 from mindspeed_rl.rollout.vllm_engine import GenerationRequest, VllmEngine
 from mindspeed_rl.workers.engines import PassSettings, build_engine
@@ -44,7 +45,7 @@ from mindspeed_rl.workers.rollout_replica import _build_routing_arguments
 
 TEMPERATURE = 0.9
 
-_engines: dict[str, VllmEngine] = {}
+_engines: dict[str, Any] = {}
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Pair:
 
     engine: TrainEngine
     stream: WeightSource
-    rollout: VllmEngine
+    rollout: Any  # of either kind
     infer_tp: int
     delta: bool = False
     dtype: torch.dtype = torch.float32
@@ -89,7 +90,14 @@ class Pair:
 
     def generate(self, iteration: int = 0) -> list[Completion]:
         """Two responses to each of the eight prompts, the same on every rank."""
-        return self.rollout.generate(requests_of(iteration))
+        if isinstance(self.rollout, VllmEngine):
+            return self.rollout.generate(requests_of(iteration))
+        for index, request in enumerate(requests_of(iteration)):
+            self.rollout.add_request(str(index), request.prompt_ids, self.rollout.sampling, request.seed)
+        ended: dict[str, Completion] = {}
+        while self.rollout.has_unfinished():
+            ended.update(self.rollout.step())
+        return [ended[str(index)] for index in range(16)]
 
 
 def requests_of(iteration: int) -> list[GenerationRequest]:
@@ -120,7 +128,12 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
     return LossOutput((per_token * mask).sum(), mask.sum(), PendingMetrics({"loss": masked_mean(per_token, mask)}))
 
 
-def _rollout_of(folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool, dtype: str) -> VllmEngine:
+def _rollout_of(
+    folder: str, infer_tp: int, sharing: int | None, routed: bool, drafts: bool, dtype: str, kind: str = "vllm"
+) -> Any:
+    if kind == "transformers":
+        config = GenerateConfig(infer_tensor_parallel_size=1, max_num_seqs=16, max_model_len=64, dtype=dtype)
+        return ModuleEngine(folder, config, Sampling(TEMPERATURE, 8, (1,)), world_size=dist.get_world_size())
     key = f"{folder} drafts" if drafts else folder
     if key not in _engines:
         config = GenerateConfig(
@@ -157,7 +170,13 @@ def _shared_number() -> int:
 
 @contextlib.contextmanager
 def pair_of(
-    setting: Setting, infer_tp: int, sharing: int | None = None, *, routed: bool = False, drafts: bool = False
+    setting: Setting,
+    infer_tp: int,
+    sharing: int | None = None,
+    *,
+    routed: bool = False,
+    drafts: bool = False,
+    kind: str = "vllm",
 ) -> Iterator[Pair]:
     """A fresh training engine of this layout beside the rollout engine of this process; collective.
 
@@ -165,6 +184,7 @@ def pair_of(
         sharing: replicas that share experts, with expert parallelism; None without.
         routed: the rollout engine says where it sent tokens; it has room for long prompts and keeps them.
         drafts: multi-token-prediction layers make drafts in it.
+        kind: value of `generate_config.engine`.
     """
     config = MegatronConfig(**KEYS | {"lr": 2e-3, "lr_warmup_iters": 0} | setting.keys)
     parallel.init_process_group(parallel.RankInfo.from_env(), 120)
@@ -180,7 +200,7 @@ def pair_of(
         stream = built.build_stream()
         stream.trained = replace(stream.trained, bucket_bytes=1 << 16)
         dtype = "bfloat16" if config.bf16 else "float32"
-        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype)
+        rollout = _rollout_of(setting.folder, infer_tp, sharing, routed, drafts, dtype, kind)
         yield Pair(engine, stream, rollout, infer_tp, dtype=getattr(torch, dtype))
         dist.barrier()
     finally:
@@ -202,11 +222,11 @@ def largest_difference(pair: Pair, rows: Rows, setting: Setting) -> float:
     return differences(pair, rows, setting).max().item()
 
 
-def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None = None) -> dict[str, Any]:
+def learn(setting: Setting, infer_tp: int, updates: int = 2, sharing: int | None = None, kind: str = "vllm") -> dict[str, Any]:
     """Pushes, proves, generates, compares log-probs and makes a step, several times over."""
     report: dict[str, Any] = {"proven": [], "tokens": [], "differences": [], "medians": []}
     results = []
-    with pair_of(setting, infer_tp, sharing) as pair:
+    with pair_of(setting, infer_tp, sharing, kind=kind) as pair:
         for iteration in range(updates + 1):
             pair.push()
             report["proven"].append(pair.prove())

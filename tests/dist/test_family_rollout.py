@@ -1,4 +1,7 @@
-"""vLLM generates with the pushed and proven weights of each family, and has the log-probs of the trainer after each update."""
+"""The rollout engine generates with the pushed and proven weights of each family, and has the log-probs of the trainer.
+
+It is vLLM, and transformers' own module for the families that vLLM's CPU build does not serve.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,13 @@ def _find_rounding(name: str, responses: list[list[int]]) -> float:
 _ALONE = [name for name in tiny_families.ROLLED_OUT if name not in tiny_families.EXPERTS or name in _QUICK]
 
 
-@pytest.mark.parametrize("name", [_case(name) for name in _ALONE])
+@pytest.mark.parametrize("name", [_case(name) for name in [*_ALONE, *tiny_families.BY_MODULE]])
 def test_the_engine_has_the_trained_weights_and_the_trainer_s_log_probs(tmp_path: Path, name: str) -> None:
     setting = _plan(name, tmp_path, {})
+    kind = "transformers" if name in tiny_families.BY_MODULE else "vllm"
     alone = Ranks(1, "rollout")  # a process of its own: what vLLM set up for a model without experts does for none with them
     try:
-        (report,) = alone.run(jobs.learn, setting=setting, infer_tp=1, timeout_s=400)
+        (report,) = alone.run(jobs.learn, setting=setting, infer_tp=1, kind=kind, timeout_s=400)
     finally:
         alone.close()
     _check(name, report)
@@ -81,9 +85,19 @@ def test_engines_over_two_ranks_have_the_weights_and_the_trainer_s_log_probs(tmp
     training = SP if layout == "TP2" else EP | {"moe_grouped_gemm": GROUPED_EXPERTS and name != "gpt_oss"}
     setting = _plan(name, tmp_path, training)
     engine = {"infer_tp": 2} if layout == "TP2" else {"infer_tp": 1, "sharing": 2}
+    _run_pair(name, setting, engine)
+
+
+def _run_pair(name: str, setting: Setting, engine: dict[str, Any]) -> None:
     group = Ranks(2, "rollout")
     try:
         for report in group.run(jobs.learn, setting=setting, timeout_s=400, **engine):
             _check(name, report)
     finally:
         group.close()
+
+
+@pytest.mark.parametrize(("layout", "name"), [_case(kind, name) for kind in ("TP2", "EP2") for name in tiny_families.BY_MODULE])
+def test_a_module_on_each_rank_has_the_weights_of_either_layout(tmp_path: Path, layout: str, name: str) -> None:
+    setting = _plan(name, tmp_path, SP if layout == "TP2" else EP)
+    _run_pair(name, setting, {"infer_tp": 1, "kind": "transformers"})

@@ -113,3 +113,10 @@ def test_parity_finds_nothing_in_sound_engines_and_the_tensor_of_a_fault(
     assert max(value for _, value, _ in sound) < 1e-5
     (broken,) = ranks(1).run(fsdp_jobs.compare, folder=folders("qwen2"), break_weight=True)
     assert broken[0][1] > 1e-3 and broken[0][2] == "model.layers.0.mlp.up_proj.weight"  # the largest is first
+
+
+def test_a_reference_in_bfloat16_turns_by_exact_angles(ranks: Callable[[int], Ranks], folders: Callable[[str], str]) -> None:
+    ((dtype, frequencies),) = ranks(1).run(fsdp_jobs.read_frequencies, setting=Setting(folders("qwen3")))
+    # head_dim 32, base 1e4: rounded to 8 bits, the angle at position 10,000 would be wrong by many radians
+    np.testing.assert_allclose(frequencies, 1e4 ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
+    assert dtype == "torch.float32"

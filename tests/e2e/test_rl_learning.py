@@ -44,19 +44,18 @@ def accuracy(world: World, name: str, *, flip: bool) -> tuple[float, float]:
     return run.first["eval/accuracy"], run.metrics[-1]["eval/accuracy"]
 
 
-@pytest.mark.parametrize("name", run_files())
+#: a baseline of the group, a critic, a sampled baseline, a ratio of sequences: the others take their sign in the same places
+CONTROLS = ("grpo", "ppo", "remax", "gspo")
+NAMES = [name if name in CONTROLS else pytest.param(name, marks=pytest.mark.slow) for name in run_files()]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_run_file_learns_the_task(world: World, name: str) -> None:
     before, after = accuracy(world, name, flip=False)
     assert 0.3 < before < 0.7 and after > 0.85
 
 
-#: a baseline of the group, a critic, a sampled baseline, a ratio of sequences: the others take their sign in the same places
-CONTROLS = ("grpo", "ppo", "remax", "gspo")
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in CONTROLS else pytest.param(name, marks=pytest.mark.slow) for name in run_files()]
-)
+@pytest.mark.parametrize("name", NAMES)
 def test_with_the_sign_of_the_advantages_turned_it_unlearns_the_task(world: World, name: str) -> None:
     before, after = accuracy(world, name, flip=True)
     assert 0.3 < before < 0.7 and after < 0.15

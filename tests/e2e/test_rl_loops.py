@@ -133,10 +133,12 @@ def weights_by_hand(mode: str, old: Any, rollout: Any, low: float, high: float) 
     return results
 
 
-MODES = ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_truncate", "geometric_mask"]
+#: one of each level; the others are the same functions with another bound
+MODES = ("token_truncate", "sequence_mask", "geometric_mask")
+OTHERS = ("token_mask", "sequence_truncate", "geometric_truncate", "token_geometric_mask")
 
 
-@pytest.mark.parametrize("mode", [*MODES, "token_geometric_mask"])
+@pytest.mark.parametrize("mode", [*MODES, *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHERS)])
 def test_a_rollout_correction_weighs_tokens_as_its_name_says(world: World, mode: str) -> None:
     keys = [f"rl_config.rollout_importance_sampling_mode={mode}", "rl_config.rollout_importance_sampling_threshold=1.05"]
     low = 0.0
@@ -303,7 +305,9 @@ def test_a_reward_model_is_one_more_part_of_the_reward(world: World) -> None:
     np.testing.assert_allclose([float(row[0]) for row in advantages], expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "gdpo", "rloo", "remax", "ppo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dr_grpo", "gdpo", "rloo", "remax"))]
+)
 def test_a_saved_rollout_is_replayed_to_the_loss_of_the_run(world: World, name: str) -> None:
     one_step = ["rl_config.save_rollouts_interval=2", "rl_config.critic_warmup=0"]
     run = world.run(f"{name}_tiny_cpu", *one_step[: 2 if name == "ppo" else 1], iterations=3)

@@ -17,6 +17,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
+    NemotronHConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -52,6 +56,14 @@ _HYBRID = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+#: attention to the tokens that an indexer chooses, of latent heads
+_SPARSE = {
+    **_SIZES,
+    **_EXPERTS,
+    **{"tie_word_embeddings": False, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    **{"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+    **{"index_n_heads": 8, "index_head_dim": 32, "index_topk": 4},
+}
 #: models by name: those with four experts, those with gated delta nets, one with both
 OTHER_MODELS = {
     "qwen3.5": lambda: Qwen3_5TextConfig(**_SIZES | _HYBRID),
@@ -59,6 +71,23 @@ OTHER_MODELS = {
         **_SIZES | _HYBRID | _EXPERTS | {"tie_word_embeddings": False}, num_experts=4, shared_expert_intermediate_size=32
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
+    # the second layer attends to the tokens of the first
+    "glm5": lambda: GlmMoeDsaConfig(**_SPARSE | {"indexer_types": ["full", "shared"], "rms_norm_eps": 1e-6}),
+    "deepseek-v3.2": lambda: DeepseekV32Config(**_SPARSE, n_group=2, topk_group=1),
+    # Megatron has no layers of the next two
+    "nemotron-h": lambda: NemotronHConfig(
+        **_SIZES | {"tie_word_embeddings": False, "num_hidden_layers": 3, "head_dim": 32, "hybrid_override_pattern": "M*-"},
+        **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "deepseek-v4": lambda: DeepseekV4Config(
+        **{name: value for name, value in _SIZES.items() if name != "intermediate_size"}
+        | {"tie_word_embeddings": False, "num_key_value_heads": 1, "num_hidden_layers": 2},
+        **{"head_dim": 32, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 32, "moe_intermediate_size": 32},
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "mlp_layer_types": ["hash_moe", "moe"]},
+        **{"sliding_window": 8, "index_n_heads": 16, "index_head_dim": 32, "index_topk": 2, "hc_mult": 2},
+        layer_types=["sliding_attention", "compressed_sparse_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    ),
     # its latent sizes are those that vLLM's CPU kernel is built for
     "deepseek-v3": lambda: DeepseekV3Config(
         **_SIZES | _EXPERTS | {"tie_word_embeddings": False},

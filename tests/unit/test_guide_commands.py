@@ -21,6 +21,7 @@ RUN_BY = {
     "mindspeed-rl plan": "tests/e2e/test_first_hour.py",
     "mindspeed-rl plan fit": "tests/unit/planner/test_planner_memory.py",
     "mindspeed-rl plan experts": "tests/unit/planner/test_experts.py",
+    "mindspeed-rl promise": "tests/unit/planner/test_promise.py",
     "mindspeed-rl audit": "tests/e2e/test_first_hour.py",
     "mindspeed-rl report": "tests/unit/observability/test_page.py",
     "mindspeed-rl watch": "tests/unit/cli/test_watch.py",
@@ -47,6 +48,7 @@ NOT_RUN = {
     "bash examples/quickstart.sh": "half an hour: run before a release; its run files are those of test_shipped_run_files.py",
     "bash examples/real_model.sh": "half an hour, and a package index: run before a release",
     "mindspeed-rl train --config-name grpo_qwen25_7b_A3": "needs an A3 node",
+    "mindspeed-rl train --config-name grpo_qwen3_8b_A3 --strict": "needs an A3 node",
     "pip install": "changes the environment",
     "git clone": "fetches the repository",
 }

@@ -94,6 +94,15 @@ def list_npu_devices() -> list[str]:
     return sorted(str(path) for path in Path("/dev").glob("davinci[0-9]*"))
 
 
+def computes_bfloat16() -> bool:
+    """Return True unless this machine has no other device than a processor that would emulate bfloat16."""
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return True
+    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or bool(list_npu_devices())
+
+
 def check_versions(line: stack.VersionLine, installed: Mapping[str, str | None]) -> list[Finding]:
     """Compare every package of a line with the installed version."""
     findings = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
 
-from mindspeed_rl.cli.doctor.checks import list_npu_devices
+from mindspeed_rl.cli.doctor.checks import computes_bfloat16
 from mindspeed_rl.cli.new import made_rows
 from mindspeed_rl.cli.new.given_rows import Given, Source, read_dataset, read_own, read_reasoning_gym, read_verifiers
 from mindspeed_rl.cli.new.made_rows import Row
@@ -18,6 +18,7 @@ from mindspeed_rl.cli.new.tiny_model import MAX_LENGTH, TinyKind, save_tiny_mode
 from mindspeed_rl.cli.options import Parser, print_status, read_json_object
 from mindspeed_rl.data.hub import fetch, parse_hub_name
 from mindspeed_rl.files import read_json, write_file
+from mindspeed_rl.models import has_layers
 
 _NUM_HELD_OUT = 24
 #: characters of the row that the README shows
@@ -321,19 +322,24 @@ def _choose_sizes(kind: _Kind, model: str | None, rows: list[Row]) -> dict[str, 
         sizes["iterations"] = kind.iterations
         note = "for random weights; a model that has been trained needs 10 to 1000 times less"
         lr = "1.0e-3"
-        return {"model": "model", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note} | _as_text(sizes)
+        chosen = {"model": "model", "engine": "", "bf16": "false", "dtype": "float32", "lr": lr, "lr_note": note}
+        return chosen | _as_text(sizes)
     name, path = parse_hub_name(model), _find_model(model, "--model")
     try:
-        hidden = int(read_json(path / "config.json").get("hidden_size", 4096))
+        config = read_json(path / "config.json")
+        hidden = int(config.get("hidden_size", 4096))
     except (ValueError, AttributeError) as error:
         raise ValueError(f"--model {model}: config.json is not a model's: {error}") from None
     is_small = hidden <= 1024
     lr = ("5.0e-5" if is_small else "1.0e-5") if supervised else ("2.0e-5" if is_small else "1.0e-6")
     sizes = {"prompt": 256, "answer": 128, "length": 1024, "micro": 8, "iterations": 2 * kind.iterations, "cache": 2.0}
-    halves = "true" if computes_bfloat16() else "false"
+    by_module = "model_type" in config and not has_layers(config)
+    # classes of transformers may keep weights in float32
+    halves = "true" if computes_bfloat16() and not by_module else "false"
     note = "half of it where the reward or the loss is unstable"
     return {
         "model": str(path) if name is None else model,
+        "engine": "\n  engine: fsdp                 # Megatron has no layers of this family here" if by_module else "",
         "bf16": halves,
         "dtype": "bfloat16" if halves == "true" else "float32",
         "lr": lr,
@@ -375,12 +381,3 @@ def _find_model(model: str, option: str) -> Path:
 
 def _as_text(sizes: dict[str, float]) -> dict[str, str]:
     return {name: str(value) for name, value in sizes.items()}
-
-
-def computes_bfloat16() -> bool:
-    """Return True unless this machine has no other device than a processor that would emulate bfloat16."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text().split())
-    except OSError:
-        return True
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"}) or bool(list_npu_devices())

@@ -12,12 +12,14 @@ from mindspeed_rl.catalogue import SETTINGS
 from mindspeed_rl.catalogue.records import Bounds
 from mindspeed_rl.config.compat import ROLE_NAMES_ELSEWHERE
 from mindspeed_rl.config.errors import KeyNames
+from mindspeed_rl.config.keys.audit import AuditKeys
 from mindspeed_rl.config.keys.diagnostics import MsprobeConfig, ProfilerConfig
 from mindspeed_rl.config.keys.generate import GenerateConfig, SamplingConfig
 from mindspeed_rl.config.keys.ignored import IGNORED, IgnoredKey
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.keys.rl import RLConfig
 from mindspeed_rl.config.keys.schema import Key, list_keys
+from mindspeed_rl.config.keys.serve import ServeConfig
 
 #: dotted name of a group -> its class
 GROUPS: dict[str, type] = {
@@ -27,6 +29,8 @@ GROUPS: dict[str, type] = {
     "generate_config.sampling_config": SamplingConfig,
     "profiler_config.integrated": ProfilerConfig,
     "msprobe_config": MsprobeConfig,
+    "audit": AuditKeys,
+    "serve_config": ServeConfig,
 }
 #: groups with the keys of megatron_training, one a role
 ROLE_GROUPS = ("actor_config", "ref_config", "reward_config", "critic_config", "teacher_config")
@@ -35,7 +39,7 @@ PATH_KEYS = frozenset(
     "load save pretrained_checkpoint tokenizer_name_or_path ref_model data_path eval_data_path prompt_type_path reward_model "
     "ref_model_load_path external_plugins judge_prompt tool_config_path expert_map_path eplb_token_save_path "
     "vllm_server_token_file dump_path profile_save_path runtime_env_path wandb_save_dir swanlab_save_dir run_dir "
-    "optimizer_offload_path".split()
+    "optimizer_offload_path api_keys_file".split()
 )
 
 
@@ -64,15 +68,19 @@ def find_range(path: str) -> Bounds | None:
     return None if key is None else key.range
 
 
+#: groups that have names of other groups too; without its group such a name is the other's
+_BESIDE = ("profiler_config.integrated", "audit")
+
+
 @functools.cache
 def collect_names() -> KeyNames:
-    """Return the names of all keys, here and in other projects; a name that the profiler has too belongs to the other group."""
-    own = {name for group, schema in GROUPS.items() if group != "profiler_config.integrated" for name in list_keys(schema)}
+    """Return the names of all keys, here and in other projects."""
+    own = {name for group, schema in GROUPS.items() if group not in _BESIDE for name in list_keys(schema)}
     names = [
         (name, f"{group}.{name}")
         for group, schema in GROUPS.items()
         for name in (*list_keys(schema), *IGNORED.get(schema.__name__, ()))
-        if group != "profiler_config.integrated" or name not in own
+        if group not in _BESIDE or name not in own
     ]
     counts = Counter(name for name, _ in names)
     elsewhere = {other: path for path, key in collect_keys().items() for other in key.elsewhere}

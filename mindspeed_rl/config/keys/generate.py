@@ -69,6 +69,12 @@ ENGINE_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "temperature": 1.0}
 class GenerateConfig:
     """Rollout engine: layout, limits, offloading of training state, sampling."""
 
+    engine: Literal["vllm", "transformers"] = key("vllm",
+        "what generates: vllm, or transformers' own module, a response at a time (slow); when omitted: vllm, and transformers "
+        "for a model that vLLM does not serve on the cpu",
+        "由什么来生成：vllm，或 transformers 自己的模块，逐个回答生成（慢）；不写时为 vllm，"
+        "而 vLLM 在 cpu 上不支持的模型用 transformers",
+        on_resume="exact")
     infer_tensor_parallel_size: int = key(8,
         "devices one rollout replica is split over; when omitted: as many as the actor's weights, if heads allow",
         "一个推理副本切分到的设备数", range=Range.PROCESSES,
@@ -97,7 +103,7 @@ class GenerateConfig:
     max_num_batched_tokens: int = key(2048,
         "tokens one engine step may process; longer prompts are split, but on the cpu, where a step takes a full prompt",
         "引擎一步可处理的 token 数，更长的 prompt 会分块；cpu 上一步总能放下一个完整的 prompt",
-        range=Range.TOKENS, on_resume="exact")
+        range=Range.TOKENS, needs=("engine", ("vllm",)), on_resume="exact")
     dtype: Literal["bfloat16", "float32"] = key("bfloat16",
         "number format of the rollout weights; float32 exactly when bf16 is false",
         "推理权重的数值格式；bf16 为 false 时必须是 float32，否则不是", on_resume="exact")
@@ -126,7 +132,8 @@ class GenerateConfig:
         "权重与 KV cache 占设备内存的比例", range=Bounds(0, 1, excludes_low=True), only_on="npu cuda",
         elsewhere="vllm_gpu_memory_utilization sglang_mem_fraction_static", on_resume="exact")
     kv_cache_memory_gib: float | None = key(None, "KV cache of one replica, in GiB; unset: a size for max_num_seqs",
-        "一个副本的 KV cache，单位 GiB；不设：够 max_num_seqs 用的大小", range=Range.POSITIVE, only_on="cpu", on_resume="exact")
+        "一个副本的 KV cache，单位 GiB；不设：够 max_num_seqs 用的大小", range=Range.POSITIVE, needs=("engine", ("vllm",)),
+        only_on="cpu", on_resume="exact")
     trust_remote_code: bool = key(False,
         "run Python code that comes with the model folder; leave off for models you do not trust",
         "运行模型文件夹自带的 Python 代码；不信任的模型不要打开", on_resume="exact")
@@ -148,7 +155,7 @@ class GenerateConfig:
         "投机解码，名称同 vLLM：method、num_speculative_tokens、model 等，见 docs/zh/speculative.md",
         elsewhere="vllm_speculative_config engine_kwargs.vllm.speculative_config", on_resume="exact")
     enforce_eager: bool = key(True, "no graph capture in the engine", "引擎不捕获计算图", elsewhere="vllm_enforce_eager",
-        on_resume="exact")
+        needs=("engine", ("vllm",)), on_resume="exact")
     cudagraph_capture_sizes: list[int] | None = key(None,
         "batch sizes, in tokens, for which graphs are captured; unset: the engine's own; few of them save streams and memory",
         "捕获计算图的批大小（token 数）；不设时由引擎决定；取少几个可省流与内存", range=Range.TOKENS,

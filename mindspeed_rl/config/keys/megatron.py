@@ -42,6 +42,8 @@ LORA_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 #: modules that selective recomputation supports
 _RecomputedModule = Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
 _SUPERVISED = " ".join(SUPERVISED_STAGES)
+#: stages whose evaluations generate
+_GENERATING = " ".join((*RL_STAGES, "sft"))
 _MUON = ("optimizer", ("muon",))
 _DECAYING = ("lr_decay_style", ("linear", "cosine", "inverse-square-root", "WSD"))
 # fmt: off
@@ -518,7 +520,41 @@ class MegatronConfig(
         range=Range.ITERATIONS_FROM_0, stages=_SUPERVISED, on_resume="exact")
     eval_interval: int = key(1000, "iterations between evaluations", "两次评测之间的迭代数", range=Range.ITERATIONS,
         elsewhere="eval_steps test_freq", on_resume="exact")
+    eval_sets: AnyGroup | None = key(None,
+        "further held-out prompts by name, {name: file, prefix or hf://owner/name}; figures are eval/<name>/...",
+        "更多留出 prompt，按名字给出：{名字: 文件、前缀或 hf://owner/name}；指标为 eval/<名字>/...",
+        stages=_GENERATING, elsewhere="eval_datasets", on_resume="exact")
+    eval_n_samples: int = key(1, "responses to each held-out prompt; from 2 on with pass@k and, for answers, maj@k",
+        "每个留出 prompt 的回答数；2 个起给出 pass@k，答案可比较时还有 maj@k", range=Range.ROWS, stages=_GENERATING,
+        elsewhere="n_samples_per_eval_prompt val_kwargs.n num_generations_eval", on_resume="exact")
+    eval_temperature: float | None = key(None,
+        "temperature of evaluations, in place of rl_config.eval_greedy; 0 is greedy",
+        "评测的温度，代替 rl_config.eval_greedy；0 为贪心", range=Bounds(0, 100), stages=_GENERATING,
+        elsewhere="val_kwargs.temperature", on_resume="exact")
+    eval_verifier: list[str] = key([],
+        "sft: reward functions that score the answers to eval_sets; the first one tells right from wrong. rl_config has "
+        "external_plugins for your own",
+        "sft：给 eval_sets 的回答打分的奖励函数，第一个判断对错；自己的函数写在 rl_config.external_plugins",
+        stages="sft", on_resume="exact")
+    eval_max_tokens: int = key(256, "sft: longest answer to eval_sets, in tokens", "sft：对 eval_sets 的回答的最大 token 数",
+        range=Range.TOKENS, stages="sft", on_resume="exact")
+    eval_metric: str | None = key(None,
+        "metric that tells which evaluation is best: higher is better, but for losses; when unset eval/accuracy, else that of "
+        "the first of eval_sets, else eval/reward, else eval/loss",
+        "判断哪次评测最好的指标：越高越好，损失除外；不设时依次取 eval/accuracy、eval_sets 中第一个的 accuracy、eval/reward、"
+        "eval/loss", elsewhere="metric_for_best_model", on_resume="exact")
+    eval_target: float | None = key(None, "value of eval_metric at which the run is saved and ends",
+        "eval_metric 达到此值时，运行保存并结束", range=Range.WEIGHT, on_resume="exact")
+    eval_patience: int | None = key(None, "evaluations in sequence without a new best after which the run is saved and ends",
+        "连续这么多次评测没有新的最好值后，运行保存并结束", range=Range.ITERATIONS,
+        elsewhere="early_stopping_patience early_stopping_steps", on_resume="exact")
+    keep_best: bool = key(False, "save the checkpoint of the best evaluation, and keep it beside those of keep_last",
+        "保存评测最好的检查点，并在 keep_last 之外保留", needs=("save", "set"), elsewhere="load_best_model_at_end",
+        on_resume="exact")
     skip_train: bool = key(False, "evaluate only", "只评测", stages=_SUPERVISED, on_resume="exact")
+    device_hour_price: float | None = key(None,
+        "price of a device-hour in your currency, with which mindspeed-rl promise counts what the run costs",
+        "一个设备小时的价格（单位自定），mindspeed-rl promise 用它计算运行的费用", range=Bounds(0, 1e9), on_resume="exact")
     # fmt: on
 
     def __post_init__(self) -> None:
@@ -528,9 +564,9 @@ class MegatronConfig(
 
     @property
     def has_held_out_data(self) -> bool:
-        """True where there is an evaluation dataset, or a part that `split` holds back."""
+        """True where there are evaluation datasets, or a part that `split` holds back."""
         try:
-            return self.eval_data_path is not None or read_split(self.split)[1] > 0
+            return self.eval_data_path is not None or bool(self.eval_sets) or read_split(self.split)[1] > 0
         except ValueError:
             return False  # a rule reports the violation
 

@@ -531,7 +531,7 @@ class _RewardKeys:
     external_plugins: list[str] = key([],
         "Python files that register further reward functions; their folders also hold losses and estimators given as "
         "module:NAME", "登记更多奖励函数的 Python 文件；其文件夹中也查找以 module:NAME 给出的损失与估计器",
-        elsewhere="custom_rm_path custom_reward_function.path", on_resume="in_flight")
+        supervised=True, elsewhere="custom_rm_path custom_reward_function.path", on_resume="in_flight")
     # upstream never reads this key and the next
     verifier_parallel: int = key(1, "reward worker processes when num_reward_workers is unset",
         "num_reward_workers 未设时的奖励进程数", range=Range.PROCESSES, upstream=("never read", "从未读取"), on_resume="exact")
@@ -568,6 +568,9 @@ class _RewardKeys:
         on_resume="in_flight")
     judge_parser: str | None = key(None, "module:function that turns the judge's reply into a score",
         "把评判的回复变成得分的 module:function", on_resume="in_flight")
+    judge_rubric: str | None = key(None,
+        "criteria with weights, all of which one request judges: a column of the row, or a .json file for all rows",
+        "带权重的评分标准，一次请求判断全部：行中的列名，或用于所有行的 .json 文件", on_resume="in_flight")
     judge_weight: float = key(1.0, "weight of the judge's score", "评判得分的权重", range=Range.WEIGHT,
         on_resume="in_flight")
     judge_timeout_s: float = key(60.0, "seconds one reply may take", "一次回复可用的秒数", range=Range.SCORE_S,

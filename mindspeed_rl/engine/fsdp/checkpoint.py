@@ -98,7 +98,8 @@ class DcpFiles:
     def _list_tensors(self, *, with_optimizer: bool) -> dict[str, Any]:
         """Return this rank's tensors by the names that they have in the files."""
         engine = self._engine
-        state = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
+        state: dict[str, Any] = {_WEIGHTS + name: parameter.detach() for name, parameter in engine.model.names.items()}
+        state |= {_WEIGHTS + name: buffer for name, buffer in engine.model.buffers.items()}
         if with_optimizer:
             assert engine.optimizer is not None
             # a save before the first step has moments too

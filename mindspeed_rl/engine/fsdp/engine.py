@@ -26,6 +26,7 @@ from mindspeed_rl.engine.interface import StepResult
 from mindspeed_rl.engine.optimizer import build_scheduler
 from mindspeed_rl.engine.passes import build_filler, collect_rows, compute_loss, count_together, raise_non_finite
 from mindspeed_rl.engine.weight_average import WeightAverage
+from mindspeed_rl.models.module_family import ModuleArchitecture
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
 from mindspeed_rl.observability import heartbeat
@@ -83,12 +84,14 @@ class FsdpEngine:
         self.steps_per_iteration = steps_per_iteration
 
     def list_trained(self) -> dict[str, Tensor]:
-        """Return this rank's rows of the parameters that train, by HF name. Not collective."""
-        return {name: self.model.read_rows(name)[0] for name, weight in self.model.names.items() if weight.requires_grad}
+        """Return this rank's rows of the parameters that train, by name. Not collective."""
+        return {name: self.model.read_shard(name) for name, weight in self.model.names.items() if weight.requires_grad}
 
     def load(self, source: TensorSource) -> None:
         """Fill this rank's rows from HF tensors."""
         self.model.load(source)
+        if isinstance(self.plan.architecture, ModuleArchitecture):
+            self.model.check_head()
 
     def limit_vocab(self, size: int) -> None:
         """Give no probability to tokens from this id on. Not collective."""

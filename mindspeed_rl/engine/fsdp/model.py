@@ -9,12 +9,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from mindspeed_rl import platform
 from mindspeed_rl.config import MegatronConfig
@@ -23,9 +22,13 @@ from mindspeed_rl.engine.fsdp.attention import PACKED_ATTENTION, register
 from mindspeed_rl.engine.head_outputs import HeadOutputs, HeadPass
 from mindspeed_rl.engine.policy_model import align_values
 from mindspeed_rl.engine.vocab import VocabHead
-from mindspeed_rl.files import read_json
+from mindspeed_rl.models.hf_module import build_module, cast_parameters, mark_loaded, read_hf_config
+from mindspeed_rl.models.module_family import ModuleArchitecture, TensorPlace
 from mindspeed_rl.models.plan import ModelPlan
 from mindspeed_rl.models.weights import TensorSource
+
+#: tokens of a check of the head, and the difference of log-probs that rounding in bfloat16 may make
+_CHECKED_TOKENS, _HEAD_BOUND = 8, 0.1
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,17 @@ class Request:
     outputs: HeadOutputs
 
 
+@dataclass(frozen=True)
+class HeadCheck:
+    """A pass that compares the logits of the engine with those of the class; see `ShardedModel.check_head`.
+
+    Attributes:
+        input_ids: [1, tokens].
+    """
+
+    input_ids: Tensor
+
+
 class PolicyModule(nn.Module):
     """A causal language model that returns results of the predicted tokens instead of logits.
 
@@ -61,10 +75,12 @@ class PolicyModule(nn.Module):
         self.vocab_size = plan.model_config.vocab_size
         self._softcap, self._in_float32 = plan.model_config.final_logit_softcapping, in_float32
 
-    def forward(self, request: Request) -> tuple[Tensor, ...]:
+    def forward(self, request: Request | HeadCheck) -> tuple[Tensor, ...]:
         """Compute the results of a micro-batch, [rows, width] float32 each, 0 on padding."""
-        micro_batch = request.micro_batch
         weight = cast(nn.Linear, self.model.get_output_embeddings()).weight
+        if isinstance(request, HeadCheck):
+            return (self._compare(request.input_ids, weight),)
+        micro_batch = request.micro_batch
         head = HeadPass(
             micro_batch,
             weight,
@@ -84,6 +100,15 @@ class PolicyModule(nn.Module):
         results = request.outputs.compute(head, _select(compute_hidden(self.model, micro_batch), micro_batch.hidden_index))
         # FSDP's hook at the start of the backward pass would be lost by an in-place change of a view
         return tuple(result.clone() for result in results)
+
+    def _compare(self, input_ids: Tensor, weight: Tensor) -> Tensor:
+        """Return the largest difference of a log-prob from that of the class, 0-d."""
+        expected = self.model(input_ids=input_ids, use_cache=False).logits[0].float()
+        hidden = _get_decoder(self.model)(input_ids=input_ids, use_cache=False).last_hidden_state[0]
+        logits = hidden.float() @ weight.float().t()
+        if self._softcap is not None:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
+        return (logits.log_softmax(-1) - expected.log_softmax(-1)).abs().max()
 
 
 class ValueModule(nn.Module):
@@ -110,14 +135,25 @@ _HEADS: dict[str, Callable[[PreTrainedModel, ModelPlan, bool], PolicyModule | Va
 
 
 def compute_hidden(model: PreTrainedModel, micro_batch: MicroBatch) -> Tensor:
-    """Return [tokens, rows, h]: the hidden states that reach the head."""
+    """Return [tokens, rows, h]: the hidden states that reach the head.
+
+    Padding is after the tokens of a row, none of which attends to it or has a state from it.
+    """
     layout: dict[str, Any] = {}
     if micro_batch.packed is not None:
         bounds = micro_batch.packed.cu_seqlens_q_padded
         longest = micro_batch.packed.max_seqlen_q
         layout = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
-    output = model.base_model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids, use_cache=False, **layout)
+    if model.config._attn_implementation == PACKED_ATTENTION:
+        layout["position_ids"] = micro_batch.position_ids
+    output = _get_decoder(model)(input_ids=micro_batch.input_ids, use_cache=False, **layout)
     return output.last_hidden_state.transpose(0, 1)
+
+
+def _get_decoder(model: PreTrainedModel) -> nn.Module:
+    """Return the part of a causal language model before the head, which some classes do not name as their base."""
+    decoder = model.get_decoder()
+    return model.model if decoder is model else decoder
 
 
 def _select(hidden_states: Tensor, index: Tensor) -> Tensor:
@@ -130,12 +166,17 @@ class ShardedModel:
 
     Attributes:
         module: the root, an FSDPModule.
-        names: HF name of each parameter, in forward order; a tied head has none of its own.
+        names: each parameter by name, in forward order; a tied head has none of its own. Names are those of HF tensors, but
+            where a parameter stacks several.
+        buffers: buffers that checkpoints have, which do not train and are full on each rank.
+        places: place of each HF tensor.
     """
 
     plan: ModelPlan
     module: PolicyModule | ValueModule
     names: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
+    places: dict[str, TensorPlace]
 
     @property
     def root(self) -> FSDPModule:
@@ -143,18 +184,54 @@ class ShardedModel:
         return cast(FSDPModule, self.module)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a full tensor."""
-        return tuple(self.names[name].shape)
+        """Return the shape of a full HF tensor."""
+        place = self.places[name]
+        owner = self.names.get(place.parameter, self.buffers.get(place.parameter))
+        assert owner is not None
+        if place.index is None:
+            return tuple(owner.shape)
+        return ((owner.shape[1] if place.stop is None else place.stop) - place.start, *owner.shape[2:])
+
+    def divide(self, name: str, num_ranks: int) -> list[tuple[int, int]]:
+        """Return the first and last row of an HF tensor that each rank has; 0 and 0 for none."""
+        place, rows = self.places[name], self.shape(name)[0]
+        if place.parameter in self.buffers:
+            return [(0, rows)] * num_ranks
+        size = self.names[place.parameter].shape[0]
+        edges = [first_row(size, num_ranks, rank) for rank in range(num_ranks + 1)]
+        if place.index is None:
+            return list(zip(edges, edges[1:]))
+        return [(0, rows) if start <= place.index < stop else (0, 0) for start, stop in zip(edges, edges[1:])]
+
+    def read_shard(self, parameter: str) -> Tensor:
+        """Return this rank's rows of a parameter, which are its memory."""
+        return cast(DTensor, self.names[parameter].detach()).to_local()
 
     def read_rows(self, name: str) -> tuple[Tensor, int]:
-        """Return this rank's rows of a tensor, which are the parameter's memory, and the index of the first."""
-        rows = cast(DTensor, self.names[name].detach()).to_local()
-        return rows, first_row(self.names[name].shape[0], dist.get_world_size(), dist.get_rank())
+        """Return this rank's rows of an HF tensor, which are the parameter's memory, and the index of the first."""
+        place, rank = self.places[name], dist.get_rank()
+        if place.parameter in self.buffers:
+            return self.buffers[place.parameter], 0
+        local = self.read_shard(place.parameter)
+        start = first_row(self.names[place.parameter].shape[0], dist.get_world_size(), rank)
+        if place.index is None:
+            return local, start
+        if not start <= place.index < start + len(local):
+            return local.new_empty(0, *self.shape(name)[1:]), 0
+        return local[place.index - start][place.start : place.stop], 0
 
     def read_gradients(self) -> dict[str, Tensor]:
         """Return a copy of the full gradients by HF name; collective."""
-        graded = {name: parameter.grad for name, parameter in self.names.items() if parameter.grad is not None}
-        return {name: cast(DTensor, grad).full_tensor().clone() for name, grad in graded.items()}
+        full: dict[str, Tensor] = {}
+        for name, parameter in self.names.items():
+            if parameter.grad is not None:
+                full[name] = cast(DTensor, parameter.grad).full_tensor()
+        gradients = {name: full[place.parameter] for name, place in self.places.items() if place.parameter in full}
+        places = ((name, gradient, self.places[name]) for name, gradient in gradients.items())
+        return {
+            name: (gradient if place.index is None else gradient[place.index][place.start : place.stop]).clone()
+            for name, gradient, place in places
+        }
 
     @torch.no_grad()
     def load(self, source: TensorSource) -> None:
@@ -163,33 +240,36 @@ class ShardedModel:
         Raises:
             ValueError: a tensor is missing or has another shape.
         """
-        for name in self.names:
+        for name in self.places:
             rows, start = self.read_rows(name)
             if tuple(source.shape(name)) != self.shape(name):
                 raise ValueError(f"{name}: {tuple(source.shape(name))} does not fit the model's {self.shape(name)}.")
             if len(rows):
                 rows.copy_(source.read(name, 0, start, start + len(rows)))
 
+    @torch.no_grad()
+    def check_head(self) -> None:
+        """Check on a few tokens that the class computes logits as the engine does; collective.
+
+        Raises:
+            ValueError: it does not: it scales them, for example.
+        """
+        if not isinstance(self.module, PolicyModule):
+            return
+        device = next(iter(self.names.values())).device
+        tokens = torch.arange(_CHECKED_TOKENS, device=device)[None] % self.plan.model_config.vocab_size
+        (difference,) = self.module(HeadCheck(tokens))
+        self.root.reshard()
+        if not float(difference) < _HEAD_BOUND:
+            raise ValueError(
+                f"engine: fsdp: the head of {type(self.module.model).__name__} is not its weight times the hidden state, which "
+                f"is what the engine computes: log-probs differ by {float(difference):.3g}"
+            )
+
 
 def first_row(size: int, num_ranks: int, rank: int) -> int:
     """Return the first row that a rank has of a tensor with so many rows, which FSDP divides as `torch.chunk` does."""
     return min(rank * -(-size // num_ranks), size)
-
-
-def read_hf_config(hf_folder: Path) -> PretrainedConfig:
-    """Return the config of a folder's model.
-
-    Raises:
-        ValueError: the installed transformers has no such model of its own; code of the folder is not run.
-    """
-    try:
-        return AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
-    except ValueError as error:
-        model_type = read_json(hf_folder / "config.json").get("model_type")
-        raise ValueError(
-            f"{hf_folder / 'config.json'}: transformers {transformers.__version__} has no model of type {model_type}, which "
-            "engine: fsdp computes with; set engine: megatron, or install a release that has it."
-        ) from error
 
 
 def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path, *, trains: bool) -> ShardedModel:
@@ -201,32 +281,29 @@ def build_sharded_model(config: MegatronConfig, plan: ModelPlan, hf_folder: Path
     Raises:
         ValueError: transformers has no such model, or it has another form than the engine computes.
     """
-    hf_config = read_hf_config(hf_folder)
+    hf_config = read_hf_config(hf_folder, "engine: fsdp")
     compute = torch.bfloat16 if config.bf16 else torch.float32
     with torch.device("meta"):
-        model = _build_module(hf_config)
-        module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head)).to(torch.float32 if trains else compute)
+        model = _build_module(hf_config, packs=plan.architecture.packs)
+        module = _HEADS[plan.model_config.head](model, plan, bool(config.fp32_lm_head))
+    cast_parameters(module, torch.float32 if trains else compute)
     module.requires_grad_(trains)
     device = platform.current().current_device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     _shard(module, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32))
     module.to_empty(device=device)
-    for parameter in module.parameters():
-        # or the next call would give it random values; it makes only buffers, such as rotary frequencies
-        parameter._is_hf_initialized = True  # pyrefly: ignore[missing-attribute]  (transformers' mark)
+    # or the next call would give it random values; it makes only buffers, such as rotary frequencies
+    mark_loaded(module)
     model.initialize_weights()
     if trains and config.recompute_granularity == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return ShardedModel(plan, module, _name_parameters(module, plan))
+    return ShardedModel(plan, module, *_name_parameters(module, plan))
 
 
-def _build_module(hf_config: PretrainedConfig) -> PreTrainedModel:
+def _build_module(hf_config: PretrainedConfig, *, packs: bool) -> PreTrainedModel:
     register()
-    for name, value in hf_config.to_dict().items():
-        # a sampled token's probability is that of the model as it is
-        if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
-            setattr(hf_config, name, 0.0)
-    model = AutoModelForCausalLM.from_config(hf_config, attn_implementation=PACKED_ATTENTION)
+    # without packed rows the attention of the class, with its own masks
+    model = build_module(hf_config, **({"attn_implementation": PACKED_ATTENTION} if packs else {}))
     # rows have no padding that trains, so that this token is one like all others, as in Megatron
     cast(nn.Embedding, model.get_input_embeddings()).padding_idx = None
     head = model.get_output_embeddings()
@@ -259,26 +336,29 @@ def list_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
     return list(max(lists, key=len))
 
 
-def _name_parameters(module: PolicyModule | ValueModule, plan: ModelPlan) -> dict[str, nn.Parameter]:
-    """Return the parameters by HF name.
+def _name_parameters(
+    module: PolicyModule | ValueModule, plan: ModelPlan
+) -> tuple[dict[str, nn.Parameter], dict[str, Tensor], dict[str, TensorPlace]]:
+    """Return the parameters and the buffers by name, and the place of each HF tensor.
 
     Raises:
         ValueError: they are not the tensors of the family's table of weights.
     """
-    found = {
-        name.removeprefix("model.") if name.startswith("model.") else name: parameter
-        for name, parameter in module.named_parameters()
-    }
-    expected = {
-        name: shape
-        for op in plan.architecture.weight_ops(plan.model_config)
-        if not op.copy_of_tied
-        for name, shape in zip(op.hf, op.shapes)
-    }
-    differing = {name for name in {*found, *expected} if name not in found or tuple(found[name].shape) != expected.get(name)}
+    found = {name.removeprefix("model."): parameter for name, parameter in module.named_parameters()}
+    state = module.state_dict()
+    buffers = {name.removeprefix("model."): buffer for name, buffer in module.named_buffers() if name in state}
+    own = dict(plan.architecture.places) if isinstance(plan.architecture, ModuleArchitecture) else {}
+    ops = [op for op in plan.architecture.weight_ops(plan.model_config) if not op.copy_of_tied]
+    places = {name: own.get(name, TensorPlace(name)) for op in ops for name in op.hf}
+    parameters = {place.parameter: found[place.parameter] for place in places.values() if place.parameter in found}
+    model = ShardedModel(plan, module, parameters, buffers, places)
+    known = {place.parameter for place in places.values()}
+    shapes = {name: shape for op in ops for name, shape in zip(op.hf, op.shapes)}
+    differing = {*found, *buffers} ^ known
+    differing |= {name for name in places if places[name].parameter not in differing and model.shape(name) != shapes[name]}
     if differing:
         raise ValueError(
             f"{type(module.model).__name__} of this transformers has other weights than {plan.architecture.name}: "
             f"{min(differing)}; set engine: megatron for the role."
         )
-    return {name: found[name] for name in expected}
+    return parameters, buffers, places

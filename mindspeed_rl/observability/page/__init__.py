@@ -181,6 +181,15 @@ CHARTS = (
         log=True,
         note="before the update: proof that the weights were delivered",
     ),
+    Chart(
+        "Trainer against rollout, by depth",
+        ("mismatch/depth/*",),
+        "Policy",
+        unit="mean difference of log-probs",
+        log=True,
+        note="tokens of a response from this depth on",
+    ),
+    Chart("Trainer against rollout, by token", ("mismatch/*_token", "mismatch/after_tool"), "Policy", log=True),
     Chart("Importance weights", ("rollout/ess", "rollout/weight_mean"), "Policy"),
     Chart("Staleness", ("staleness/*", "rollout/staleness*"), "Policy", unit="weight versions"),
     Chart("Router", ("router/*", "moe/*"), "Policy"),
@@ -189,6 +198,7 @@ CHARTS = (
     Chart("Phases of an iteration", _PHASES, "Speed", kind="stacked", unit="s"),
     Chart("Iteration", ("timing/all",), "Speed", unit="s"),
     Chart("Memory", ("memory/peak_gib", "memory/*_gib"), "Speed", unit="GiB", note="phases, and the owners in the last one"),
+    Chart("Memory that stays, at one point of each iteration", ("residue/*",), "Speed", unit="GiB"),
     Chart("Memory of an update by owner", ("memory/update/*",), "Speed", kind="stacked", unit="GiB"),
 )
 #: charts that are shown although every value is 0: it is the news

@@ -254,6 +254,18 @@ function planned() {
     el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "predicted", "with the lengths that came", "from", "to", "measured"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
 }
 
+function promised() {
+  const rows = data.runs.flatMap((run) => (run.plan.kept || []).map((row) => [run, row]));
+  if (!rows.length) return;
+  const digits = (value) => Number(value.toPrecision(3)).toString();
+  const body = rows.map(([run, row]) => el("tr", {}, el("td", {}, many ? `${run.name}: ${row.name}` : row.name), el("td", {}, row.unit),
+    el("td", {}, `${digits(row.low)} to ${digits(row.high)}`), el("td", row.broken ? { style: "font-weight:600" } : {}, digits(row.measured)), el("td", {}, row.cause)));
+  const broken = rows.filter(([, row]) => row.broken).length;
+  section("Promise", "promise").append(el("details", { class: "card" }, el("summary", {}, `promised, measured, cause: ${broken ? `${broken} of ${rows.length} above` : `all ${rows.length} kept`}`),
+    el("div", { class: "dim small" }, "what was promised before the run, the median of the later half of its iterations, and what explains a figure above its range (bold)"),
+    el("table", {}, el("thead", {}, el("tr", {}, ...["", "unit", "promised", "measured", "cause"].map((head) => el("th", {}, head)))), el("tbody", {}, ...body))));
+}
+
 function theme(name) {
   document.documentElement.dataset.theme = name;
   drawn.forEach((again) => again());
@@ -265,6 +277,7 @@ charts();
 samples();
 timeline();
 others();
+promised();
 planned();
 configuration();
 document.getElementById("nav").append(el("button", { onclick: () => theme(dark() ? "light" : "dark") }, "light / dark"));

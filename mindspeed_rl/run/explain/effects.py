@@ -17,7 +17,7 @@ from mindspeed_rl.config.keys.schema import Key, Needs, list_keys
 from mindspeed_rl.config.run import CRITIC_FOLDER, RunConfig
 from mindspeed_rl.run import Run
 from mindspeed_rl.run.objective import named_estimator
-from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason
+from mindspeed_rl.run.rules.training_engine_rules import find_idle_reason, trains_other_family
 from mindspeed_rl.run.rules.violation import format_value
 
 #: rounds of generation above which a rollout is called slow
@@ -30,7 +30,8 @@ _HIGH_TEMPERATURE, _SHORT_RESPONSE, _LARGE_BATCH = 1.0, 64, 32
 
 def _list_groups(cfg: RunConfig) -> Iterator[tuple[str, object, frozenset[str]]]:
     """Yield (dotted name, dataclass, keys that were set) for every group of a run file."""
-    for name in ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config"):
+    names = ("megatron_training", *ROLE_GROUPS, "rl_config", "generate_config", "msprobe_config", "audit", "serve_config")
+    for name in names:
         group = getattr(cfg, name)
         if group is not None and name in cfg.set_keys:
             yield name, group, cfg.set_keys[name]
@@ -220,6 +221,7 @@ _IDLE = (
     _Idle(["use_bias_correction_kl"], lambda run, _: not _objective(run).kl_in_loss, "the KL is in the reward"),
     _Idle(["kl_clamp"], lambda run, _: _objective(run).kl.clamp is None, "kl_penalty is {kl_penalty}"),
     _Idle(["eval_greedy"], lambda run, _: not run.config.actor_config.has_held_out_data, _HELD_OUT),
+    _Idle(["eval_greedy"], lambda run, _: run.config.actor_config.eval_temperature is not None, "eval_temperature is set"),
     _Idle(["init_kl_coef"], lambda run, _: run.rl.init_kl_coef and _objective(run).kl_place is None, "{no_kl}"),
     _Idle(["ref_*"], lambda run, _: not _objective(run).needs_ref, "no reference model is needed"),
     _Idle(["critic_*"], lambda run, _: not _objective(run).has_critic, _ESTIMATOR),
@@ -321,6 +323,15 @@ def find_warnings(run: Run) -> list[str]:
     warnings = [*_warn_about_training(cfg), *_warn_about_features(cfg), *_warn_about_idle_keys(run)]
     if not cfg.is_supervised and cfg.rl_config is not None and cfg.generate_config is not None:
         warnings += [*_warn_about_sizes(run), *_warn_about_old_tokens(cfg.rl_config), *_warn_about_drafts(cfg)]
+    if trains_other_family(cfg):
+        group = "megatron_training" if cfg.is_supervised else "actor_config"
+        warnings.append(
+            f"{group}.engine: the model is of no family of docs/models.md: transformers' module computes it, with padded rows "
+            "where it takes no packed ones"
+        )
+    engine = cfg.derived.get("generate_config.engine")
+    if engine is not None and engine.value == "transformers":
+        warnings.append(f"generate_config.engine is transformers: {engine.source}")
     if folder := cfg.derived.get(CRITIC_FOLDER):
         warnings.append(f"{CRITIC_FOLDER}: {folder.source}; the checkpoints of the critic are in {folder.value}")
     return warnings

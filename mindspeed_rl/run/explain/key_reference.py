@@ -86,6 +86,12 @@ _SECTIONS: dict[str, str] = {
     "Accuracy dumps: tensors of a run that `mindspeed-rl diff-dump` compares with another run's.": (
         "精度导出：一次运行的张量，由 `mindspeed-rl diff-dump` 与另一次运行比较。"
     ),
+    "A check that the policy is not trained on: where the reward rises and the check does not, the reward is tricked.": (
+        "策略不训练的检查：奖励上升而检查不升时，说明奖励被钻了空子。"
+    ),
+    "Models, address, keys and limits of a server; a run file with this group has no loop of its own.": (
+        "训练服务的模型、地址、API key 与各项上限；有这一组的配置文件没有自己的训练循环。"
+    ),
     "Accepted without effect.": "接受但不起作用的键。",
 }
 

@@ -17,6 +17,7 @@ from mindspeed_rl.run.explain.effects import (
     find_keys_without_effect,
     find_warnings,
 )
+from mindspeed_rl.run.explain.server_page import LOOP_PARTS, describe_server
 from mindspeed_rl.run.formula import formula
 from mindspeed_rl.run.placement import Layout
 from mindspeed_rl.run.rules.validation import missing_for_training, unavailable, validate
@@ -30,11 +31,12 @@ def explain(run: Run) -> Report:
     """Return all that follows from a run file.
 
     Keys: `valid`; `errors` (sentences) and `violations` (the same with separate keys and suggestions); `batch`;
-    `dispatch_sizes`; `resources`; `formula`; `overview` and `data` (cards of run and data), `length` (of a run in passes over
-    its prompts) and `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`;
-    `derived` (keys that the file omits and that follow from it, each with its value and source); `earlier_names` (keys by
-    deprecated names); `warnings` (settings that cost time or results); `changed_keys`; `keys_without_effect`; `unavailable`
-    (switched on, but not in this version) and `missing` (needed to start).
+    `dispatch_sizes`; `resources`; `formula`; `promise` (lines of memory, seconds and costs); `server` (what a server offers,
+    which has no loop); `overview` and `data` (cards of run and data), `length` (of a run in passes over its prompts) and
+    `unchecked`, which the command fills in; `samples` (of several turns, and drafts); `learning_rate`; `derived` (keys that
+    the file omits and that follow from it, each with its value and source); `earlier_names` (keys by deprecated names);
+    `warnings` (settings that cost time or results); `changed_keys`; `keys_without_effect`; `unavailable` (switched on, but not
+    in this version) and `missing` (needed to start).
     Numbers that are not whole are shown as fractions, so that an invalid plan can be read too.
     """
     cfg, sizes, violations = run.config, run.sizes, validate(run)
@@ -42,7 +44,8 @@ def explain(run: Run) -> Report:
     if sizes is not None and not sizes.can_divide:
         sizes = None
     rollout = None if sizes is None or sizes.counting == "samples" else sizes
-    return {
+    server = describe_server(run)
+    report = {
         "valid": not violations,
         "errors": [str(violation) for violation in violations],
         "violations": [
@@ -67,7 +70,9 @@ def explain(run: Run) -> Report:
         ),
         "resources": {} if sizes is None else _describe_resources(run, sizes),
         "formula": formula(run),
+        "promise": [],
         "overview": {},
+        "server": server,
         "data": "",
         "length": "",
         "unchecked": "",
@@ -81,6 +86,7 @@ def explain(run: Run) -> Report:
         "unavailable": unavailable(run),
         "missing": missing_for_training(run),
     }
+    return report | LOOP_PARTS if server else report
 
 
 def report_failure(errors: list[str]) -> Report:
@@ -94,7 +100,9 @@ def report_failure(errors: list[str]) -> Report:
         "dispatch_sizes": {},
         "resources": {},
         "formula": "",
+        "promise": [],
         "overview": {},
+        "server": {},
         "data": "",
         "length": "",
         "unchecked": "",
@@ -123,7 +131,8 @@ def render(report: Report) -> str:
     run = report["run"]
     if run:
         model = f"model {run['model']}, " if run["model"] else ""  # without a model block it is the one of `load`
-        parts.append(f"{run['config_name']}: stage {run['stage']}, {model}platform {run['platform']}")
+        kind = "server" if report["server"] else f"stage {run['stage']}"
+        parts.append(f"{run['config_name']}: {kind}, {model}platform {run['platform']}")
     for key, (title, show) in _SECTIONS.items():
         if report[key]:
             parts.append("\n".join([*([title] if title else []), show(report[key])]))
@@ -187,7 +196,9 @@ def _render_resources(resources: Report) -> str:
 
 #: part of the report -> its title and its text, in the order of the page
 _SECTIONS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "promise": ("Promise", _list_lines),
     "overview": ("", lambda rows: _table({name: text for name, text in rows.items() if text})),
+    "server": ("", _table),
     "data": ("Data", _indent),
     "batch": ("", _render_batch),
     "dispatch_sizes": ("Rows that leave the data plane at once", _table),

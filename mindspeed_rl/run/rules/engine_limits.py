@@ -19,6 +19,7 @@ class _EngineLimits:
         linear_size: smallest width of a head of gated delta nets; 0 where every width is supported.
         linear_dtypes: formats of their weights; empty for all.
         linear_prefixes: whether prompts share a cached prefix of them.
+        sparse: whether latent attention may attend to chosen tokens only.
         sequences: default number of responses that are generated at once.
     """
 
@@ -27,6 +28,7 @@ class _EngineLimits:
     linear_size: int = 0
     linear_dtypes: tuple[str, ...] = ()
     linear_prefixes: bool = True
+    sparse: bool = True
     sequences: int = 256
 
 
@@ -41,6 +43,7 @@ _LIMITS = {
         linear_size=64,  # gdn_attention.py asks for these two
         linear_dtypes=("bfloat16",),
         linear_prefixes=False,  # their states are kept between chunks of a prompt, and here a prompt is not cut (vllm_cpu.py)
+        sparse=False,  # vLLM 0.32 has no backend of sparse attention there
         sequences=32,
     )
 }
@@ -50,6 +53,11 @@ _OTHERS = _EngineLimits()
 def engine_limits(platform: str) -> _EngineLimits:
     """Return the limits on this platform; none of attention where it is unknown or not chosen yet."""
     return _LIMITS.get(platform, _OTHERS)
+
+
+def lacks_model(shape: EngineShape, platform: str) -> str:
+    """Return what a model of this shape has that vLLM does not compute on this platform at all; empty where it does."""
+    return "sparse attention" if shape.is_sparse and not engine_limits(platform).sparse else ""
 
 
 def can_cache_prefixes(shape: EngineShape, platform: str) -> bool:
@@ -176,6 +184,7 @@ def read_engine_shape(cfg: RunConfig) -> EngineShape:
         latent_size=latent,
         ffn_hidden_size=actor.ffn_hidden_size if actor.ffn_hidden_size is not None else stored.ffn_hidden_size,
         max_length=stored.max_length,
+        is_sparse=stored.is_sparse,
         linear_heads=stored.linear_heads,
         linear_size=stored.linear_size,
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig, join_layers
+from mindspeed_rl.config.model_metadata import EngineShape
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import EngineRequest, engine_obstacles, read_engine_shape
 from mindspeed_rl.run.rules.violation import Broken, Violation, needs, read_key, violate
@@ -235,6 +236,8 @@ def _engine_limits(run: Run) -> Iterator[Broken]:
         "length": {_LENGTH: shape.max_length} if fits else {},
     }
     derived = cfg.derived.get(_LENGTH)
+    if generate.engine == "transformers":  # it has no kernels of its own, and a full model on each device
+        shape = EngineShape(source=shape.source, max_length=shape.max_length)
     request = EngineRequest(
         generate.infer_tensor_parallel_size,
         generate.max_model_len,

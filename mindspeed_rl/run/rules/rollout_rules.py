@@ -12,7 +12,7 @@ from mindspeed_rl import registry
 from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
-from mindspeed_rl.run.rules.violation import Broken, needs, violate
+from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
 
 _MODE = "rl_config.router_replay.mode"
 _COUNTS = "generate_config.eplb_token_collects"
@@ -421,7 +421,10 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         *((cfg.platform == name, None, reason) for name, reason in _EXACT_ELSEWHERE.items()),
         *(_exact_experts(run) if cfg.with_shape("actor_config").num_experts else ()),
         (cfg.reads_images, None, "with a model of images"),
-        (actor.lora_target_modules, "actor_config.lora_target_modules", ": the engine has merged weights"),
+        (
+            cfg.serve_config is None and actor.lora_target_modules,
+            *("actor_config.lora_target_modules", ": the engine has merged weights"),
+        ),
         (actor.attention_dropout, "actor_config.attention_dropout", ""),
         (
             actor.loss_vocab_chunk_size,
@@ -446,6 +449,45 @@ def _exact_log_probs(run: Run) -> Iterator[Broken]:
         reasons = [reason if other is None else f"with {other} ({value}){reason}" for value, other, reason in present]
         given = {other: value for value, other, _ in present if other is not None}
         yield violate("exact_log_probs", f"[{key}] is not available {'; nor '.join(reasons)}", {key: False}, keys=given)
+
+
+#: keys of generate_config that transformers' module does not serve -> the value that it takes, and the reason
+_MODULE_LIMITS: dict[str, tuple[object, str]] = {
+    **dict.fromkeys(("infer_tensor_parallel_size", "infer_expert_parallel_size"), (1, "each device has a full model")),
+    "enable_expert_parallel": (False, "each device has a full model"),
+    "quantization": (None, "it computes with the weights as they are"),
+    "kv_cache_dtype": ("auto", "it keeps keys and values in the format of the weights"),
+    "speculative_config": (None, "it computes a token at a time"),
+    "lora_push": ("merged", "it has no adapters; merged works"),
+    "enable_prefix_caching": (False, "it reads the prompt of a group once, and keeps nothing after a response"),
+    "eplb_token_collects": (False, "it does not report the experts of its tokens"),
+    "trust_remote_code": (False, "it runs classes of the installed transformers only"),
+    **dict.fromkeys(("engine_kwargs", "compilation_config", "additional_config"), (None, "it is not vLLM")),
+    "sampling_config.stop": ([], "it sees no text; stop_token_ids works"),
+    "sampling_config.structured_output": (None, "it sees no text"),
+}
+
+
+@needs("rl_config", "generate_config")
+def _module_engine(run: Run) -> Iterator[Broken]:
+    """Check what cannot be used with transformers' module as the rollout engine."""
+    cfg, key = run.config, "generate_config.engine"
+    if run.generate.engine != "transformers":
+        return
+    for name, (allowed, reason) in _MODULE_LIMITS.items():
+        path = f"generate_config.{name}"
+        if read_key(run, path) != allowed:
+            yield violate("module_engine", f"[{path}] cannot be used with [{key}]: {reason}", {path: allowed})
+    elsewhere = cfg.platform not in ("cpu", "auto")
+    for is_on, reason in (
+        (elsewhere, f"on {cfg.platform}: it was run on cpu only"),
+        (run.placement.disaggregated, "with servers, which are vLLM's; leave out rollout_resource and vllm_server_host"),
+        (cfg.reads_images, "with a model of images"),
+        (run.rl.exact_log_probs, "with rl_config.exact_log_probs: it adds up as transformers does, and not as the trainer"),
+        (run.rl.router_replay.mode == "R3", f"with {_MODE} R3: it does not report the experts of its tokens; R2 works"),
+    ):
+        if is_on:
+            yield violate("module_engine", f"[{key}] cannot be used {reason}", {key: "vllm"})
 
 
 @needs("generate_config")
@@ -495,5 +537,5 @@ def _budgets(run: Run) -> Iterator[Broken]:
 
 ROLLOUT_RULES = (
     _turns, _budgets, _replay, _expert_counts, _temperature, _engine_settings, _engine_arguments, _drafts, _quantization,
-    _exact_log_probs
+    _exact_log_probs, _module_engine
 )  # fmt: skip

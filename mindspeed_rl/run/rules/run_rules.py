@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 from mindspeed_rl.config.errors import unknown_value
@@ -594,6 +595,87 @@ def _held_out(run: Run) -> Iterator[Broken]:
     if run.config.is_supervised and actor.skip_train and not actor.has_held_out_data:
         text = f"[{skip}:name]: there is nothing to evaluate on; set eval_data_path or split"
         yield violate("held_out", text, {skip: False}, keys={"eval_data_path": None})
+    off = {"eval_target": None, "eval_patience": None, "keep_best": False, "eval_metric": None}
+    for name, value in off.items():
+        if getattr(actor, name) != value and not actor.has_held_out_data:
+            key = f"megatron_training.{name}"
+            text = f"[{key}:name]: there is nothing to evaluate on; set eval_data_path or split"
+            yield violate("held_out", text, {key: value}, keys={"eval_data_path": None})
+
+
+def _generated_answers(run: Run) -> Iterator[Broken]:
+    """Check that a supervised run can answer prompts: with the cache of keys and values of Megatron's own modules."""
+    actor = run.config.actor_config
+    metadata = run.config.model_metadata.get("actor_config")
+    reasons = {
+        "its modules are those of transformers, without a cache (engine: megatron)": actor.engine != "megatron",
+        "a pass over one token cannot have sequence_parallel": actor.sequence_parallel and actor.tensor_model_parallel_size > 1,
+        "a pass over one token cannot be split (context_parallel_size 1)": actor.context_parallel_size > 1,
+        "its cache has no virtual stages (num_layers_per_virtual_pipeline_stage)": bool(
+            actor.num_layers_per_virtual_pipeline_stage
+        ),
+        "its cache has no positions of images": metadata is not None and metadata.reads_images,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield violate("answers_of_sft", f"[megatron_training.eval_sets:name] in stage sft: {reason}")
+    if not actor.eval_verifier:
+        text = "[megatron_training.eval_verifier:name] must name a reward function for the answers to eval_sets"
+        yield violate("eval_verifier", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if actor.seq_length is not None and actor.eval_max_tokens >= actor.seq_length:
+        text = "[megatron_training.eval_max_tokens] leaves no room for a prompt in [megatron_training.seq_length]"
+        yield violate("eval_max_tokens", text, {"megatron_training.eval_max_tokens": max(1, actor.seq_length // 2)})
+
+
+def _audit(run: Run) -> Iterator[Broken]:
+    """Check the stricter check beside the reward."""
+    audit, actor = run.config.audit, run.config.actor_config
+    if not audit.has_check:
+        return
+    if run.config.is_supervised:
+        text = "the group audit checks rewards, and supervised stages have none"
+        yield violate("audit_of_rewards", text, keys={"audit.verifier_function": audit.verifier_function})
+        return
+    count, weights = len(audit.verifier_function), len(audit.verifier_weight)
+    if weights not in (0, count):
+        text = f"[audit.verifier_weight:name] has {weights} entries, but [audit.verifier_function:name] has {count}"
+        yield violate("audit_weights", text, {"audit.verifier_weight": [1.0] * count})
+    if audit.data_path is None and not actor.has_held_out_data:
+        text = "[audit.verifier_function:name] scores responses to held-out prompts; set audit.data_path or eval_data_path"
+        yield violate("audit_data", text)
+    step = run.rl.parameter_sync_step
+    if run.rl.trainer_mode == "async" and audit.interval % step:
+        yield violate(
+            "audit_interval",
+            "[audit.interval] must be a multiple of [parameter_sync_step]: between two pushes the rollout engine holds other "
+            "weights than the trainer",
+            {"audit.interval": -(-audit.interval // step) * step},
+        )
+
+
+#: names of sets of prompts, which are parts of names of figures
+_SET_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def _evaluations(run: Run) -> Iterator[Broken]:
+    """Check the sets and the sampling of evaluations that generate."""
+    actor, rl = run.config.actor_config, run.config.rl_config
+    functions = set() if rl is None else {*rl.verifier_function}
+    for name, path in (actor.eval_sets or {}).items():
+        key = f"megatron_training.eval_sets.{name}"
+        if not _SET_NAME.fullmatch(name) or name in functions:
+            reason = "the name of a reward function" if name in functions else "no name"
+            text = f"{key}: {name!r} is {reason}; name the set by letters, digits, '_', '-' and '.'"
+            yield violate("eval_set_name", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+        elif not isinstance(path, str) or not path.strip():
+            text = f"{key} is {path!r}; it must be one file, prefix or name on a hub"
+            yield violate("eval_set_path", text, keys={"megatron_training.eval_sets": actor.eval_sets})
+    if run.config.stage == "sft" and actor.eval_sets:
+        yield from _generated_answers(run)
+    greedy = actor.eval_temperature == 0 or actor.eval_temperature is None and (rl is None or rl.eval_greedy)
+    if actor.eval_n_samples > 1 and greedy:
+        text = "[megatron_training.eval_n_samples]: greedy responses to a prompt are all the same; set eval_temperature above 0"
+        yield violate("eval_samples_vary", text, {"megatron_training.eval_temperature": 1.0})
 
 
 #: paths that are empty by default
@@ -617,6 +699,32 @@ def _paths(run: Run) -> Iterator[Broken]:
                 if not item.strip() or any(ord(char) < 32 for char in item):
                     text = f"{path} is {item!r}, which names no file or folder"
                     yield violate("path", text, {path: None}, keys={path: item})
+
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+@needs("serve_config")
+def _server(run: Run) -> Iterator[Broken]:
+    """Check what a server of training needs, and what it has not yet."""
+    cfg, actor = run.config, run.config.actor_config
+    serve = cfg.serve_config
+    assert serve is not None
+    if run.config.generate_config is None:
+        yield violate("server_engine", "serve_config needs the group generate_config: its clients sample", keys={})
+    if not actor.lora_target_modules:
+        text = "serve_config needs actor_config.lora_target_modules: the models of its clients are adapters of one base"
+        yield violate("server_adapters", text, {"actor_config.lora_target_modules": list(LORA_TARGETS)})
+    if (size := run.placement.num_devices) > 1:
+        text = f"serve_config trains and samples on one device, and the run file has {size}"
+        yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})
+    if actor.engine != "megatron":
+        yield violate(
+            "server_training_engine", "serve_config needs [actor_config.engine] megatron", {"actor_config.engine": "megatron"}
+        )
+    if serve.host not in _LOOPBACK and serve.api_keys_file is None:
+        text = "[serve_config.host] is not loopback, which needs serve_config.api_keys_file: anyone could train and read"
+        yield violate("server_keys", text, {"serve_config.host": _LOOPBACK[0]})
 
 
 RUN_RULES = (
@@ -646,4 +754,7 @@ RUN_RULES = (
     _data,
     _paths,
     _held_out,
+    _evaluations,
+    _audit,
+    _server,
 )

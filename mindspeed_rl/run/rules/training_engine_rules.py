@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
+from pathlib import Path
 
 from mindspeed_rl.config.keys.megatron import MegatronConfig
 from mindspeed_rl.config.run import RunConfig
+from mindspeed_rl.files import read_json
+from mindspeed_rl.models import has_layers
 from mindspeed_rl.models.model_config import ModelConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.violation import Broken, violate
@@ -126,7 +129,7 @@ _FSDP = _EngineLimits(
         "latent attention": lambda model: model.multi_latent_attention,
         "sparse attention": lambda model: model.sparse_attention is not None,
     },
-    commands=("plan", "diff", "npu-cost"),
+    commands=("diff", "npu-cost"),
 )
 #: value of the key `engine` -> its limits
 _LIMITS: dict[str, _EngineLimits] = {"megatron": _EngineLimits(), "fsdp": _FSDP}
@@ -145,6 +148,14 @@ def training_engine_rules(run: Run) -> Iterator[Broken]:
             holder: object = reduce(_read_group, groups, cfg)
             if holder is not None:
                 yield from _check_keys(engine, ".".join([*groups, ""]), {key: limit}, holder)
+
+
+def trains_other_family(cfg: RunConfig) -> bool:
+    """Return True where the actor's model is of no family of the table, so that only transformers' module computes it."""
+    metadata = cfg.model_metadata.get("actor_config")
+    if metadata is None or cfg.actor_config.engine == "megatron":
+        return False
+    return not has_layers(read_json(Path(metadata.hf_folder, "config.json")))
 
 
 def _read_group(holder: object, name: str) -> object:

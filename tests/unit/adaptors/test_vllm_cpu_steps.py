@@ -27,6 +27,7 @@ def test_responses_are_those_of_single_steps_in_fewer_turns(cache: str, tmp_path
     assert result["free blocks"] == result["blocks"]
 
 
+@pytest.mark.slow
 def test_a_server_steps_ahead_too(tmp_path: Path) -> None:
     result = run_program(Path(__file__).with_name("served_steps.py"), tmp_path)
     assert [sum(each) for each in result["lengths"]] == result["wanted"]

@@ -17,6 +17,7 @@ def _run(program: str, *arguments: object) -> dict:
     return run_program(Path(__file__).with_name(program), *arguments, timeout_s=800)
 
 
+@pytest.mark.slow
 def test_drafted_tokens_have_the_distribution_and_log_probs_of_the_model() -> None:
     result = _run("drafted_sampling.py")
     assert len(result["samples"]) == 4

@@ -90,6 +90,10 @@ def advantages(
             for j, score in enumerate(group):
                 out.append(score - _mean(group[:j] + group[j + 1 :]))
         return _spread(out, mask)
+    if name == "group_norm_whitened":
+        out = [(s - _mean(g)) / (_std(g) + eps if scale == "group" else 1.0) for g in _groups(scores, size) for s in g]
+        tokens = [value for value, row in zip(out, mask) for _ in range(int(row.sum()))]
+        return _spread([(value - _mean(tokens)) / (_std(tokens) + eps) for value in out], mask)
     if name == "opo":
         out = []
         for first in range(0, len(scores), size):

@@ -305,11 +305,26 @@ def test_a_reward_that_is_not_a_number_names_its_row():
         simple([1.0, float("nan")], 2)
 
 
+def test_group_norm_whitened_centres_over_tokens_not_over_responses():
+    # lengths 3 and 1: the mean of (1, 1, 1, -1) / 2 is 1/4, its std 1/2
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    inputs = AdvantageInputs(torch.tensor([1.0, 0.0]), mask, 2)
+    got = compute_advantages("group_norm_whitened", inputs, scale="none", eps=0.0)[0]
+    assert got.tolist() == [[0.5, 0.5, 0.5], [-1.5, 0.0, 0.0]]
+    # the spread of the group, sqrt(1/2), cancels but for eps
+    scaled = 0.5 / (0.5**0.5 + 0.1)
+    got = compute_advantages("group_norm_whitened", inputs, scale="group", eps=0.1)[0]
+    assert got[1, 0].item() == pytest.approx(-1.5 * scaled / (scaled + 0.1))
+
+
 def test_whitening_a_single_token_gives_0():
     assert whiten(torch.ones(1, 1), torch.ones(1, 1, dtype=torch.bool)).item() == 0.0
 
 
-@pytest.mark.parametrize("name", ["group_norm", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["group_norm", "group_norm_whitened", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gae", "gdpo"],
+)
 def test_a_response_without_a_score_is_as_if_it_had_not_been_sampled(name):
     arrays = random_inputs(kl_coef=0.0 if name == "gdpo" else 0.3)
     keep = np.arange(ROWS) % SIZE != 1  # one of each group of three failed

@@ -83,3 +83,9 @@ def not_a_number(response: str, label: str) -> float:
 def hangs(response: str, label: str) -> float:
     time.sleep(60)
     return 1.0
+
+
+@register("two_halves")
+def two_halves(response: str, label: str) -> float:
+    """The label, or two words that only a model writes, each for a part of the reward."""
+    return 1.0 if response.strip() == label else 0.4 * ("green" in response) + 0.4 * ("blue" in response)

@@ -11,9 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import write_rows
 
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, Case, make_wrong
-from mindspeed_rl.audit.reward import commits_to
+from mindspeed_rl.audit.reward import SAMPLE, RewardAudit, audit_reward, commits_to
+from mindspeed_rl.audit.rows import open_run_data, read_cases
+from mindspeed_rl.config.loader import load_run_config
+from mindspeed_rl.data.tokenizer import load_tokenizer
+from mindspeed_rl.run.draft import draft
 
 Audit = Callable[..., tuple[int, Any]]
 HOLES = Path(__file__).with_name("rewards_with_holes.py")
@@ -203,3 +208,45 @@ def test_cheats_without_the_label_never_see_it() -> None:
     cases = [Case("row 1", "Why?", "Why?", label=label) for label in ("4711", "another label")]
     for cheat in CHEATS:
         assert list(cheat.write(cases[0], form)) == list(cheat.write(cases[1], form)), cheat.title
+
+
+def sampled(
+    functions: list[str], samples: Callable[[dict[str, str]], list[str]], tokenizer_folder: str, tmp_path: Path
+) -> RewardAudit:
+    """The audit of reward functions with responses of a model to each row."""
+    keys = {"tokenizer_name_or_path": tokenizer_folder, "data_path": write_rows(tmp_path / "rows.jsonl", ROWS[:4])}
+    overrides = [f"megatron_training.{name}={value}" for name, value in keys.items()]
+    overrides += [f"rl_config.verifier_function=[{','.join(functions)}]", f"rl_config.external_plugins=[{HOLES}]", LONG]
+    overrides += ["rl_config.max_prompt_length=500", "megatron_training.eval_data_path=null"]
+    run, tokenizer = draft(load_run_config("grpo_tiny_cpu", None, overrides)), load_tokenizer(tokenizer_folder)
+    cases = list(read_cases(open_run_data(run, tokenizer)[0]))
+    made = {case.where: samples({"prompt": case.prompt, "labels": case.label or ""}) for case in cases}
+    return audit_reward(run, cases, tokenizer, samples=made)
+
+
+def test_a_sample_that_earns_without_its_answer_is_found_and_an_honest_one_is_not(
+    tokenizer_folder: str, tmp_path: Path
+) -> None:
+    def wanders(row: dict[str, str]) -> list[str]:
+        return [f"First I find {row['labels']}, but then the total is 3. The answer is 3.", "I do not know."]
+
+    def reasons(row: dict[str, str]) -> list[str]:
+        label = int(row["labels"])
+        return [f"We add {label - 9} and 9, so there are {label} pens.", f"Together \\boxed{{{label}}}."]
+
+    tricked = sampled(["anywhere"], wanders, tokenizer_folder, tmp_path).cheats
+    assert tricked[SAMPLE].share == 1.0 and "The answer is 3" in (tricked[SAMPLE].example or ("", "", 0.0))[1]
+    honest = sampled(["anywhere"], reasons, tokenizer_folder, tmp_path).cheats
+    assert honest[SAMPLE].share == 0.0
+    # the twin of the hole: the same samples earn nothing
+    assert sampled(["only_box"], wanders, tokenizer_folder, tmp_path).worst == 0.0
+
+
+def test_samples_are_recombined_where_both_together_earn_more(tokenizer_folder: str, tmp_path: Path) -> None:
+    # a part of the reward for each of two words: no sample has both
+    def halves(row: dict[str, str]) -> list[str]:
+        return ["green grass", "blue sky"]
+
+    found = sampled(["two_halves"], halves, tokenizer_folder, tmp_path).cheats
+    together = {title: one for title, one in found.items() if title.startswith("together") and SAMPLE in title}
+    assert any(one.share == 1.0 for one in together.values()), sorted(found)

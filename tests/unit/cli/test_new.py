@@ -107,6 +107,16 @@ def test_the_environment_says_higher_and_lower_and_ends_after_three_turns(
     assert play("what?") == [("", 0.0, True)] and play("6?") == [("", 0.05, True)]
 
 
+@pytest.mark.parametrize("kind", ["maths", "sft"])
+def test_a_family_that_megatron_lacks_gets_the_engine_that_has_it(tmp_path: Path, kind: str) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 128}
+    (model / "config.json").write_text(json.dumps({"architectures": ["GPTNeoXForCausalLM"], "model_type": "gpt_neox"} | sizes))
+    cfg = load_run_config(str(make(tmp_path / "task", kind, "--model", str(model)) / "run.yaml"))
+    assert (cfg.actor_config.engine, cfg.actor_config.bf16) == ("fsdp", False)
+
+
 def test_a_model_of_the_user_gets_keys_of_its_size(tmp_path: Path) -> None:
     for hidden, rate in ((576, 2e-5), (3584, 1e-6)):
         model = tmp_path / f"model{hidden}"

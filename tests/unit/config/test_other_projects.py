@@ -89,7 +89,7 @@ def test_a_group_of_verl_is_answered_key_by_key() -> None:
     error = sentence_for("actor_rollout_ref", {"rollout": rollout, "actor": {"optim": {"lr": 1e-6}}})
     for part in (
         "actor_rollout_ref.rollout.n is rl_config.n_samples_per_prompt here (see docs/keys.md#rl_config.n_samples_per_prompt)",
-        "actor_rollout_ref.rollout.name: the rollout engine is always vLLM",
+        "actor_rollout_ref.rollout.name: generate_config.engine chooses the rollout engine, vllm or transformers",
         "actor_rollout_ref.rollout.tensor_model_parallel_size is generate_config.infer_tensor_parallel_size here",
         "actor_rollout_ref.actor.optim.lr is megatron_training.lr here",
     ):

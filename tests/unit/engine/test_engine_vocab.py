@@ -56,6 +56,21 @@ def test_values_and_gradients_equal_log_softmax(
         torch.testing.assert_close(mine.grad, true.grad.float(), rtol=1e-4, atol=5e-6)
 
 
+@pytest.mark.parametrize("vocab_chunk_size", [None, 10])
+def test_frozen_columns_of_the_weight_have_no_gradient_and_change_no_other(vocab_chunk_size: int | None) -> None:
+    hidden, weight, labels = inputs(padding=5)
+    ours = [hidden.clone().requires_grad_(), weight[:, 12:].clone().requires_grad_()]
+    theirs = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
+    head = VocabHead(0.6, 4, 5, frozen=weight[:, :12], vocab_chunk_size=vocab_chunk_size)
+    got, expected = compute_vocab_log_probs(*ours, labels, head), reference(*theirs, labels, 0.6, 5, None)
+    for log_probs, entropy in (got, expected):
+        (log_probs.sum() + entropy.sum()).backward()
+    for mine, true in zip(got, expected):
+        torch.testing.assert_close(mine, true.float(), rtol=1e-5, atol=2e-6)
+    torch.testing.assert_close(ours[0].grad, theirs[0].grad.float(), rtol=1e-4, atol=5e-6)
+    torch.testing.assert_close(ours[1].grad, theirs[1].grad[:, 12:].float(), rtol=1e-4, atol=5e-6)
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "padding": 5}, {"softcap": 3.0, "padding": 5}])
 def test_sums_of_squared_probabilities_equal_those_of_the_softmax(settings: dict[str, float]) -> None:
     hidden, weight, _ = inputs()

@@ -37,6 +37,12 @@ INFO = {
     "texts": {"file_name": "texts.jsonl", "columns": {"prompt": "text"}},
     "pictures": {"file_name": "p.json", "formatting": "sharegpt", "columns": {"messages": "messages", "videos": "videos"}},
     "seen": {"file_name": "s.json", "formatting": "sharegpt", "columns": {"messages": "messages", "images": "images"}},
+    "seen_pairs": {
+        "file_name": "sp.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected", "images": "images"},
+    },
     "elsewhere": {"ms_hub_url": "AI/elsewhere"},
     "drawn": {"file_name": "own.json", "num_samples": 10},
 }
@@ -299,6 +305,13 @@ def test_images_have_a_folder_and_areas(folder: Path) -> None:
     assert "--image-folder data --min-pixels 1024 --max-pixels 262144" in run.translated["dataset"]
     assert "freeze_vit" not in training(run)
     assert training(take(write(folder, {"dataset": "seen", "freeze_vision_tower": False})))["freeze_vit"] is False
+
+
+def test_pairs_have_images_too(folder: Path) -> None:
+    run = take(write(folder, {"stage": "dpo", "dataset": "seen_pairs", "pref_beta": 0.1}))
+    assert not run.refused
+    assert "SharegptStylePairwiseHandler" in run.translated["dataset"]
+    assert "--image-folder data --min-pixels 1024 --max-pixels 589824" in run.translated["dataset"]  # 768 x 768
 
 
 def test_num_samples_are_said(folder: Path) -> None:

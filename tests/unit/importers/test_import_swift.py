@@ -374,7 +374,7 @@ def test_prediction_layers_train_in_sft_with_the_weight_of_their_loss() -> None:
     keys = [f"megatron_training.mtp_{name}" for name in ("num_layers", "loss_scaling_factor", "detach_heads")]
     assert values(imported("--mtp_num_layers 1", base.format("sft")), *keys) == [1, 0.1, False]
     accepted = frozenset({"documents"})
-    run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3", base.format("pt"), accepted=accepted)
+    run = imported("--mtp_num_layers 1 --mtp_loss_scaling_factor 0.3 --max_length 64", base.format("pt"), accepted=accepted)
     assert values(run, *keys) == [1, 0.3, False]
     run = imported("--mtp_num_layers 1 --tuner_type lora", base.format("sft"))
     assert values(run, *keys) == [1, 0.1, False] and "their adapters train" in run.translated["--mtp_num_layers"]

@@ -126,3 +126,39 @@ def test_numbers_of_easyr1_are_those_of_its_dataclasses_under_file_and_words(tmp
     (outcome,) = importing.judge_all("easyr1", tmp_path, 8)
     # a release with another bound than the one that the importer knows
     assert (outcome.kind, outcome.different) == ("valid", ["clip_high is 0.3 here, 0.35 in the composed configuration"])
+
+
+#: classes of AReaL's form with the numbers that are compared
+AREAL = """
+@dataclass
+class Optimizer:
+    lr: float = field(default=1e-3, metadata={})
+@dataclass
+class OptimizerConfig(Optimizer):
+    lr_scheduler_type: str = "constant"
+    weight_decay: float = field(default=0.02)
+    gradient_clipping: float = field(default=1.0)
+@dataclass
+class Engine:
+    optimizer: OptimizerConfig | None = field(default=None)
+    use_lora: bool = field(default=False)
+    lora_rank: int = field(default=32)
+@dataclass
+class DPOConfig:
+    names: ClassVar[set] = {"a"}
+    actor: Engine = field(default_factory=Engine)
+"""
+
+
+def test_numbers_of_areal_are_those_of_its_dataclasses_under_the_file(tmp_path: Path) -> None:
+    (tmp_path / "areal" / "api").mkdir(parents=True)
+    (tmp_path / "areal" / "api" / "cli_args.py").write_text(AREAL)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "own.yaml").write_text(
+        "actor: {backend: 'megatron:d8', path: Qwen/Qwen3-8B, optimizer: {lr: 1e-6}}\n"
+        "train_dataset: {batch_size: 64, type: dpo, path: own/pairs, max_length: 512}\n"
+    )
+    (tmp_path / "examples" / "train.py").write_text("with DPOTrainer(config) as trainer:\n    trainer.train()\n")
+    (outcome,) = importing.judge_all("areal", tmp_path, 8)
+    # a release with another default than the one that the importer knows
+    assert (outcome.kind, outcome.different) == ("valid", ["weight_decay is 0.01 here, 0.02 in the composed configuration"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.importers.shell_text import list_unknown, read_script
+from mindspeed_rl.importers.shell import list_unknown, read_script
 
 OPTIONS = "--model m --reward_funcs a b --beta 0.01"
 COMMAND = f"swift rlhf {OPTIONS}"

@@ -11,7 +11,7 @@ import pytest
 from patience import patient
 
 from mindspeed_rl.config import ConfigError
-from mindspeed_rl.importers.shell_text import (
+from mindspeed_rl.importers.shell import (
     list_unknown,
     read_flags,
     read_script,

@@ -150,9 +150,15 @@ def test_rows_of_a_supervised_stage_without_a_limit_have_that_of_the_model(tmp_p
     assert run.get("megatron_training.seq_length") == 40960
     run = imported(f"NPROC_PER_NODE=8 swift sft --model {tmp_path} {words} --max_length 512")
     assert run.get("megatron_training.seq_length") == 512
-    # without config.json the guess is named
-    run = imported(f"NPROC_PER_NODE=8 swift sft --model /m/elsewhere {words}")
-    assert "set the longest row" in run.added["megatron_training.seq_length"]
+    # without config.json no row is left out, and packs and samples of documents need a number
+    elsewhere = "NPROC_PER_NODE=8 swift {} --model /m/elsewhere " + words
+    run = imported(elsewhere.format("sft"))
+    assert run.get("megatron_training.seq_length") is None
+    assert "above the model's limit are left out" in run.added["megatron_training.seq_length"]
+    for command in (elsewhere.format("sft") + " --packing true", elsewhere.format("pt") + " --max_steps 3"):
+        assert "config.json of /m/elsewhere is not here; --set MAX_LENGTH=TOKENS" in refusal(command)
+    run = imported("MAX_LENGTH=4096 " + elsewhere.format("sft") + " --packing true")
+    assert run.get("megatron_training.seq_length") == 4096
 
 
 def test_the_file_of_a_system_prompt_is_looked_for_from_the_folder_of_the_script_upwards(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def fail(command: str, **variables: str) -> str:
         (f"{DPO} --train_sampling_strategy group_by_length", "row_order", "rows of similar lengths together"),
         (f"{MEGATRON} --moe_expert_capacity_factor 2", "expert_capacity", "2 x the mean, further ones are dropped"),
         (f"{DPO} --rpo_alpha 0.1 --per_device_train_batch_size 2", "answer_term", "mean of the tokens of a pass"),
-        (SFT.replace("sft", "pt"), "documents", "one a row, those above 2048 tokens left out"),
+        (SFT.replace("sft", "pt") + " --max_length 2048", "documents", "one a row, those above 2048 tokens left out"),
         (
             SFT.replace("sft", "pt") + " --packing true --max_length 512 --truncation_strategy split",
             "documents",

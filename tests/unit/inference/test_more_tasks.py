@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from mindspeed_rl.cli.evaluate import main
 from mindspeed_rl.inference.prompt_format import PromptFormat
-from mindspeed_rl.inference.task_evaluation import _pass_at, prepare_task
+from mindspeed_rl.inference.task_evaluation import prepare_task
 from mindspeed_rl.inference.tasks.agieval import score as agieval_score
 from mindspeed_rl.inference.tasks.needlebench import score
 from mindspeed_rl.inference.tasks.task import fill_template
+from mindspeed_rl.rewards.sample_statistics import estimate_pass_at
 from mindspeed_rl.rollout.requests import Sampling
 
 AGIEVAL: list[dict[str, Any]] = [
@@ -117,9 +118,9 @@ def test_a_folder_without_needles_or_texts_is_an_error(tmp_path: Path) -> None:
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_is_right() -> None:
-    assert _pass_at(4, 1, 1) == 0.25 and _pass_at(4, 1, 4) == 1.0 and _pass_at(4, 0, 2) == 0.0
+    assert estimate_pass_at(4, 1, 1) == 0.25 and estimate_pass_at(4, 1, 4) == 1.0 and estimate_pass_at(4, 0, 2) == 0.0
     # of the six pairs of four answers with two right ones, one pair has none
-    assert _pass_at(4, 2, 2) == pytest.approx(5 / 6)
+    assert estimate_pass_at(4, 2, 2) == pytest.approx(5 / 6)
 
 
 def test_several_answers_have_pass_at_k_and_a_majority_vote(engine: ScriptedEngine, tmp_path: Path) -> None:

@@ -116,6 +116,7 @@ def test_a_newer_cann_than_the_lines_is_said_to_be_another(cann: str, status: st
     assert ("released with 9.1.0; 9.2 belongs to vllm-ascend 0.30" in finding.fix) == (status == "warn")
 
 
+@pytest.mark.slow
 def test_a_package_that_an_entry_module_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "vllm_ascend" / "worker"
     folder.mkdir(parents=True)

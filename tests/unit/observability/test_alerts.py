@@ -1,9 +1,12 @@
 """What the figures of a run warn of, and what they do not."""
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 
+from mindspeed_rl.cli.train import needs_comparison
 from mindspeed_rl.observability.alerts import LiveAlerts, _is_garbled, _is_repetitive, find_alerts
 from mindspeed_rl.observability.history import History
 
@@ -154,3 +157,46 @@ def test_the_last_written_iteration_decides_about_its_text():
     loops = "I think so. " * 60
     assert kinds(healthy(5), [sample(1, loops), sample(2, "fine")]) == set()
     assert kinds(healthy(5), [sample(1, "fine"), sample(2, loops)]) == {"repeating"}
+
+
+def _leak(name: str, values: list[float]) -> list[str]:
+    history = History([{"iteration": index, name: value} for index, value in enumerate(values, 1)])
+    return [alert.text for alert in find_alerts(history) if alert.kind == "memory_leak"]
+
+
+def test_only_growth_that_goes_on_is_a_leak() -> None:
+    # 240 MB a wake-up, as reported publicly
+    (text,) = _leak("residue/sleep/engine_gib", [1.0 + 0.24 * index for index in range(20)])
+    assert text.startswith("Memory does not come back (engine, after sleep): 4.08 GiB more than at iteration 3, 246 MiB")
+    warm_up = [1.0, 3.0, 4.0, 4.5, 4.7, 4.8]
+    assert _leak("residue/sleep/cache_gib", [*warm_up, *(4.85 + 0.001 * index for index in range(30))]) == []
+    assert _leak("residue/sleep/cache_gib", [4.0 + index % 3 for index in range(40)]) == []
+    assert _leak("residue/sleep/tensors_gib", [1.0 + 0.001 * index for index in range(40)]) == []  # 40 MiB in all
+    assert _leak("residue/iteration/driver_gib", [1.0 + 0.24 * index for index in range(6)]) == []  # too early
+
+
+def _depths(values: dict[str, float], start: float = 0.005) -> list[str]:
+    records = [{"iteration": index, "mismatch/depth/0": start, **values} for index in range(1, 6)]
+    return [alert.kind + ": " + alert.text for alert in find_alerts(History(records)) if "mismatch" in alert.kind]
+
+
+def test_a_difference_that_grows_with_depth_is_named() -> None:
+    # a published fault was 0.02 at 8K and 0.16 at 64K; sound runs stay below 0.011 at 64K
+    (text,) = _depths({"mismatch/depth/4096": 0.02, "mismatch/depth/65536": 0.16})
+    assert text == (
+        "mismatch_depth: Trainer and rollout differ from token 65536 of a response on: log-probs by 0.16 in the mean, 0.005 in "
+        "the first 16 tokens."
+    )
+    assert _depths({"mismatch/depth/65536": 0.011}) == []
+    assert _depths({"mismatch/depth/65536": 0.16}, start=0.1) == []  # it differs everywhere: another alert's
+    (text,) = _depths({"mismatch/after_tool": 0.5})
+    assert text.startswith("mismatch_token: Trainer and rollout differ at the first token after a tool")
+    assert _depths({"mismatch/rare_token": 0.5}) == []  # rare tokens always differ more
+
+
+def test_a_run_whose_tokens_differ_by_depth_is_compared_at_its_end(tmp_path: Path) -> None:
+    for deep, needed in ((0.16, True), (0.006, False)):
+        figures = {"mismatch/depth/0": 0.005, "mismatch/depth/4096": deep}
+        lines = (json.dumps({"iteration": index, **figures}) + "\n" for index in range(1, 6))
+        (tmp_path / "metrics.jsonl").write_text("".join(lines))
+        assert needs_comparison(tmp_path) is needed

@@ -119,6 +119,7 @@ def test_mlflow_writes_a_local_run_with_figures_and_a_table(tmp_path):
     assert json.loads(config.read_text()) == {"lr": 1.0}
 
 
+@pytest.mark.slow
 @needs("wandb")
 @pytest.mark.timeout(300)
 def test_wandb_goes_on_with_the_run_of_a_run_that_resumes_and_begins_another_for_a_new_one(tmp_path):

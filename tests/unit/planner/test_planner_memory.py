@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 import yaml
+from published import MODELS
 
 from mindspeed_rl.cli import plan as command
 from mindspeed_rl.config import GenerateConfig, MegatronConfig
@@ -27,6 +28,7 @@ from mindspeed_rl.planner.advice import find_changes_to_fit
 from mindspeed_rl.planner.assumptions import list_memory_assumptions
 from mindspeed_rl.planner.devices import DEVICES, GIB, find_device
 from mindspeed_rl.planner.engine import _count_rollout_elements
+from mindspeed_rl.planner.fit import FitRequest, build_grpo_tree, read_block, read_folder
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase, compute_head_bytes, plan_memory
 from mindspeed_rl.planner.shapes import count_stage_elements, list_grouped_ops, plan_role
 from mindspeed_rl.run.draft import draft
@@ -723,3 +725,33 @@ def test_bytes_of_the_head_are_those_of_its_chunks(keys: dict[str, Any], expecte
     model_config = plan_role(load_run_config("grpo_qwen3_8b_A3").actor_config).model_config
     config = MegatronConfig(**{"bf16": True, "loss_chunk_size": 256} | keys)
     assert compute_head_bytes(config, model_config, 1024, trains=True) == expected
+
+
+@pytest.mark.parametrize(("model", "block"), [("Qwen3-8B", "qwen3_8b"), ("Qwen3-30B-A3B", "qwen3_30b_a3b")])
+def test_a_model_folder_is_planned_like_the_block_of_its_shape(tmp_path: Path, model: str, block: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[model]))
+    keys, written = read_folder(tmp_path), read_block(block, None)
+    trees = [
+        build_grpo_tree(FitRequest("mine", keys, 8, 1024, 1024, folder=str(tmp_path))),
+        build_grpo_tree(FitRequest(block, written, 8, 1024, 1024)),
+    ]
+    plans = [plan_memory(draft(build_run_config(tree)), DEVICES["A3"]) for tree in trees]
+    for name in ("weights", "optimizer", "rollout weights"):
+        found, expected = ([phase.owners.get(name, 0) for phase in plan.fullest.phases] for plan in plans)
+        assert found == pytest.approx(expected, rel=1e-3), name
+
+
+def test_fit_takes_the_folder_of_a_model_and_writes_a_run_file_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "Qwen2.5-0.5B"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    output = tmp_path / "best.yaml"
+    words = ["--npus", "1", "--model", str(folder), "--prompt", "256", "--response", "256", "--top", "1", "-o", str(output)]
+    assert command.main(["fit", *words]) == 0
+    assert "Qwen2.5-0.5B on 1 x A3" in capsys.readouterr().out
+    text = output.read_text()
+    assert f'load: "{folder}"' in text and "model:" not in text.replace("tensor_model", "")
+    (folder / "config.json").write_text('{"model_type": "unheard_of"}')
+    assert command.main(["fit", *words]) == 2 and "unheard_of" in capsys.readouterr().err

@@ -369,6 +369,7 @@ def test_a_function_that_breaks_the_connection_costs_its_own_sample(response: st
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the log's name is found in /proc")
+@pytest.mark.slow
 def test_a_function_that_prints_without_bound_does_not_fill_the_disk(tmp_path: Path) -> None:
     program = f"""
 import os

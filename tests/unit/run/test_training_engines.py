@@ -25,7 +25,9 @@ _READ = set(
     "pretrained_checkpoint base_model load_checkpoint_loosely swap_optimizer loss_chunk_size loss_vocab_chunk_size "
     "fp32_lm_head stage model global_batch_size micro_batch_size train_iters train_epochs seq_length seed bf16 "
     "npu_deterministic threads_per_worker "
-    "deterministic ai_framework log_interval eval_iters eval_interval skip_train".split()
+    "deterministic ai_framework log_interval device_hour_price eval_iters eval_interval skip_train "
+    "eval_max_tokens eval_metric eval_n_samples eval_patience eval_sets eval_target eval_temperature eval_verifier "
+    "keep_best".split()
 )
 
 
@@ -114,7 +116,7 @@ def test_forms_of_models_are_refused_by_name(name: str, form: str | None) -> Non
 
 
 def test_commands_that_know_only_megatron_refuse_the_other_engine() -> None:
-    for command in ("plan", "diff", "npu-cost"):
+    for command in ("diff", "npu-cost"):
         rules.check_command(MegatronConfig(), "actor_config", command)
         with pytest.raises(ValueError, match=f"^actor_config.engine: fsdp: mindspeed-rl {command} knows"):
             rules.check_command(MegatronConfig(engine="fsdp"), "actor_config", command)

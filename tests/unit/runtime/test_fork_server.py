@@ -167,6 +167,7 @@ def test_the_server_ends_with_a_process_that_is_killed() -> None:
     assert psutil.wait_procs([server], timeout=patient(10))[1] == []
 
 
+@pytest.mark.slow
 def test_workers_that_only_train_load_no_vllm() -> None:
     program = (
         "import sys; from mindspeed_rl import adaptors, platform; platform.select('cpu'); adaptors.apply('train');"

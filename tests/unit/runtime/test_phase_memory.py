@@ -15,6 +15,8 @@ import torch
 from mindspeed_rl import platform
 from mindspeed_rl.config import build_run_config
 from mindspeed_rl.config.run_files import compose, locate
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.planner.prediction import predict
 from mindspeed_rl.run.resolve import resolve
@@ -132,6 +134,8 @@ def test_other_errors_stay_what_they_are() -> None:
 _SMALL = """
 import resource, torch
 from mindspeed_rl import platform
+from mindspeed_rl.observability.alerts import find_alerts
+from mindspeed_rl.observability.history import History
 from mindspeed_rl.observability.metrics import Metrics
 from mindspeed_rl.runtime.device_memory import DeviceMemoryError, PhaseMemory
 platform.select("cpu")
@@ -180,3 +184,32 @@ def test_other_failures_of_workers_pass_as_they_are() -> None:
     with pytest.raises(WorkerError) as raised, _advise_on_memory(predict(resolve(cfg, platform="cpu"))):
         raise error
     assert raised.value is error and _find_memory_error(error) is None
+
+
+def test_memory_that_does_not_come_back_is_an_alert_with_its_owner() -> None:
+    kept: list[torch.Tensor] = []
+    memory, history, steady = PhaseMemory(dict), History(), History()
+    for iteration in range(1, 13):
+        metrics = Metrics()
+        with memory("generate", "engine step", Metrics()):
+            kept.append(torch.ones(10 * MIB))  # 40 MiB a wake-up that nobody frees
+        memory.measure_residue("sleep", metrics)
+        history.add({"iteration": iteration, **metrics.results()})
+    for iteration in range(1, 13):
+        metrics = Metrics()
+        with memory("generate", "engine step", Metrics()):
+            torch.ones(10 * MIB).sum()
+        memory.measure_residue("sleep", metrics)
+        steady.add({"iteration": iteration, **metrics.results()})
+    (alert,) = [alert for alert in find_alerts(history) if alert.kind == "memory_leak"]
+    assert "(tensors, after sleep)" in alert.text and "a hook or loss of yours" in alert.advice
+    assert 36 <= float(alert.text.split(" MiB an iteration")[0].rpartition(" ")[2]) <= 44
+    assert not [alert for alert in find_alerts(steady) if alert.kind == "memory_leak"]
+
+
+def test_the_engine_is_the_owner_of_what_it_keeps() -> None:
+    sizes = iter(range(0, 12 << 30, 1 << 30))
+    memory, metrics = PhaseMemory(lambda: {"weights": 5 << 30, "KV cache": 2 << 30, "rollout weights": next(sizes)}), Metrics()
+    memory.measure_residue("weight_sync", metrics)
+    memory.measure_residue("weight_sync", metrics)
+    assert metrics.results()["residue/weight_sync/engine_gib"] == 3.0

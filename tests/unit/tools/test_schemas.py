@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import random
 from typing import Any
@@ -12,7 +13,7 @@ from patience import patient
 from spoilt_values import change_field, list_fields
 
 from mindspeed_rl.tools.argument_checks import ArgumentChecks
-from mindspeed_rl.tools.schemas import ArgumentSchema, validate_schema
+from mindspeed_rl.tools.schemas import ArgumentSchema, find_problem, validate_schema
 
 FUNCTION = {
     "name": "f",
@@ -59,7 +60,7 @@ def make_schema(at: random.Random) -> Any:
         places = [keys for keys in list_fields(value) if isinstance(find(value, keys), dict)]
         keyword = at.choice(list(KEYWORDS))
         if places:
-            find(value, at.choice(places))[keyword] = at.choice(KEYWORDS[keyword])
+            find(value, at.choice(places))[keyword] = copy.deepcopy(at.choice(KEYWORDS[keyword]))
     for _ in range(at.randrange(2)):
         value = change_field(value, at)
     return value
@@ -111,6 +112,15 @@ def try_schemas(seed: int, count: int) -> tuple[int, int, int]:
 
 def test_changed_schemas_and_arguments_are_used_or_refused() -> None:
     assert min(try_schemas(1, 300)) > 20
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("form", [{"type": "number", "multipleOf": 0.5}, {"type": "number"}, {}])
+def test_numbers_that_json_does_not_have_match_no_schema(number: float, form: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": form, "b": {"type": "array", "items": form}}}
+    for arguments in ({"a": number}, {"b": [1.0, number]}):
+        assert "NaN or an infinite one" in str(find_problem(parameters, arguments))
+    assert find_problem(parameters, {"a": 1.5, "b": [1.0]}) is None
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ ELSEWHERE: dict[str, str] = {
     "wandb_mode swanlab_mode swanlab_project swanlab_exp_name swanlab_save_dir mlflow_tracking_uri mlflow_experiment "
     "mlflow_run_name trackio_project trackio_run_name trackio_space_id otlp_endpoint",
     "rewards/static_check.py": "external_plugins",
-    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_timeout_s",
+    "rewards/judge.py": "judge_url judge_model judge_prompt judge_parser judge_rubric judge_timeout_s",
     "rewards/samples.py": "verifier_parallel verifier_timeout num_reward_workers reward_timeout_s reward_memory_gib "
     "reward_failure_policy reward_failure_limit judge_weight rule_reward",
     "rewards/shaping.py": "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct "
@@ -152,8 +152,10 @@ ELSEWHERE: dict[str, str] = {
     "kv_cache_dtype",
     "trainers/advantages.py": "unscored_iterations_limit off_policy_token_limit",
     "run/resume.py": "load_iteration load_previous",
-    "trainers/evaluation.py": "eval_num_prompts eval_greedy",
-    "trainers/prompt_loader.py": "data_path eval_data_path split dataset_additional_keys max_prompt_length "
+    "trainers/evaluation.py": "eval_num_prompts eval_greedy eval_n_samples eval_temperature",
+    "trainers/answer_evaluation.py": "eval_verifier eval_max_tokens",
+    "trainers/best_evaluation.py": "eval_metric eval_target eval_patience keep_best",
+    "trainers/prompt_loader.py": "data_path eval_data_path eval_sets split dataset_additional_keys max_prompt_length "
     "long_prompts limit_mm_image_per_prompt",
     "run/rules/run_rules.py": "is_multimodal",
     "trainers/supervised_data.py": "append_eod",
@@ -169,6 +171,7 @@ ELSEWHERE: dict[str, str] = {
     "partial_rollout partial_rollout_max_split keep_spare_samples",
     "run/models.py": "refer_model_iter",
     "trainers/launch.py": "sigterm_grace_s log_interval",
+    "planner/promise.py": "device_hour_price",
     "trainers/rollout_logger.py": "log_completions log_completions_interval log_completions_keep log_max_throughput",
     "trainers/old_policy.py": "log_probs_diff_limit old_log_probs_fallback",
     "trainers/schedule.py": "save_interval eval_interval save_rollouts_interval sync_ref_model ref_model_sync_steps "

@@ -10,18 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from supervised_samples import answers, instruction_row, write_columns
+from transformers import AutoModelForCausalLM
 
-from mindspeed_rl.config import MegatronConfig, RLConfig
+from mindspeed_rl.config import MegatronConfig, RLConfig, build_run_config
 from mindspeed_rl.observability.console import IterationProgress
 from mindspeed_rl.observability.trackers import make_trackers
-from mindspeed_rl.run.phases import Phase
+from mindspeed_rl.rewards.pool import RewardPool
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.run.phases import Phase, Phases
+from mindspeed_rl.run.rules.validation import validate
 from mindspeed_rl.runtime.reports import WorkerReport
+from mindspeed_rl.trainers.answer_evaluation import AnswerEvaluator, derive_answer_rewards, load_answer_sets
 from mindspeed_rl.trainers.run_logger import LogOutputs, RunLogger
 from mindspeed_rl.trainers.sft_setup import _derive_throughput
 from mindspeed_rl.trainers.supervised import SupervisedTrainer
 from mindspeed_rl.trainers.supervised_data import _check_content, list_data_checks
 from mindspeed_rl.trainers.termination import Termination
+from mindspeed_rl.workers.answers import AnswerRequest
 from mindspeed_rl.workers.supervised_worker import SupervisedWorker
 
 
@@ -35,7 +42,9 @@ class SingleWorker:
         return [getattr(self.worker, phase.name)(*arguments)]
 
 
-def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
+def run(
+    worker: SupervisedWorker, folder: Path, eval_sets: dict[str, Any] | None = None, pool: RewardPool | None = None
+) -> tuple[list[dict], str]:
     """(lines of metrics.jsonl, console) of a whole run."""
     console = io.StringIO()
     config, plan = worker.config, worker.run.plan
@@ -43,7 +52,9 @@ def run(worker: SupervisedWorker, folder: Path) -> tuple[list[dict], str]:
     outputs = LogOutputs(folder, make_trackers(RLConfig(), folder, {}), progress)
     logger = RunLogger(outputs, partial(_derive_throughput, num_devices=1))
     evaluates = worker.held_out is not None
-    SupervisedTrainer(worker.run, SingleWorker(worker), logger, Termination(), evaluates=evaluates).fit()
+    single = SingleWorker(worker)
+    answers = AnswerEvaluator(worker.run, eval_sets or {}, worker.stage.tokenizer, pool, single)
+    SupervisedTrainer(worker.run, single, logger, Termination(), answers=answers, evaluates=evaluates).fit()
     logger.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], console.getvalue()
 
@@ -68,6 +79,60 @@ def test_saves_and_evaluations_come_at_their_intervals_and_at_the_end(
     for name in ("train/loss", "train/lr", "train/grad_norm", "train/tokens_per_s", "train/samples_per_s"):
         assert all(line[name] > 0 for line in lines), name
     assert all(line["train/tflops_per_device"] > 0 and line["train/memory_gib"] > 0 for line in lines)
+
+
+def greedy(folder: Path, prompt_ids: list[int], count: int) -> list[int]:
+    """The answer of transformers with saved weights."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = torch.tensor([prompt_ids])
+    made = model.generate(ids, max_new_tokens=count, do_sample=False, attention_mask=torch.ones_like(ids), pad_token_id=0)
+    return made[0, len(prompt_ids) :].tolist()
+
+
+def test_answers_to_held_out_prompts_are_those_of_the_weights_and_leave_training_as_it_is(
+    start: Callable[..., Any], prefix: Path, tmp_path: Path
+) -> None:
+    keys = {"train_iters": 4, "eval_interval": 2, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    plain, _ = run(start("sft", prefix, **keys), tmp_path / "plain")
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"prompt": "two words", "labels": "x"}, {"prompt": "a longer prompt than the first", "labels": "y"}]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = {"eval_sets": {"few": str(questions)}, "eval_verifier": ["exact_match"], "eval_max_tokens": 5}
+    save = tmp_path / "save"
+    worker = start("sft", prefix, save=str(save), save_hf=True, save_interval=2, **keys, **sets)
+    prompts = load_answer_sets(worker.run, worker.stage.tokenizer)
+    with RewardPool.from_config(derive_answer_rewards(worker.run), max_tokens=5) as pool:
+        lines, _ = run(worker, tmp_path / "answered", prompts, pool)
+        answers = AnswerEvaluator(worker.run, prompts, worker.stage.tokenizer, pool, SingleWorker(worker))
+        (_, made), *_ = answers._workers.call(
+            Phases.GENERATE_ANSWERS, [AnswerRequest(prompts["few"][i]["prompt_ids"], i) for i in range(2)], answers._sampling
+        )
+    assert [line["iteration"] for line in lines if "eval/few/accuracy" in line] == [2, 4]
+    assert lines[-1]["eval/few/prompts"] == 2 and 0 <= lines[-1]["eval/few/accuracy"] <= 1
+    # dropout stays on, and draws what it drew
+    assert [line["train/loss"] for line in lines] == [line["train/loss"] for line in plain]
+    stops = set(answers._sampling.stop_token_ids)
+    for index, answer in enumerate(made):
+        expected = greedy(save / "hf" / "latest", list(prompts["few"][index]["prompt_ids"]), 5)
+        end = next((place + 1 for place, token in enumerate(expected) if token in stops), len(expected))
+        assert answer.token_ids == expected[:end]
+        assert answer.truncated == (expected[end - 1] not in stops)
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({}, "eval_verifier must name a reward function"),
+        ({"eval_verifier": ["gsm8k"], "eval_max_tokens": 64}, "leaves no room for a prompt"),
+        ({"eval_verifier": ["gsm8k"], "engine": "fsdp"}, "without a cache"),
+        ({"eval_verifier": ["gsm8k"], "tensor_model_parallel_size": 2, "sequence_parallel": True}, "one token"),
+        ({"eval_verifier": ["gsm8k"], "context_parallel_size": 2}, "one token cannot be split"),
+    ],
+)
+def test_a_run_that_cannot_answer_says_why(keys: dict[str, Any], sentence: str) -> None:
+    training = {"stage": "sft", "seq_length": 64, "eval_sets": {"few": "x.jsonl"}, **keys}
+    found = validate(draft(build_run_config({"megatron_training": training})))
+    assert sentence in "\n".join(map(str, found))
 
 
 def test_skip_train_evaluates_and_changes_nothing(start: Callable[..., Any], prefix: Path, tmp_path: Path) -> None:

@@ -1,0 +1,17 @@
+"""Commands of a shell script, read without executing any of it.
+
+Assignments, arrays, expansions with defaults, arithmetic of whole numbers, `if`, `for` and `case` on known variables are
+followed. A value that only the machine of the script knows stays in the words as a mark, and is requested by
+`list_unknown` once it matters.
+"""
+
+from mindspeed_rl.importers.shell.command import (
+    Command,
+    list_unknown,
+    read_flags,
+    read_variable,
+    request_variables,
+)
+from mindspeed_rl.importers.shell.interpreter import read_script
+
+__all__ = ["Command", "list_unknown", "read_flags", "read_script", "read_variable", "request_variables"]

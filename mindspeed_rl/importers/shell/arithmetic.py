@@ -1,0 +1,68 @@
+"""Arithmetic of whole numbers, as the shell has it."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable
+
+_OPERATORS: dict[type[ast.operator] | type[ast.cmpop], Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Mod: operator.mod,
+    ast.FloorDiv: operator.floordiv, ast.LShift: operator.lshift, ast.RShift: operator.rshift,
+    ast.Pow: lambda base, exponent: int(base**exponent),
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+}  # fmt: skip
+_SIGNS: dict[type[ast.unaryop], Callable[[int], int]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Not: lambda value: int(not value),
+}
+#: largest shift and exponent
+_MOST = 64
+
+
+def evaluate(text: str) -> str | None:
+    """Return the value of an expression without variables; None where it has no value that can be known."""
+    if choice := re.fullmatch(r"([^?]*)\?([^:]*):(.*)", text, re.DOTALL):
+        text = "({1}) if ({0}) else ({2})".format(*choice.groups())
+    python = text.replace("&&", " and ").replace("||", " or ").replace("/", "//").strip()
+    try:
+        return str(int(_Expression().visit(ast.parse(python or "0", mode="eval").body)))
+    except (SyntaxError, KeyError, ValueError, ZeroDivisionError, RecursionError):  # KeyError: another operator
+        return None
+
+
+class _Expression(ast.NodeVisitor):
+    """Value of an expression; ValueError where it has another kind of part, or a number of absurd size."""
+
+    def visit_Constant(self, node: ast.Constant) -> int:
+        if not isinstance(node.value, int):
+            raise ValueError("no whole number")
+        return node.value
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> int:
+        return _SIGNS[type(node.op)](self.visit(node.operand))
+
+    def visit_BinOp(self, node: ast.BinOp) -> int:
+        compute = _OPERATORS[type(node.op)]
+        first, second = self.visit(node.left), self.visit(node.right)
+        if (isinstance(node.op, ast.Pow) and abs(second) > _MOST) or (isinstance(node.op, ast.LShift) and second > _MOST):
+            raise ValueError("too large")
+        return compute(first, second)
+
+    def visit_Compare(self, node: ast.Compare) -> int:
+        if len(node.ops) != 1:
+            raise ValueError("several comparisons")
+        return int(_OPERATORS[type(node.ops[0])](self.visit(node.left), self.visit(node.comparators[0])))
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> int:
+        values = [bool(self.visit(item)) for item in node.values]
+        return int(all(values) if isinstance(node.op, ast.And) else any(values))
+
+    def visit_IfExp(self, node: ast.IfExp) -> int:
+        return self.visit(node.body if self.visit(node.test) else node.orelse)
+
+    def generic_visit(self, node: ast.AST) -> int:
+        raise ValueError("no whole number")

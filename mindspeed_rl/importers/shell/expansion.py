@@ -1,0 +1,317 @@
+"""Words of a shell script with their quotes, variables and arithmetic expanded."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mindspeed_rl.importers.shell.arithmetic import evaluate
+from mindspeed_rl.importers.shell.command import list_unknown, make_mark
+from mindspeed_rl.importers.shell.tokens import Reader, read_tokens
+from mindspeed_rl.importers.shell.variables import Scope
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
+_BRACES = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
+_ITEMS = re.compile(r":\s*(\d+|\$\w+)(?::\s*(\d+|\$\w+))?")
+_QUOTED = re.compile(r"""['"\\]""")
+_STEP = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))\s*", re.DOTALL)
+#: characters that a backslash takes the meaning of within double quotes
+_ESCAPED = ("$", "`", '"', "\\", "\n")
+_ALL = ("@", "*")
+
+
+@dataclass(frozen=True)
+class _Expansion:
+    """What stands in the place of a variable or a command.
+
+    Attributes:
+        kind: text is split at blanks unless it is quoted, a list has a word an item, words are split already.
+    """
+
+    items: list[str]
+    kind: Literal["text", "list", "words"] = "text"
+
+    @classmethod
+    def of_text(cls, text: str) -> _Expansion:
+        return cls([text])
+
+
+@dataclass
+class _Words:
+    """Words that grow from left to right.
+
+    Attributes:
+        splits: text that is not quoted is split at blanks.
+        current: parts of the last word; empty where there is none yet.
+    """
+
+    splits: bool
+    done: list[str] = field(default_factory=list)
+    current: list[str] = field(default_factory=list)
+
+    def add_text(self, text: str) -> None:
+        self.current.append(text)
+
+    def add(self, expansion: _Expansion, *, quoted: bool) -> None:
+        items, kind = expansion.items, expansion.kind
+        if kind != "list" and (quoted or not self.splits):
+            self.current.append(" ".join(items))
+            return
+        parts = items if quoted or kind == "words" else [part for item in items for part in item.split()]
+        for index, part in enumerate(parts):
+            if index:
+                self.done.append("".join(self.current))
+                self.current = []
+            self.current.append(part)
+
+    def end(self) -> list[str]:
+        return [*self.done, "".join(self.current)] if self.current else self.done
+
+
+class Expander:
+    """Expands words by the variables of a scope.
+
+    Attributes:
+        scope: which `${name=text}` and arithmetic may change.
+    """
+
+    def __init__(self, scope: Scope, substitute: Callable[[str], str]) -> None:
+        """Keep the scope.
+
+        Args:
+            substitute: returns the output of a command, or a mark.
+        """
+        self.scope, self._substitute = scope, substitute
+        #: beginning of an expansion -> function that reads it from a text; the longer ones first
+        self._forms: tuple[tuple[str, Callable[[str, int, bool], tuple[_Expansion, int]]], ...] = (
+            ("`", self._read_backquotes),
+            ("$((", self._read_arithmetic),
+            ("$(", self._read_command),
+            ("${", self._read_braces),
+            ("$'", self._read_escapes),
+        )
+
+    def expand(self, word: str, *, splits: bool = True, blank_unset: bool = False) -> list[str]:
+        """Return the words that a word with quotes and variables becomes.
+
+        Args:
+            splits: text that is not quoted is split at blanks.
+            blank_unset: an argument that is not given is empty.
+
+        Raises:
+            ValueError: a quote has no end.
+        """
+        words, place = _Words(splits), 0
+        while place < len(word):
+            char = word[place]
+            if char == "\\":
+                words.add_text(word[place + 1 : place + 2])
+                place += 2
+            elif char == "'":
+                end = word.index("'", place + 1)
+                words.add_text(word[place + 1 : end])
+                place = end + 1
+            elif char == '"':
+                reader = Reader(word, place)
+                reader.read_quoted('"')
+                self._expand_quoted(word[place + 1 : reader.place - 1], words, blank_unset=blank_unset)
+                place = reader.place
+            elif char in "$`":
+                expansion, place = self._read_expansion(word, place, blank_unset)
+                words.add(expansion, quoted=False)
+            else:
+                words.add_text(char)
+                place += 1
+        return words.end()
+
+    def expand_text(self, word: str, *, blank_unset: bool = False) -> str:
+        """Return the text that a word becomes where it is not split."""
+        return " ".join(self.expand(word, splits=False, blank_unset=blank_unset))
+
+    def compute(self, text: str) -> str:
+        """Return the value of an arithmetic expression of whole numbers; a mark where a variable is unknown."""
+        text = self.expand_text(text)
+        if "\0" not in text:
+            text = _NAME.sub(lambda match: self.scope.read(match.group()) or "0", text)
+        if unknown := list_unknown(text):
+            return make_mark(*unknown[0])
+        value = evaluate(text)
+        return self.scope.mark_output() if value is None else value
+
+    def step(self, text: str) -> str:
+        """Follow an arithmetic expression that may set a variable; return its value."""
+        match = _STEP.fullmatch(text)
+        if match is None:
+            return self.compute(text)
+        name, step, sign, rest = match.groups()
+        value = self.compute(f"{name} {step[0]} 1" if step else f"{name} {sign} ({rest})" if sign else rest)
+        self.scope.set(name, value)
+        return value
+
+    def _expand_quoted(self, text: str, words: _Words, *, blank_unset: bool) -> None:
+        words.add_text("")
+        place = 0
+        while place < len(text):
+            if text[place] == "\\" and text[place + 1 : place + 2] in _ESCAPED:
+                words.add_text(text[place + 1].replace("\n", ""))
+                place += 2
+            elif text[place] in "$`":
+                expansion, place = self._read_expansion(text, place, blank_unset)
+                words.add(expansion, quoted=True)
+            else:
+                words.add_text(text[place])
+                place += 1
+
+    # --- forms of an expansion: each returns it and the place after it
+
+    def _read_expansion(self, text: str, place: int, blank_unset: bool) -> tuple[_Expansion, int]:
+        for beginning, read in self._forms:
+            if text.startswith(beginning, place):
+                return read(text, place, blank_unset)
+        match = _PARAMETER.match(text, place + 1)
+        if match is None:
+            return _Expansion.of_text("$"), place + 1
+        if match.group() in _ALL:
+            return _Expansion(self.scope.arguments, "list"), match.end()
+        return _Expansion.of_text(self.scope.read(match.group(), blank_unset=blank_unset)), match.end()
+
+    def _read_backquotes(self, text: str, place: int, _: bool) -> tuple[_Expansion, int]:
+        end = text.index("`", place + 1)
+        return _Expansion.of_text(self._substitute(text[place + 1 : end])), end + 1
+
+    def _read_arithmetic(self, text: str, place: int, _: bool) -> tuple[_Expansion, int]:
+        reader = Reader(text, place + 1)
+        return _Expansion.of_text(self.compute(reader.read_balanced("(", ")")[1:-1])), reader.place
+
+    def _read_command(self, text: str, place: int, _: bool) -> tuple[_Expansion, int]:
+        reader = Reader(text, place + 1)
+        return _Expansion.of_text(self._substitute(reader.read_balanced("(", ")"))), reader.place
+
+    def _read_braces(self, text: str, place: int, blank_unset: bool) -> tuple[_Expansion, int]:
+        reader = Reader(text, place + 1)
+        return self._expand_braces(reader.read_balanced("{", "}"), blank_unset), reader.place
+
+    def _read_escapes(self, text: str, place: int, _: bool) -> tuple[_Expansion, int]:
+        end = text.index("'", place + 2)
+        return _Expansion([text[place + 2 : end].replace("\\n", "\n").replace("\\t", "\t")], "words"), end + 1
+
+    # --- ${...}
+
+    def _expand_braces(self, text: str, blank_unset: bool) -> _Expansion:
+        match = _BRACES.match(text)
+        if match is None:
+            return _Expansion.of_text(self.scope.mark(text))
+        flag, name, index, rest = match.groups()
+        if name in _ALL:
+            return self._expand_items(self.scope.arguments, name, flag, rest, joins=False)
+        value = self.scope.find(name)
+        if isinstance(value, dict):
+            if index in _ALL:
+                entries = list(value) if flag == "!" else list(value.values())
+                return _Expansion.of_text(str(len(entries))) if flag == "#" else _Expansion(entries, "list")
+            value = value.get(" ".join(self.expand(index or "0")), "")
+            flag = "" if flag == "!" else flag
+        if index in _ALL:
+            if value is None:
+                items = [] if blank_unset else [self.scope.mark(name)]
+            else:
+                items = value if isinstance(value, list) else [value]
+            return self._expand_items(items, name, flag, rest, joins=index == "*")
+        if isinstance(value, list):
+            computed = self.compute(index or "0")
+            if list_unknown(computed):
+                return _Expansion.of_text(computed)
+            place = int(computed)
+            value = value[place] if -len(value) <= place < len(value) else ""
+        return self._expand_value(value, name, flag, rest, blank_unset)
+
+    def _expand_items(self, items: list[str], name: str, flag: str, rest: str, *, joins: bool) -> _Expansion:
+        """Return the items of an array, or their number; those that a slice leaves, or each with a change."""
+        if flag == "#":
+            return _Expansion.of_text(str(len(items)))
+        if cut := _ITEMS.fullmatch(rest):
+            bounds = [self.compute(bound) if bound else None for bound in cut.groups()]
+            if unknown := [bound for bound in bounds if list_unknown(bound)]:
+                items = [str(unknown[0])]
+            else:
+                # the first of the arguments is $1, and $0 is the script
+                start = max(0, int(bounds[0] or 0) - (name in _ALL))
+                items = items[start : None if bounds[1] is None else start + int(bounds[1])]
+        elif rest and rest[0] in "#%/^,":
+            items = [" ".join(self._change(name, item, rest, blank_unset=True)) for item in items]
+        return _Expansion.of_text(" ".join(items)) if joins else _Expansion(items, "list")
+
+    def _expand_value(self, value: str | None, name: str, flag: str, rest: str, blank_unset: bool) -> _Expansion:
+        if name in ("BASH_SOURCE", "0") and value is None:
+            value = "script.sh"
+        if flag == "!":
+            value = self.scope.read(str(value), blank_unset=blank_unset)
+        if flag == "#":
+            return _Expansion.of_text(str(len(self.scope.read(name, blank_unset=blank_unset) if value is None else value)))
+        items = self._change(name, value, rest, blank_unset=blank_unset)
+        return _Expansion(items, "words" if _DEFAULT.match(rest) and _QUOTED.search(rest) else "text")
+
+    def _change(self, name: str, value: str | None, rest: str, *, blank_unset: bool) -> list[str]:
+        """Return the words of `${name<rest>}`; several only for a default."""
+        if default := _DEFAULT.match(rest):
+            return self._choose_default(name, value, *default.groups())
+        text = self.scope.read(name, blank_unset=blank_unset) if value is None else value
+        if not rest or list_unknown(text):
+            return [text]
+        for pattern, change in _CHANGES:
+            if match := pattern.fullmatch(rest):
+                return [change(text, *(self.expand_text(group or "") for group in match.groups()))]
+        return [self.scope.mark(name)]
+
+    def _choose_default(self, name: str, value: str | None, colon: str, kind: str, text: str) -> list[str]:
+        """Return the words of `${name:-text}` and its relatives."""
+        is_set = value is not None and not (colon and value == "")
+        if is_set and kind != "+":
+            return [value or ""]
+        if kind == "?":
+            return [self.scope.mark(name)]
+        if kind == "+" and not is_set:
+            return []
+        if kind == "=":
+            self.scope.set(name, self.expand_text(text))
+        if not _QUOTED.search(text):
+            return [self.expand_text(text)]
+        # quotes are taken off, and hold words together
+        return [item for token in read_tokens(text) for item in self.expand(token.text)]
+
+
+def _cut(text: str, where: str, pattern: str) -> str:
+    """Return a text without the prefix or suffix that a pattern matches; twice the sign for the longest one."""
+    from_end = where[0] == "%"
+    sizes = range(len(text), -1, -1) if len(where) == 2 else range(len(text) + 1)
+    for size in sizes:
+        part = text[len(text) - size :] if from_end else text[:size]
+        if fnmatch.fnmatchcase(part, pattern):
+            return text[: len(text) - size] if from_end else text[size:]
+    return text
+
+
+def _replace(text: str, where: str, old: str, new: str) -> str:
+    return text.replace(old, new) if where == "//" else text.replace(old, new, 1)
+
+
+def _slice(text: str, start: str, length: str) -> str:
+    return text[int(start) : int(start) + int(length) if length else None]
+
+
+def _change_case(text: str, where: str) -> str:
+    return text.upper() if where == "^^" else text.lower()
+
+
+#: what follows the name in braces -> function of the text and the expanded groups
+_CHANGES: tuple[tuple[re.Pattern[str], Callable[..., str]], ...] = (
+    (re.compile(r"(%%|%|##|#)(.*)", re.DOTALL), _cut),
+    (re.compile(r"(//?)([^/]*)/?(.*)", re.DOTALL), _replace),
+    (re.compile(r":\s*(\d+)(?::(\d+))?"), _slice),
+    (re.compile(r"(\^\^|,,)"), _change_case),
+)

@@ -1,0 +1,566 @@
+"""Follows the commands of a shell script: variables, conditions, loops, functions and scripts that it runs."""
+
+from __future__ import annotations
+
+import enum
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from mindspeed_rl.config.errors import ConfigError
+from mindspeed_rl.importers.shell.command import Command, list_unknown, make_mark, name_outputs
+from mindspeed_rl.importers.shell.expansion import Expander
+from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, read_variables
+from mindspeed_rl.importers.shell.parser import Node, parse
+from mindspeed_rl.importers.shell.programs import format_text, list_said, read_output
+from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_WORD, OUTPUT, read_tokens
+from mindspeed_rl.importers.shell.variables import Scope, Variable
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
+_PAIRS = re.compile(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)")
+#: text that stands for a value which the user writes, such as "your model ckpt path"
+_PLACEHOLDER = re.compile(r"<?your(?:[ _-]\w+){1,6}>?")
+_DECLARING = frozenset(("export", "declare", "local", "readonly", "typeset"))
+_COMPARISONS = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
+#: loops over more items, and scripts that run more others, than any script means
+_MAX_ITEMS = 64
+_MAX_DEPTH = 20
+#: options of `read`, `mapfile` and `readarray` that have a word
+_READ_WORDS = {"read": "dnNptui", "mapfile": "dnNpui", "readarray": "dnNpui"}
+
+
+def read_script(text: str, known: Mapping[str, str] | None = None, folder: Path | None = None) -> list[Command]:
+    """Return the commands that a script runs, in order.
+
+    Args:
+        known: values of variables, which assignments of the script do not change.
+        folder: of the script; files that it sources are read where they are there.
+
+    Raises:
+        ConfigError: a quote or a bracket is not closed, or a construct has no end.
+    """
+    interpreter = _Interpreter(Scope(dict(known or {})), folder)
+    try:
+        interpreter.run(parse(text))
+    except (IndexError, ValueError, RecursionError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([f"line {interpreter.scope.line} cannot be read as a shell script"]) from None
+    return _leave_first_runs(interpreter.commands)
+
+
+def _leave_first_runs(commands: list[Command]) -> list[Command]:
+    """Return the commands without those that a further run of a loop has at the same line."""
+    kept: list[Command] = []
+    looped: set[int] = set()
+    for command in commands:
+        if command.loop and command.line in looped:
+            continue
+        looped |= {command.line} if command.loop else set()
+        kept.append(command)
+    return kept
+
+
+def _name_condition(kind: str, line: int, unknown: Sequence[tuple[str, int]]) -> str:
+    """Return the words for a condition or case, with the variables that decide it."""
+    names = dict(unknown)
+    asked = f" ({' '.join(f'--set {name}=VALUE' for name in names)})" if names else ""
+    return f"the {kind} of line {line}{asked}"
+
+
+class _Kind(enum.Enum):
+    """What a command is that no builtin of the shell follows."""
+
+    PROGRAM = enum.auto()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A simple command after expansion.
+
+    Attributes:
+        words: of the command without its name.
+        assignments: in front of it.
+        stdin: text that it reads; None without a redirection.
+        output: how (`>` or `>>`) and where it writes; None without a redirection.
+    """
+
+    name: str
+    words: list[str]
+    line: int
+    assignments: Mapping[str, str]
+    stdin: str | None
+    output: tuple[str, str] | None
+
+
+@dataclass
+class _Interpreter:
+    """Follows the variables of a script, and collects its commands.
+
+    Attributes:
+        files: path -> text of those that the script has written.
+        inner_runs: number of scripts that were run, of this one and those around it together.
+        uncertain, loop, directory: of the commands that follow, see `Command`.
+        depth: of functions, files and scripts within one another.
+    """
+
+    scope: Scope
+    folder: Path | None = None
+    functions: dict[str, list[Node]] = field(default_factory=dict)
+    commands: list[Command] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    inner_runs: list[int] = field(default_factory=lambda: [0])
+    uncertain: str = ""
+    loop: str = ""
+    directory: str = ""
+    depth: int = 0
+
+    def __post_init__(self) -> None:
+        self.words = Expander(self.scope, self._substitute)
+
+    # --- statements
+
+    def run(self, nodes: list[Node]) -> bool | None:
+        """Follow the commands; return the status of the last one: None where only the machine knows it."""
+        status: bool | None = True
+        for node in nodes:
+            if (node.link == "&&" and status is False) or (node.link == "||" and status is True):
+                continue
+            if node.link in ("&&", "||") and status is None:
+                self._run_uncertain([[node]], f"line {node.line}")
+                continue
+            self.scope.line = node.line
+            status = _NODES[node.kind](self, node)
+        return status
+
+    def _run_group(self, node: Node) -> bool | None:
+        return self.run(node.parts[0])
+
+    def _run_subshell(self, node: Node) -> bool | None:
+        """Follow commands in brackets, whose folder, variables and functions end with them."""
+        scope = self.scope
+        outer = self.directory, dict(scope.variables), set(scope.exported), dict(self.functions)
+        status = self.run(node.parts[0])
+        self.directory, scope.variables, scope.exported, self.functions = outer
+        return status
+
+    def _run_if(self, node: Node) -> bool | None:
+        parts = list(node.parts)
+        while len(parts) >= 2:
+            count = len(self.commands)
+            status = self.run(parts[0])
+            if status is None or len(self.commands) > count:  # only the machine knows how a program ends
+                bodies = parts[1::2] + ([parts[-1]] if len(parts) % 2 else [[]])
+                words = [word for part in parts[0] for word in part.words]
+                unknown = [item for word in words for text in self.words.expand(word) for item in list_unknown(text)]
+                self._run_uncertain(bodies, _name_condition("condition", node.line, unknown), unknown)
+                return True
+            if status:
+                return self.run(parts[1])
+            parts = parts[2:]
+        return self.run(parts[0]) if parts else True
+
+    def _run_for(self, node: Node) -> bool | None:
+        name, *words = node.words
+        if name.startswith("(("):
+            return self._run_while(node)
+        items = [item for word in words[1:] for item in self.words.expand(word)]
+        if name in self.scope.known:  # each run would have the value of the user
+            items = items[:1]
+        outer = self.loop
+        for index, item in enumerate(items[:_MAX_ITEMS]):
+            if len(items) > 1 and not outer:
+                runs = f"run {index + 1} of {len(items)} of the loop over {name} in line {node.line}: {name}={item}"
+                self.loop = f"{runs}; --set {name}=VALUE imports another"
+            self.scope.variables[name] = item
+            self.run(node.parts[0])
+        self.loop = outer
+        return True
+
+    def _run_while(self, node: Node) -> bool | None:
+        # its body depends on what changes while it runs
+        self._run_uncertain([node.parts[0]], f"the loop of line {node.line}")
+        return True
+
+    def _run_case(self, node: Node) -> bool | None:
+        value = " ".join(self.words.expand(node.words[0]))
+        if unknown := list_unknown(value):
+            self._run_uncertain([*node.parts, []], _name_condition("case", node.line, unknown), unknown)
+            return True
+        for patterns, body in zip(node.patterns, node.parts):
+            if any(fnmatch.fnmatchcase(value, " ".join(self.words.expand(pattern))) for pattern in patterns):
+                return self.run(body)
+        return True
+
+    def _keep_function(self, node: Node) -> bool | None:
+        self.functions[node.words[0]] = node.parts[0]
+        return True
+
+    def _run_uncertain(self, bodies: list[list[Node]], condition: str, causes: Sequence[tuple[str, int]] = ()) -> None:
+        """Follow every body; variables that they leave with different values are unknown after them.
+
+        Args:
+            causes: unknown variables of the condition: their values are requested, not those that follow from them.
+        """
+        before, outer = dict(self.scope.variables), self.uncertain
+        results = []
+        for body in bodies:
+            self.scope.variables, self.uncertain = dict(before), outer or condition
+            self.run(body)
+            results.append(self.scope.variables)
+        self.uncertain = outer
+        if len(bodies) == 1:
+            results.append(before)
+        names = {name for result in results for name in result}
+        equal = {name for name in names if all(result.get(name) == results[0].get(name) for result in results)}
+        cause = "".join(make_mark(*item) for item in causes[:1])
+        self.scope.variables = {name: results[0][name] if name in equal else cause or self.scope.mark(name) for name in names}
+
+    # --- simple commands
+
+    def _run_simple(self, node: Node) -> bool | None:
+        words = [word for word in node.words if not word.startswith("\1")]
+        stdin, output = self._read_redirections([word for word in node.words if word.startswith("\1")])
+        if words[:1] == ["time"]:  # a word of the shell, before variables of the command
+            words = words[2:] if words[1:2] == ["-p"] else words[1:]
+        assignments = []
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+            assignments.append(match)
+            words.pop(0)
+        if not words:
+            for match in assignments:
+                self._assign(match)
+            return True
+        if words[0] in ("[", "[[", "test") or words[0].startswith("(("):
+            return self._test(words)
+        if words[0] in _DECLARING:
+            return self._declare(words)
+        expanded = [item for word in words for item in self.words.expand(word)]
+        if not expanded:
+            return True
+        front = {match.group(1): " ".join(self.words.expand(match.group(4))) for match in assignments}
+        return self._run_call(_Call(expanded[0], expanded[1:], node.line, front, stdin, output))
+
+    def _run_call(self, call: _Call) -> bool | None:
+        if call.name in _STATUSES:
+            return _STATUSES[call.name]
+        is_shallow = self.depth < _MAX_DEPTH
+        if call.name in self.functions and is_shallow:
+            with self._deeper(call.words):
+                return self.run(self.functions[call.name])
+        if call.name in _BUILTINS and (status := _BUILTINS[call.name](self, call)) is not _Kind.PROGRAM:
+            return status
+        expanded = [call.name, *call.words]
+        front = {**call.assignments, **read_variables(expanded)}
+        if is_shallow and (inner := find_inner(expanded, call.stdin, self._read_file)) is not None:
+            return self._run_inner(inner, front)
+        environment = self.scope.list_exported() | {key: self.scope.known.get(key, value) for key, value in front.items()}
+        self.commands.append(
+            Command(
+                tuple(expanded), environment, call.line, self.uncertain, self.folder, self.directory, call.stdin, self.loop
+            )  # fmt: skip
+        )
+        return True
+
+    def _read_redirections(self, marked: list[str]) -> tuple[str | None, tuple[str, str] | None]:
+        """Return the text that a command reads, and how and where it writes; None where it has no such redirection."""
+        stdin: str | None = None
+        output: tuple[str, str] | None = None
+        for word in marked:
+            kind, text = word[: word.index("\1", 1) + 1], word[word.index("\1", 1) + 1 :]
+            if kind == OUTPUT:
+                way, _, target = text.partition(" ")
+                output = way, self.words.expand_text(target)
+            elif kind == INPUT:
+                stdin = text
+            elif kind == INPUT_WORD:
+                stdin = self.words.expand_text(text)
+            else:
+                # as in double quotes, but that a quote is one like any other character
+                quoted = re.sub(r'(\\*)"', lambda match: f'{match.group(1) * 2}\\"', text)
+                try:
+                    stdin = self.words.expand_text(f'"{quoted}"')
+                except ConfigError:  # what bash cannot expand either matters only where something reads it
+                    stdin = text
+        return stdin, output
+
+    def _read_file(self, name: str) -> str | None:
+        """Return the text of a file that the script has written, or that is next to it; None where it is not here."""
+        if os.path.normpath(name) in self.files:
+            return self.files[os.path.normpath(name)]
+        if list_unknown(name) or self.folder is None:
+            return None
+        path = self.folder / self.directory / name
+        try:
+            return path.read_text(encoding="utf-8") if path.is_file() else None
+        except (OSError, ValueError):
+            return None
+
+    def _run_inner(self, script: InnerScript, front: Mapping[str, str]) -> bool:
+        """Follow a script that a command runs.
+
+        Args:
+            front: variables in front of the command.
+        """
+        self.inner_runs[0] += 1
+        if self.inner_runs[0] > _MAX_ITEMS:
+            raise ConfigError([f"line {self.scope.line}: the script runs more than {_MAX_ITEMS} others"])
+        here, scope = script.is_here, self.scope
+        exported = {key: scope.variables[key] for key in scope.exported if key in scope.variables} if here else {}
+        inner = _Interpreter(
+            Scope(scope.known, {**exported, **front}, set(exported) | set(front)), self.folder, files=self.files,
+            inner_runs=self.inner_runs, uncertain=self.uncertain, loop=self.loop,
+            directory=self.directory if here else "", depth=self.depth + 1,
+        )  # fmt: skip
+        inner.scope.set_arguments(script.arguments)
+        inner.run(parse(script.text))
+        # lines of its own text say nothing in this script
+        self.commands += [replace(command, line=scope.line) for command in inner.commands]
+        return True
+
+    @contextmanager
+    def _deeper(self, arguments: list[str] | None = None) -> Iterator[None]:
+        """Follow what a function or another file has; its arguments, if it has any, take the place of the script's."""
+        kept = None if arguments is None else self.scope.keep_arguments()
+        if arguments is not None:
+            self.scope.set_arguments(arguments)
+        self.depth += 1
+        yield
+        self.depth -= 1
+        if kept is not None:
+            self.scope.restore_arguments(kept)
+
+    # --- builtins: each returns a status, or PROGRAM where it leaves the command to those that follow programs
+
+    def _source(self, call: _Call) -> bool | None | _Kind:
+        if not call.words or self.folder is None or self.depth >= _MAX_DEPTH or list_unknown(call.words[0]):
+            return _Kind.PROGRAM
+        path = self.folder / call.words[0]
+        if not path.is_file():  # such as a virtual environment of that machine: it sets what the script may request
+            return _Kind.PROGRAM
+        # with words behind it they are its arguments, without any it has the script's
+        with self._deeper(call.words[1:] or None):
+            return self.run(parse(path.read_text(encoding="utf-8")))
+
+    def _eval(self, call: _Call) -> bool | None | _Kind:
+        if self.depth >= _MAX_DEPTH:
+            return _Kind.PROGRAM
+        with self._deeper():
+            return bool(self.run(parse(" ".join(call.words))))
+
+    def _set(self, call: _Call) -> bool | None | _Kind:
+        if call.words[:1] != ["--"]:
+            return _Kind.PROGRAM
+        self.scope.set_arguments(call.words[1:])
+        return True
+
+    def _shift(self, call: _Call) -> bool | None | _Kind:
+        count = int(call.words[0]) if call.words and call.words[0].isdigit() else 1
+        self.scope.set_arguments(self.scope.arguments[count:])
+        return True
+
+    def _unset(self, call: _Call) -> bool | None | _Kind:
+        for name in call.words:
+            self.scope.variables.pop(name, None)
+        return True
+
+    def _let(self, call: _Call) -> bool | None | _Kind:
+        for word in call.words:
+            self.words.step(word)
+        return True
+
+    def _change_directory(self, call: _Call) -> bool | None | _Kind:
+        if call.words and not list_unknown(call.words[0]) and not call.words[0].startswith("-"):
+            self.directory = str(Path(self.directory, call.words[0]))
+        return _Kind.PROGRAM  # `$(cd FOLDER && pwd)` reads it
+
+    def _read(self, call: _Call) -> bool | None | _Kind:
+        """Set the variables of `read`, `mapfile` and `readarray`."""
+        if call.stdin is None:
+            return _Kind.PROGRAM
+        options = [word for word in call.words if word.startswith("-")]
+        names, place = [], 0
+        while place < len(call.words):
+            word = call.words[place]
+            names += [] if word.startswith("-") else [word]
+            place += 2 if word[:1] == "-" and word[-1:] in _READ_WORDS[call.name] else 1
+        letters = "".join(option[1:] for option in options)
+        variables = self.scope.variables
+        if call.name != "read":
+            variables[(names or ["MAPFILE"])[0]] = call.stdin.splitlines()
+            return True
+        text = call.stdin if "d" in letters else call.stdin.partition("\n")[0]
+        if "a" in letters and names:
+            variables[names[0]] = text.split()
+            return True
+        names = names or ["REPLY"]
+        items = text.split(None, len(names) - 1) if len(names) > 1 else [text.strip()]
+        variables |= dict(zip(names, [*items, *[""] * len(names)]))
+        return True
+
+    def _cat(self, call: _Call) -> bool | None | _Kind:
+        if call.words or call.stdin is None:
+            return _Kind.PROGRAM
+        return self._write_file(call.output, call.stdin)
+
+    def _tee(self, call: _Call) -> bool | None | _Kind:
+        if call.stdin is None:
+            return _Kind.PROGRAM
+        target = next((word for word in call.words if not word.startswith("-")), None)
+        return self._write_file(call.output or (None if target is None else (">", target)), call.stdin)
+
+    def _echo(self, call: _Call) -> bool | None | _Kind:
+        return self._write_file(call.output, " ".join(list_said(call.words)))
+
+    def _printf(self, call: _Call) -> bool | None | _Kind:
+        if call.words[:1] == ["-v"] and len(call.words) > 2:
+            self.scope.variables[call.words[1]] = format_text(call.words[2:])
+            return True
+        return self._write_file(call.output, format_text(list_said(call.words)))
+
+    def _write_file(self, output: tuple[str, str] | None, text: str) -> bool | None | _Kind:
+        """Keep the text of a file; what goes elsewhere is left to the one who reads it."""
+        if output is None:
+            return _Kind.PROGRAM
+        way, target = output[0], os.path.normpath(output[1])
+        self.files[target] = f"{self.files.get(target, '') if way == '>>' else ''}{text}\n"
+        return True
+
+    # --- assignments
+
+    def _declare(self, words: list[str]) -> bool:
+        maps = any(word.startswith("-") and "A" in word for word in words[1:])
+        for word in words[1:]:
+            match = _ASSIGNMENT.fullmatch(word)
+            if maps and not word.startswith("-"):
+                self.scope.variables.setdefault(word.partition("=")[0], {})
+            name = word if match is None else match.group(1)
+            if match is not None:
+                self._assign(match)
+            if words[0] == "export" and _NAME.fullmatch(name):
+                self.scope.exported.add(name)
+        return True
+
+    def _assign(self, match: re.Match[str]) -> None:
+        name, index, plus, text = match.groups()
+        if name in self.scope.known:
+            return
+        old = self.scope.variables.get(name)
+        if isinstance(old, dict):
+            value: Variable = self._read_map(old, index, text, adds=bool(plus))
+        elif text.startswith("(") and text.endswith(")"):
+            items = [token.text for token in read_tokens(text[1:-1]) if not token.is_operator]
+            added = [item for word in items for item in self.words.expand(word)]
+            value = [*(old if isinstance(old, list) else [old] if old else []), *added] if plus else added
+        elif index is not None:
+            value = self._change_item(old if isinstance(old, list) else [], index, text)
+        else:
+            value = self._read_text(name, text)
+            if plus and isinstance(old, list):
+                value = [old[0] + value, *old[1:]] if old else [value]
+            elif plus and isinstance(old, str):
+                value = old + value
+        self.scope.variables[name] = value
+
+    def _read_map(self, old: dict[str, str], index: str | None, text: str, *, adds: bool) -> dict[str, str]:
+        pairs = _PAIRS.findall(text) if index is None else [(index, text)]
+        read = {" ".join(self.words.expand(key)): self.words.expand_text(item) for key, item in pairs}
+        return {**old, **read} if adds or index is not None else read
+
+    def _change_item(self, old: list[str], index: str, text: str) -> list[str]:
+        place = int(index) if index.isdigit() else 0
+        items = [*old, *[""] * (place + 1 - len(old))]
+        items[place] = " ".join(self.words.expand(text))
+        return items
+
+    def _read_text(self, name: str, text: str) -> str:
+        value = self.words.expand_text(text)
+        if _PLACEHOLDER.fullmatch(value):
+            value = self.scope.mark(name)
+        # the output of a program is requested by the name of the variable that takes it
+        return name_outputs(value, name)
+
+    # --- conditions
+
+    def _test(self, words: list[str]) -> bool | None:
+        if words[0].startswith("(("):
+            value = self.words.step(words[0][2:-2])
+            return None if list_unknown(value) else value != "0"
+        return self._test_words([word for word in words[1:] if word not in ("]", "]]")])
+
+    def _test_words(self, words: list[str]) -> bool | None:
+        """Return the status of a condition; None where only the machine knows it."""
+        for signs, decides in ((("||", "-o"), True), (("&&", "-a"), False)):
+            place = next((words.index(sign) for sign in signs if sign in words), None)
+            if place is not None:
+                sides = [self._test_words(words[:place]), self._test_words(words[place + 1 :])]
+                return decides if decides in sides else None if None in sides else not decides
+        if words[:1] == ["!"]:
+            status = self._test_words(words[1:])
+            return None if status is None else not status
+        texts = [self.words.expand_text(word, blank_unset=True) for word in words]
+        if len(texts) == 2 and texts[0] in ("-z", "-n"):
+            return None if list_unknown(texts[1]) else (texts[1] == "") == (texts[0] == "-z")
+        if any(list_unknown(text) for text in texts):
+            return None
+        if len(texts) == 3:
+            return self._compare(*texts)
+        return texts[0] != "" if len(texts) == 1 else None  # of two words it is a file test
+
+    def _compare(self, first: str, comparison: str, second: str) -> bool | None:
+        if comparison in ("=", "=="):
+            return fnmatch.fnmatchcase(first, second)
+        if comparison == "!=":
+            return not fnmatch.fnmatchcase(first, second)
+        if comparison not in _COMPARISONS:
+            return None
+        value = self.words.compute(f"{first or 0} {_COMPARISONS[comparison]} {second or 0}")
+        return None if list_unknown(value) else value == "1"
+
+    # --- outputs of commands
+
+    def _substitute(self, text: str) -> str:
+        """Return the output of the few commands that can be known; a mark named after the line for others."""
+        if self.depth >= _MAX_DEPTH:
+            return self.scope.mark_output()
+        nodes = parse(text)
+        if not nodes:
+            return ""  # a comment
+        scope = Scope(self.scope.known, dict(self.scope.variables), line=self.scope.line)
+        inner = _Interpreter(scope, self.folder, depth=self.depth + 1)
+        inner.run(nodes)
+        output = read_output(inner.commands, self.files, self.words.compute, self.scope.read("PWD"))
+        return self.scope.mark_output() if output is None else output
+
+
+_STATUSES = {"true": True, ":": True, "false": False}
+_NODES: dict[str, Callable[[_Interpreter, Node], bool | None]] = {
+    "simple": _Interpreter._run_simple,
+    "if": _Interpreter._run_if,
+    "for": _Interpreter._run_for,
+    "while": _Interpreter._run_while,
+    "case": _Interpreter._run_case,
+    "function": _Interpreter._keep_function,
+    "group": _Interpreter._run_group,
+    "subshell": _Interpreter._run_subshell,
+}
+_BUILTINS: dict[str, Callable[[_Interpreter, _Call], bool | None | _Kind]] = {
+    "source": _Interpreter._source,
+    ".": _Interpreter._source,
+    "eval": _Interpreter._eval,
+    "set": _Interpreter._set,
+    "shift": _Interpreter._shift,
+    "unset": _Interpreter._unset,
+    "let": _Interpreter._let,
+    "cd": _Interpreter._change_directory,
+    **dict.fromkeys(("read", "mapfile", "readarray"), _Interpreter._read),
+    "cat": _Interpreter._cat,
+    "tee": _Interpreter._tee,
+    "echo": _Interpreter._echo,
+    "printf": _Interpreter._printf,
+}

@@ -1,0 +1,118 @@
+"""What the few programs write whose output can be known from their words."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mindspeed_rl.importers.shell.command import Command
+
+
+def format_text(words: Sequence[str]) -> str:
+    """Return what `printf` writes: its format for each group of its arguments."""
+    template = words[0].replace("\\n", "\n").replace("\\t", "\t") if words else ""
+    parts = re.findall(r"%[-+ 0#]*\d*(?:\.\d+)?[sdifgeGxX%]", template)
+    kinds = [item[-1] for item in parts if item[-1] != "%"]
+    arguments, texts = list(words[1:]), []
+    while True:
+        taken = [arguments.pop(0) if arguments else "" for _ in kinds]
+        try:
+            given = [item if kind == "s" else float(item or 0) for item, kind in zip(taken, kinds)]
+            texts.append(template % tuple(int(item) if kind in "dixX" else item for item, kind in zip(given, kinds)))
+        except (TypeError, ValueError):
+            texts.append(" ".join([template, *taken]))
+        if not arguments or not kinds:
+            return "".join(texts).rstrip("\n")
+
+
+def list_said(words: Sequence[str]) -> list[str]:
+    """Return the words that `echo` writes."""
+    return [word for word in words if word not in ("-n", "-e")]
+
+
+@dataclass(frozen=True)
+class _Pipe:
+    """The commands of a substitution.
+
+    Attributes:
+        words: of each command, without `--`.
+        input: here-document of the first one.
+        files: that the script has written.
+        compute: returns the value of an arithmetic expression.
+    """
+
+    words: list[list[str]]
+    input: str | None
+    files: Mapping[str, str]
+    compute: Callable[[str], str]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Words of the first command behind its name."""
+        return self.words[0][1:]
+
+
+def read_output(
+    commands: Sequence[Command], files: Mapping[str, str], compute: Callable[[str], str], directory: str
+) -> str | None:
+    """Return what commands write into a pipe or a variable; None where only the machine of the script knows.
+
+    Args:
+        files: path -> text of the files that the script has written.
+        compute: returns the value of an arithmetic expression.
+        directory: of the script.
+    """
+    words = [[word for word in command.words if word != "--"] for command in commands]
+    programs = tuple(item[0] for item in words)
+    if programs in _OUTPUTS:
+        return _OUTPUTS[programs](_Pipe(words, commands[0].input, files, compute))
+    if programs[-1:] == ("pwd",):
+        return next((item[1] for item in words if item[0] == "cd" and len(item) > 1), directory)
+    return None
+
+
+def _calculate(pipe: _Pipe) -> str | None:
+    said = list_said(pipe.arguments)
+    is_fraction = any("scale" in word or "." in word for word in said)
+    return None if is_fraction else pipe.compute(" ".join(said))
+
+
+def _read_files(pipe: _Pipe) -> str | None:
+    if not pipe.arguments:
+        return pipe.input
+    text = pipe.files.get(os.path.normpath(pipe.arguments[0])) if len(pipe.arguments) == 1 else None
+    return None if text is None else text.rstrip("\n")
+
+
+def _split_path(pipe: _Pipe) -> tuple[str, str]:
+    head, _, tail = pipe.arguments[0].rstrip("/").rpartition("/")
+    return head, tail
+
+
+def _read_base(pipe: _Pipe) -> str | None:
+    if not pipe.arguments:
+        return None
+    return _split_path(pipe)[1].removesuffix(pipe.arguments[1] if len(pipe.arguments) > 1 else "")
+
+
+def _read_date(pipe: _Pipe) -> str:
+    formats = [word[1:] for word in pipe.arguments if word.startswith("+")]
+    return time.strftime(formats[0] if formats else "%Y-%m-%d")
+
+
+#: programs of a pipe -> function that returns its output; None where it is not known
+_OUTPUTS: dict[tuple[str, ...], Callable[[_Pipe], str | None]] = {
+    ("printf",): lambda pipe: format_text(pipe.arguments),
+    ("echo",): lambda pipe: " ".join(list_said(pipe.arguments)),
+    ("echo", "bc"): _calculate,
+    ("printf", "bc"): _calculate,
+    ("bc",): lambda pipe: None if pipe.input is None else pipe.compute(pipe.input),
+    ("cat",): _read_files,
+    ("expr",): lambda pipe: pipe.compute(" ".join(pipe.arguments)),
+    ("basename",): _read_base,
+    ("dirname",): lambda pipe: (_split_path(pipe)[0] or ".") if pipe.arguments else None,
+    ("date",): _read_date,
+}

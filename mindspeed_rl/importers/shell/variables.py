@@ -1,0 +1,87 @@
+"""Variables of a shell script."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from mindspeed_rl.importers.shell.command import make_mark
+
+#: a text, an array, or an associative array
+Variable = str | list[str] | dict[str, str]
+#: variables that every script has
+_SPECIAL = {"0": "script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
+#: arguments that a function or a script has by number
+_NUMBERED = tuple(map(str, range(1, 10)))
+
+
+@dataclass
+class Scope:
+    """Variables that a script has set until a line.
+
+    Attributes:
+        known: values of the user, which assignments of the script do not change.
+        exported: names of those that commands get.
+    """
+
+    known: Mapping[str, str]
+    variables: dict[str, Variable] = field(default_factory=dict)
+    exported: set[str] = field(default_factory=set)
+    line: int = 1
+
+    @property
+    def arguments(self) -> list[str]:
+        """The words behind the script or the function."""
+        listed = self.variables.get("@", [])
+        return list(listed)
+
+    def find(self, name: str) -> Variable | None:
+        """Return a variable; None where the script does not set it."""
+        return self.known.get(name, self.variables.get(name))
+
+    def read(self, name: str, *, blank_unset: bool = False) -> str:
+        """Return the text of a variable, of an array its first item; a mark where the script does not set it.
+
+        Args:
+            blank_unset: an argument that is not given is empty.
+        """
+        value = self.find(name)
+        if isinstance(value, list):
+            return value[0] if value else ""
+        if isinstance(value, dict):
+            return value.get("0", "")
+        if value is not None:
+            return value
+        return _SPECIAL[name] if name in _SPECIAL else "" if blank_unset and name.isdigit() else self.mark(name)
+
+    def mark(self, name: str) -> str:
+        """Return what stands for a value that is not in the script."""
+        return make_mark(name, self.line)
+
+    def mark_output(self) -> str:
+        """Return what stands for the output of a program of this line."""
+        return self.mark(f"line_{self.line}")
+
+    def set(self, name: str, value: Variable) -> None:
+        """Set a variable, unless the user has."""
+        if name not in self.known:
+            self.variables[name] = value
+
+    def set_arguments(self, arguments: list[str]) -> None:
+        for name in _NUMBERED:
+            self.variables.pop(name, None)
+        self.variables |= {"@": arguments, "*": arguments, "#": str(len(arguments))}
+        self.variables |= {str(index): item for index, item in enumerate(arguments, 1)}
+
+    def keep_arguments(self) -> dict[str, Variable]:
+        """Return the arguments, for `restore_arguments`."""
+        return {name: self.variables[name] for name in ("@", "*", "#", *_NUMBERED) if name in self.variables}
+
+    def restore_arguments(self, kept: Mapping[str, Variable]) -> None:
+        for name in ("@", "*", "#", *_NUMBERED):
+            self.variables.pop(name, None)
+        self.variables |= kept
+
+    def list_exported(self) -> dict[str, str]:
+        """Return the variables that commands get."""
+        return {name: self.read(name) for name in sorted(self.exported) if self.find(name) is not None}

@@ -1,0 +1,294 @@
+"""A model as transformers' own module, with weights that it takes under their names in checkpoints.
+
+Importing this imports transformers, so only what computes with its modules does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from mindspeed_rl.files import read_json
+
+#: mark of transformers' initializer on a parameter that it leaves alone
+_MARK = "_is_hf_initialized"
+#: suffix of the float32 parameter by which a weight sync brings a table of whole numbers, exact below 2**24
+_AS_FLOATS = "_as_floats"
+#: setting of a run that generates with such a module
+_ROLLOUT = "generate_config.engine: transformers"
+
+
+def read_hf_config(hf_folder: Path, key: str) -> PretrainedConfig:
+    """Return the config of a folder's model.
+
+    Args:
+        hf_folder: has config.json.
+        key: setting for whose sake transformers computes the model, for the error.
+
+    Raises:
+        ValueError: the installed transformers has no such model of its own; code of the folder is not run.
+    """
+    try:
+        return AutoConfig.from_pretrained(hf_folder, trust_remote_code=False)
+    except ValueError as error:
+        model_type = read_json(hf_folder / "config.json").get("model_type")
+        raise ValueError(
+            f"{hf_folder / 'config.json'}: transformers {transformers.__version__} has no model of type {model_type}, which "
+            f"{key} computes with; set another engine, or install a release that has it."
+        ) from error
+
+
+def drop_dropout(hf_config: PretrainedConfig) -> None:
+    """Set every dropout of a config to 0: a sampled token's probability is that of the model as it is."""
+    for name, value in hf_config.to_dict().items():
+        if isinstance(value, float) and name.endswith(("dropout", "pdrop")):
+            setattr(hf_config, name, 0.0)
+
+
+def list_kept(module: nn.Module) -> list[str]:
+    """Return the parameters that the class of a model keeps in float32 whatever the format of the others."""
+    kept: set[str] = set()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            kept |= set(part._keep_in_fp32_modules_strict or ())
+    patterns = [re.compile(rf"(^|\.){re.escape(name)}(\.|$)") for name in kept]
+    return [name for name, _ in module.named_parameters() if any(pattern.search(name) for pattern in patterns)]
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Store the parameters in a format, but for those that the class keeps in float32.
+
+    Buffers stay as they are: rotary frequencies in bfloat16 would turn late positions by a wrong angle, and a bias by which
+    experts are chosen would change the choice.
+    """
+    kept = set(list_kept(module))
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
+
+
+def mark_loaded(module: nn.Module) -> None:
+    """Mark the parameters of a module as loaded: transformers' initializer then computes only the buffers."""
+    for parameter in module.parameters():
+        setattr(parameter, _MARK, True)
+
+
+def _share_epsilon(model: PreTrainedModel) -> None:
+    """Give the norms of low-rank forms `rms_norm_eps`, as the trainer and vLLM; the class of GLM-5 gives them 1e-6."""
+    for name, module in model.named_modules():
+        if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
+            cast(Any, module).variance_epsilon = model.config.rms_norm_eps
+
+
+#: model type -> what the class of transformers computes in another way than the published model
+_CORRECTIONS: dict[str, Callable[[PreTrainedModel], None]] = {"glm_moe_dsa": _share_epsilon}
+
+
+def build_module(hf_config: PretrainedConfig, **settings: str) -> PreTrainedModel:
+    """Build a causal language model in float32, on the device of the context.
+
+    Args:
+        hf_config: of `read_hf_config`.
+        settings: keyword arguments of `from_config`, such as `attn_implementation`.
+    """
+    drop_dropout(hf_config)
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **settings)
+    if (correct := _CORRECTIONS.get(hf_config.model_type)) is not None:
+        correct(model)
+    return model
+
+
+class CheckpointNames:
+    """The parameters of a module by the names of tensors in checkpoints, by transformers' own table of conversions.
+
+    Its classes keep the experts of a layer in one tensor, for example, where checkpoints have a matrix of each.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, buffers: bool = False) -> None:
+        """Read the conversions of a model.
+
+        Args:
+            model: the model.
+            buffers: names of buffers are found too.
+        """
+        self._model = model
+        self._parameters: dict[str, Tensor] = dict(model.named_parameters())
+        if buffers:
+            self._parameters |= dict(model.named_buffers())
+        conversions = get_model_conversion_mapping(model)
+        self._renamings = [item for item in conversions if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in conversions if isinstance(item, WeightConverter)]
+        self._by_pattern = {pattern: item for item in self._converters for pattern in item.source_patterns}
+
+    def find(self, name: str) -> tuple[str, str | None] | None:
+        """Return the parameter that takes a tensor, and the pattern of the conversion, if one is needed; None without one."""
+        prefix = self._model.base_model_prefix
+        found = rename_source_key(name, self._renamings, self._converters, prefix, self._parameters)
+        if found[0] not in self._parameters and name in self._parameters:
+            found = (name, None)
+        if f"{found[0]}{_AS_FLOATS}" in self._parameters:
+            return f"{found[0]}{_AS_FLOATS}", found[1]
+        return found if found[0] in self._parameters else None
+
+    def list_sources(self, pattern: str | None) -> list[str]:
+        """Return the patterns of the tensors that a conversion joins into rows, in their order; none without one.
+
+        Raises:
+            ValueError: the conversion does more than to stack experts and to join their rows.
+        """
+        if pattern is None:
+            return []
+        converter = self._by_pattern[pattern]
+        kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+        if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+            raise ValueError(f"{type(self._model).__name__} of transformers converts {pattern} by {kinds}, and not row by row.")
+        return list(converter.source_patterns)
+
+    @torch.no_grad()
+    def load(self, named: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill parameters from full tensors; others stay. A parameter of several tensors is filled once all are there.
+
+        Returns:
+            The parameters that were filled.
+
+        Raises:
+            RuntimeError: some of the tensors of a parameter are missing, or have other shapes.
+        """
+        filled: set[str] = set()
+        waiting: dict[str, dict[str, list[tuple[str, Tensor]]]] = {}
+        for name, tensor in named:
+            if (found := self.find(name)) is None:
+                continue
+            target, pattern = found
+            if pattern is None:
+                self._fill(target, name, tensor)
+                filled.add(target)
+                continue
+            parts = waiting.setdefault(target, {})
+            parts.setdefault(pattern, []).append((name, tensor))
+            if self._is_complete(target, parts):
+                filled |= self._convert(target, waiting.pop(target))
+        if waiting:
+            target = min(waiting)
+            count = sum(map(len, waiting[target].values()))
+            raise RuntimeError(f"{type(self._model).__name__}: {target} got {count} of the tensors that it is made of")
+        return filled
+
+    def _is_complete(self, target: str, parts: Mapping[str, list[tuple[str, Tensor]]]) -> bool:
+        patterns = self._by_pattern[next(iter(parts))].source_patterns
+        stacked = self._parameters[target].shape[0]
+        return all(len(parts.get(pattern, ())) == (stacked if "*" in pattern else 1) for pattern in patterns)
+
+    def _convert(self, target: str, parts: Mapping[str, list[tuple[str, Tensor]]]) -> set[str]:
+        converter = self._by_pattern[next(iter(parts))]
+        collected: dict[str, Any] = {
+            pattern: [tensor for _, tensor in sorted(items, key=lambda item: dot_natural_key(item[0]))]
+            for pattern, items in parts.items()
+        }
+        for operation in converter.operations:
+            collected = operation.convert(
+                collected,
+                source_patterns=converter.source_patterns,
+                target_patterns=converter.target_patterns,
+                full_layer_name=target,
+                model=self._model,
+                config=self._model.config,
+                missing_keys=None,
+            )
+        filled = set()
+        prefix, _, suffix = next(target.partition(pattern) for pattern in collected if pattern in target)
+        for pattern, value in collected.items():
+            name = prefix + pattern + suffix
+            self._fill(name, target, value[0] if isinstance(value, list) else value)
+            filled.add(name)
+        return filled
+
+    def _fill(self, target: str, name: str, tensor: Tensor) -> None:
+        parameter = self._parameters[target]
+        if tensor.dim() == 2 and tensor.shape == (parameter.shape[:-1].numel(), *parameter.shape[-1:]):
+            tensor = tensor.view(parameter.shape)  # a weight sync has rows of stacks one after the other
+        if parameter.shape != tensor.shape:
+            raise RuntimeError(f"{name}: {tuple(tensor.shape)} does not fit {target}, which is {tuple(parameter.shape)}")
+        parameter.data.copy_(tensor)
+
+
+class LoadableModule(nn.Module):
+    """A causal language model of transformers that takes weights as vLLM's models do; see `rollout.protocol.LoadsWeights`.
+
+    Persistent buffers, such as the bias by which experts are chosen, are parameters here: a weight sync brings them too.
+
+    Attributes:
+        model: the module.
+        config: its config.
+    """
+
+    def __init__(self, hf_folder: Path, dtype: torch.dtype, device: torch.device, *, float32_head: bool = False) -> None:
+        """Build the module with undefined weights.
+
+        Args:
+            hf_folder: has config.json; no weights are read.
+            dtype: format of the weights.
+            device: device of the weights.
+            float32_head: logits are computed in float32.
+
+        Raises:
+            ValueError: transformers has no such model.
+        """
+        super().__init__()
+        hf_config = read_hf_config(hf_folder, _ROLLOUT)
+        with torch.device("meta"):
+            self.model = build_module(hf_config, experts_implementation="eager")
+        cast_parameters(self.model, dtype)
+        self.model.to_empty(device=device)
+        mark_loaded(self.model)
+        self.model.initialize_weights()
+        for module in self.model.modules():
+            for name in [name for name in module._buffers if name not in module._non_persistent_buffers_set]:
+                value = module._buffers[name]
+                if value is not None and value.is_floating_point():
+                    del module._buffers[name]
+                    module.register_parameter(name, nn.Parameter(value.float()))
+                elif value is not None:
+                    module.register_parameter(f"{name}{_AS_FLOATS}", nn.Parameter(torch.zeros(value.shape, device=device)))
+        self.model.requires_grad_(False).eval()
+        self.model.tie_weights()
+        self.config = hf_config
+        self._names = CheckpointNames(self.model)
+        if float32_head and dtype != torch.float32:
+            head = cast(nn.Linear, self.model.get_output_embeddings())
+            head.register_forward_hook(
+                lambda head, arguments, logits: functional.linear(arguments[0].float(), head.weight.float(), head.bias)
+            )
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[str]:
+        """Take tensors under HF names; return the names of the parameters that were filled. `finish_load` comes after it."""
+        return {f"model.{name}" for name in self._names.load(weights)}
+
+    @torch.no_grad()
+    def finish_load(self) -> None:
+        """Fill the tables of whole numbers from the parameters that stand for them in a weight sync."""
+        for module in self.model.modules():
+            for name, table in module.named_buffers(recurse=False):
+                if (floats := module._parameters.get(f"{name}{_AS_FLOATS}")) is not None:
+                    table.copy_(floats.round())
+
+
+def list_untaken(hf_folder: Path, names: Iterable[str]) -> list[str]:
+    """Return those of the names of a checkpoint's tensors that no parameter of the module of a folder takes.
+
+    Raises:
+        ValueError: transformers has no such model.
+    """
+    with torch.device("meta"):
+        model = build_module(read_hf_config(hf_folder, _ROLLOUT))
+    known = CheckpointNames(model, buffers=True)
+    return [name for name in names if known.find(name) is None]

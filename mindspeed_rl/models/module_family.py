@@ -1,0 +1,243 @@
+"""Families outside the table of architectures, which only transformers computes: their weights are those of its module.
+
+`engine: fsdp` trains them. Shapes and names are read from a module without memory, once on the driver; plans carry them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+
+from mindspeed_rl.config import MegatronConfig
+from mindspeed_rl.files import read_json
+from mindspeed_rl.models.architecture import Architecture, ExpertPacking
+from mindspeed_rl.models.model_config import HfConfig, ModelConfig
+from mindspeed_rl.models.weights import WeightOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from mindspeed_rl.models.hf_module import CheckpointNames
+
+#: model types whose attention computes packed rows: positions and the bounds of sequences are all that it asks for
+_PACKED = ("gpt_neox", "phi3")
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+#: name of the key that allows these families
+_ENGINE = "engine: fsdp"
+
+
+@dataclass(frozen=True)
+class TensorPlace:
+    """The place of a checkpoint's tensor in a parameter of the module.
+
+    Attributes:
+        parameter: name of the parameter or buffer.
+        index: index along its first dimension, where it stacks the tensors of several experts; None where it does not.
+        start, stop: rows of the tensor there; all of them for (0, None).
+    """
+
+    parameter: str
+    index: int | None = None
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class ModuleArchitecture(Architecture):
+    """A family by its module in transformers; see `Architecture`.
+
+    Args:
+        tensors: name and shape of each tensor of a checkpoint, in forward order.
+        places: place of each of them in the module.
+        buffers: those that are buffers, which do not train.
+        kept: parameters that the class keeps in float32.
+        longest: longest row whose tokens have the probabilities that they have in shorter ones; None for any length.
+        embedding, head: names of the embedding, and of the head where it is a tensor of its own.
+    """
+
+    tensors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    places: tuple[tuple[str, TensorPlace], ...] = ()
+    buffers: frozenset[str] = frozenset()
+    kept: tuple[str, ...] = ()
+    longest: int | None = None
+    embedding: str = ""
+    head: str | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[object, ...]:
+        return object.__reduce_ex__(self, protocol)
+
+    def weight_ops(self, model_config: ModelConfig, experts: ExpertPacking | None = None) -> list[WeightOp]:
+        """Return every tensor of the model; experts are separate where checkpoints have them so."""
+        ops = []
+        for name, shape in self.tensors:
+            if name == self.embedding:
+                ops.append(WeightOp("embedding.word_embeddings.weight", (name,), (shape,), section="pre"))
+            elif name == self.head:
+                if model_config.head == "lm":
+                    ops.append(WeightOp("output_layer.weight", (name,), (shape,), section="post"))
+            else:
+                layer = _LAYER.search(name)
+                index = None if layer is None else int(layer[1])
+                section = "post" if index is None else "layer"
+                ops.append(WeightOp(name, (name,), (shape,), section=section, layer=index, buffer=name in self.buffers))
+        if model_config.head == "reward":
+            score = ((1, model_config.hidden_size),)
+            ops.append(WeightOp("rm_head.weight", ("score.weight",), score, section="post"))
+        return ops
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's tensor; empty for a tied one."""
+        return self.head or ""
+
+    def check(self, config: MegatronConfig) -> None:
+        """Check the keys of a role with such a model.
+
+        Raises:
+            ValueError: the model has weights that are computed with in float32, or rows may be too long for it.
+        """
+        if config.bf16 and self.kept:
+            raise ValueError(
+                f"bf16: true with engine: fsdp computes with every weight in bfloat16, and {self.name} keeps {len(self.kept)} "
+                f"in float32, such as {self.kept[0]}; set bf16: false"
+            )
+        if self.longest is not None and config.seq_length is not None and config.seq_length > self.longest:
+            raise ValueError(
+                f"seq_length: {config.seq_length} is above the {self.longest} tokens (original_max_position_embeddings) up to "
+                f"which frequencies of type longrope do not depend on the length of a row; set it to {self.longest} or less"
+            )
+
+    def hf_copies(self, model_config: ModelConfig) -> dict[str, str]:
+        """Return the name of a tied head, which a checkpoint may have."""
+        return {} if self.head is not None else {"lm_head.weight": self.embedding}
+
+
+def _list_stored(hf_folder: Path) -> list[str]:
+    """Return the names of the tensors in a folder; none where it has no weights."""
+    from safetensors import safe_open
+
+    index = hf_folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = read_json(index).get("weight_map")
+        return sorted(weight_map) if isinstance(weight_map, dict) else []
+    names: list[str] = []
+    for path in sorted(hf_folder.glob("model*.safetensors")):
+        with safe_open(path, "pt") as file:
+            names += file.keys()
+    return names
+
+
+def _find_place(names: CheckpointNames, name: str, values: Mapping[str, Tensor]) -> tuple[TensorPlace, tuple[int, ...]] | None:
+    """Return the place of a tensor in the module, and its shape; None where the module does not take it."""
+    found = names.find(name)
+    if found is None:
+        return None
+    target, pattern = found
+    shape = tuple(values[target].shape)
+    if pattern is None:
+        return TensorPlace(target), shape
+    sources, expert = names.list_sources(pattern), re.search(r"\.(\d+)\.(?=\w+\.weight$)", name)
+    assert expert is not None  # the conversion has a place for it
+    rows, first = shape[1] // len(sources), sources.index(pattern)
+    return TensorPlace(target, int(expert[1]), first * rows, (first + 1) * rows), (rows, *shape[2:])
+
+
+def read_module_family(hf_folder: Path, hf_config: HfConfig) -> tuple[ModuleArchitecture, ModelConfig]:
+    """Return the family and the shape of a folder's model as transformers' module has them.
+
+    Tensors have the names that they have in the folder, and where it has no weights those that transformers gives them.
+
+    Raises:
+        ValueError: the installed transformers has no class for it, or the class has a form that the engine does not train.
+    """
+    import torch
+    from transformers.core_model_loading import revert_weight_conversion
+
+    from mindspeed_rl.models.hf_module import CheckpointNames, build_module, list_kept, read_hf_config
+
+    config = read_hf_config(hf_folder, _ENGINE)
+    with torch.device("meta"):
+        model = build_module(config)
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in state}
+    values, names = {**parameters, **buffers}, CheckpointNames(model, buffers=True)
+    found: dict[str, tuple[TensorPlace, tuple[int, ...]]] = {}
+    for candidates in (_list_stored(hf_folder), list(revert_weight_conversion(model, values))):
+        found = {name: place for name in candidates if (place := _find_place(names, name, values)) is not None}
+        missing = values.keys() - {place.parameter for place, _ in found.values()}
+        if not missing:
+            break
+    if missing:
+        raise ValueError(f"{type(model).__name__} of transformers does not save {min(missing)}, which engine: fsdp needs.")
+    by_module = {id(value): name for name, value in parameters.items()}
+    embedding, head = (
+        by_module[id(cast(Any, module).weight)] for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    stored_as = {place.parameter: name for name, (place, _) in found.items()}
+    order = {name: index for index, name in enumerate(values)}
+    ordered = sorted(found, key=lambda name: (order[(place := found[name][0]).parameter], place.index or 0, place.start))
+    architecture = ModuleArchitecture(
+        name=config.model_type,
+        hf_classes=tuple(cast(list[str], hf_config.get("architectures") or [])),
+        model_types=(config.model_type,),
+        upstream_names=(),
+        read_model_config=_refuse_config,
+        read_layer_ops=_refuse_layers,
+        packs=config.model_type in _PACKED,
+        tensors=tuple((name, found[name][1]) for name in ordered),
+        places=tuple((name, found[name][0]) for name in ordered),
+        buffers=frozenset(name for name, (place, _) in found.items() if place.parameter in buffers),
+        kept=tuple(list_kept(model)),
+        longest=_read_longest(config),
+        embedding=stored_as[embedding],
+        head=None if head == embedding else stored_as[head],
+    )
+    return architecture, _read_shape(config, architecture, dict(architecture.tensors))
+
+
+_NO_TABLE = "a model that only transformers computes has no table of layers: engine: fsdp trains it"
+
+
+def _refuse_config(hf_config: HfConfig) -> ModelConfig:
+    raise ValueError(_NO_TABLE)
+
+
+def _refuse_layers(model_config: ModelConfig, layer: int, packing: ExpertPacking) -> list[WeightOp]:
+    raise ValueError(_NO_TABLE)
+
+
+def _read_shape(config: PretrainedConfig, architecture: ModuleArchitecture, tensors: dict[str, tuple[int, ...]]) -> ModelConfig:
+    """Return the sizes of a config that all families share."""
+    heads = int(config.num_attention_heads)
+    groups = int(getattr(config, "num_key_value_heads", None) or heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+    vocab, hidden = tensors[architecture.embedding]
+    return ModelConfig(
+        architecture=architecture.name,
+        num_layers=int(config.num_hidden_layers),
+        hidden_size=hidden,
+        ffn_hidden_size=int(getattr(config, "intermediate_size", None) or 4 * hidden),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=width,
+        vocab_size=vocab,
+        padded_vocab_size=vocab,
+        max_position_embeddings=int(getattr(config, "max_position_embeddings", None) or 2**31 - 1),
+        untie_embeddings_and_output_weights=architecture.head is not None,
+        final_logit_softcapping=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def _read_longest(config: PretrainedConfig) -> int | None:
+    """Return the longest row of a model whose frequencies depend on the length of the row.
+
+    Those of type longrope do beyond `original_max_position_embeddings`: tokens would have other probabilities in a longer row.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)

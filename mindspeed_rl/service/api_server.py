@@ -1,0 +1,149 @@
+"""The server of training as a service: one process with a backend, its tables, and the API over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+
+from mindspeed_rl.observability.folder_locks import hold_folders
+from mindspeed_rl.service.app import TinkerApp
+from mindspeed_rl.service.backend import Backend
+from mindspeed_rl.service.doors import Keys, read_secret
+from mindspeed_rl.service.ledger import Limits
+from mindspeed_rl.service.service import Service
+
+_LOG = logging.getLogger(__name__)
+#: of a stop, for requests that are being answered
+_GRACE_S = 5
+#: an idle connection of a client stays open so long
+_KEEP_ALIVE_S = 75
+#: connections at the same time; more are answered 503
+_MAX_CONNECTIONS = 4096
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where and for whom a server works.
+
+    Attributes:
+        folder: journal, checkpoints and metrics.
+        host: address.
+        owners: owner of each API key; None takes any key, on this machine only.
+        limits: what a key may use.
+    """
+
+    folder: Path
+    host: str
+    owners: dict[str, str] | None
+    limits: Limits
+
+
+class _Server(uvicorn.Server):
+    """Ends at a signal; uvicorn's own would raise the signal again, which ends the process before the backend has ended."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in signals:
+            loop.add_signal_handler(number, self.handle_exit, number, None)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True for an address that only this machine reaches."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a bound socket: a port in use is an error before the model is loaded.
+
+    Raises:
+        ValueError: the address cannot be bound.
+    """
+    listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    # a server that has just ended leaves its port in TIME_WAIT for a minute
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except (OSError, OverflowError) as error:
+        listening.close()
+        raise ValueError(f"serve_config.host {host}, serve_config.port {port}: {error}") from None
+    return listening
+
+
+def serve(settings: ServerSettings, listening: socket.socket, open_backend: Callable[[], Backend]) -> int:
+    """Serve until a signal; return 0 then, and 1 where the journal could not be written.
+
+    Args:
+        settings: where and for whom.
+        listening: a bound socket.
+        open_backend: loads the model; called once the folder is this server's.
+
+    Raises:
+        ValueError: keys are missing beyond this machine, or the folder is in use.
+    """
+    is_local = is_loopback(settings.host)
+    if not is_local and settings.owners is None:
+        raise ValueError(f"serve_config.host {settings.host} is reached from other machines: set serve_config.api_keys_file")
+    with hold_folders({"serve_config.folder": settings.folder}):
+        return asyncio.run(_serve(settings, listening, open_backend, is_local=is_local))
+
+
+async def _serve(
+    settings: ServerSettings, listening: socket.socket, open_backend: Callable[[], Backend], *, is_local: bool
+) -> int:
+    backend = open_backend()
+    failures: list[OSError] = []
+
+    def fail(error: OSError) -> None:
+        if not failures:
+            _LOG.error("the journal in %s cannot be written: %s; the server ends", settings.folder, error)
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    service = None
+    try:
+        service = Service(backend, settings.folder, settings.limits, fail, has_local_clients=is_local)
+        keys = Keys(settings.owners, read_secret(settings.folder / "secret"), only_local=is_local)
+        app = TinkerApp(service, keys, compresses=not is_local)
+        service.start()
+        host, port = listening.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {service.offered.base_model} at http://{shown}:{port}; Ctrl-C ends it.", file=sys.stderr, flush=True)
+        # h11: uvicorn's other implementation keeps headers of any length
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=_GRACE_S,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            limit_concurrency=_MAX_CONNECTIONS,
+        )
+        await _Server(config).serve(sockets=[listening])
+    finally:
+        if service is not None:
+            await service.close()
+        await backend.close()
+    return 1 if failures else 0

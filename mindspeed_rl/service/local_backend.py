@@ -1,0 +1,260 @@
+"""The `Backend` of one process: a thread that owns the engines makes its calls one at a time, and samples in between.
+
+Training calls run in the order in which they come. Between two of them the thread makes a step of all samples, so that neither
+waits for the other's queue to be empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from mindspeed_rl.config import RunConfig
+from mindspeed_rl.service.backend import (
+    AdamParams,
+    AdapterSpec,
+    Capabilities,
+    Datum,
+    LossCall,
+    PassResult,
+    SampleCall,
+    SampleResult,
+)
+from mindspeed_rl.service.model_folder import ModelRecord
+from mindspeed_rl.service.opening import open_tenants
+
+if TYPE_CHECKING:
+    from mindspeed_rl.service.tenants import Tenants
+
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A function of the engines, and the future of its result; `is_short` ones run before waiting training calls."""
+
+    function: Callable[[Tenants], object]
+    future: Future[Any]
+    is_short: bool = False
+
+
+@dataclass
+class _Sampling:
+    """Calls in the rollout engine.
+
+    Attributes:
+        futures: result of each call, by its name in the engine.
+        samplers: sampler of each.
+        drops: samplers that are dropped once they have no call.
+    """
+
+    futures: dict[str, Future[SampleResult]] = field(default_factory=dict)
+    samplers: dict[str, str] = field(default_factory=dict)
+    drops: dict[str, Future[None]] = field(default_factory=dict)
+
+
+class LocalBackend:
+    """A `Backend` on engines of this process. `open` builds one; each is used until `close`."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._sampling = _Sampling()
+        self._capabilities: Capabilities | None = None
+        self._thread = threading.Thread(target=self._run, name="service-engines", daemon=True)
+        self._opened: Future[Capabilities] = Future()
+        self._config: RunConfig | None = None
+        self._has_ended = False
+
+    @classmethod
+    def open(cls, cfg: RunConfig) -> LocalBackend:
+        """Load the base and build the engines of a run file with `serve_config`; takes seconds to minutes.
+
+        Raises:
+            ValueError: the run file is wrong; all violations are named.
+        """
+        backend = cls()
+        backend._config = cfg
+        backend._thread.start()
+        backend._capabilities = backend._opened.result()
+        return backend
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        assert self._config is not None
+        try:
+            tenants = open_tenants(self._config)
+        except BaseException as error:  # noqa: BLE001  (raised where `open` waits)
+            self._opened.set_exception(error)
+            return
+        self._opened.set_result(tenants.capabilities)
+        waiting: list[_Work] = []
+        while True:
+            is_idle = not waiting and not tenants.is_sampling
+            ends = self._take(waiting, waits=is_idle)
+            if ends:
+                break
+            if waiting:
+                _do(waiting.pop(0), tenants)
+            if tenants.is_sampling:
+                self._step(tenants)
+            self._drop_samplers(tenants)
+        for work in waiting:
+            work.future.cancel()
+        for future in self._sampling.futures.values():
+            future.cancel()
+        tenants.close()
+
+    def _take(self, waiting: list[_Work], *, waits: bool) -> bool:
+        """Move what was requested to `waiting`, short work to its front; return whether the thread ends."""
+        num_short = 0
+        while True:
+            try:
+                work = self._queue.get(block=waits)
+            except queue.Empty:
+                return False
+            waits = False
+            if work is None:
+                return True
+            if work.is_short:
+                waiting.insert(num_short, work)
+                num_short += 1
+            else:
+                waiting.append(work)
+
+    def _step(self, tenants: Tenants) -> None:
+        """Make a step of all samples; a failure is that of every call in the engine."""
+        sampling = self._sampling
+        try:
+            for name, result in tenants.step_sampling():
+                sampling.samplers.pop(name)
+                sampling.futures.pop(name).set_result(result)
+        except Exception as error:  # noqa: BLE001  (raised where the calls wait)
+            for name, future in list(sampling.futures.items()):
+                tenants.abort_sampling(name)
+                future.set_exception(error)
+            sampling.futures.clear()
+            sampling.samplers.clear()
+
+    def _drop_samplers(self, tenants: Tenants) -> None:
+        for sampler in [name for name in self._sampling.drops if name not in self._sampling.samplers.values()]:
+            _do(
+                _Work(lambda tenants, sampler=sampler: tenants.drop_sampler(sampler), self._sampling.drops.pop(sampler)),
+                tenants,
+            )
+
+    # ------------------------------------------------------------------ calls
+
+    def submit(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> Future[_Result]:
+        """Return the future of a function that the thread calls; one that is cancelled before it began is not called.
+
+        Args:
+            is_short: it runs before the training calls that wait.
+        """
+        if self._has_ended:
+            raise RuntimeError("the backend is closed")
+        future: Future[_Result] = Future()
+        self._queue.put(_Work(function, future, is_short))
+        return future
+
+    async def _call(self, function: Callable[[Tenants], _Result], *, is_short: bool = False) -> _Result:
+        return await asyncio.wrap_future(self.submit(function, is_short=is_short))
+
+    def capabilities(self) -> Capabilities:
+        """See `Backend.capabilities`."""
+        assert self._capabilities is not None  # `open` has returned
+        return self._capabilities
+
+    async def create_model(self, model_id: str, spec: AdapterSpec | None) -> None:
+        """See `Backend.create_model`."""
+        await self._call(lambda tenants: tenants.create_model(model_id, spec))
+
+    async def forward_backward(self, model_id: str, data: Sequence[Datum], loss: LossCall, *, forward_only: bool) -> PassResult:
+        """See `Backend.forward_backward`."""
+        return await self._call(lambda tenants: tenants.forward_backward(model_id, data, loss, forward_only=forward_only))
+
+    async def optim_step(self, model_id: str, params: AdamParams) -> Mapping[str, float]:
+        """See `Backend.optim_step`."""
+        return await self._call(lambda tenants: tenants.optim_step(model_id, params))
+
+    async def save_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """See `Backend.save_state`."""
+        await self._call(lambda tenants: tenants.save_state(model_id, folder, with_optimizer=with_optimizer))
+
+    async def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
+        """See `Backend.load_state`."""
+        await self._call(lambda tenants: tenants.load_state(model_id, folder, with_optimizer=with_optimizer))
+
+    def read_spec(self, folder: Path) -> AdapterSpec | None:
+        """See `Backend.read_spec`."""
+        return ModelRecord.read(folder, self.capabilities().base_model).spec
+
+    async def make_sampler(self, source: str | Path | None) -> str:
+        """See `Backend.make_sampler`."""
+        return await self._call(lambda tenants: tenants.make_sampler(source))
+
+    async def sample(self, sampler: str, call: SampleCall) -> SampleResult:
+        """See `Backend.sample`."""
+        result: Future[SampleResult] = Future()
+        result.set_running_or_notify_cancel()
+
+        def start(tenants: Tenants) -> str:
+            name = tenants.start_sampling(sampler, call)
+            self._sampling.futures[name], self._sampling.samplers[name] = result, sampler
+            return name
+
+        name = await self._call(start, is_short=True)
+        try:
+            return await asyncio.wrap_future(result)
+        except asyncio.CancelledError:
+            self._queue.put(_Work(lambda tenants: self._abort(tenants, name), Future(), is_short=True))
+            raise
+
+    def _abort(self, tenants: Tenants, name: str) -> None:
+        if self._sampling.futures.pop(name, None) is not None:
+            self._sampling.samplers.pop(name)
+            tenants.abort_sampling(name)
+
+    async def drop_sampler(self, sampler: str) -> None:
+        """See `Backend.drop_sampler`."""
+        future: Future[None] = Future()
+        await self._call(lambda _: self._sampling.drops.update({sampler: future}), is_short=True)
+        await asyncio.wrap_future(future)
+
+    async def unload(self, model_id: str) -> None:
+        """See `Backend.unload`."""
+        await self._call(lambda tenants: tenants.unload(model_id))
+
+    async def export_adapter(self, source: str | Path, folder: Path) -> None:
+        """See `Backend.export_adapter`."""
+        await self._call(lambda tenants: tenants.export_adapter(source, folder))
+
+    async def export_merged(self, model_id: str, folder: Path) -> None:
+        """See `Backend.export_merged`."""
+        await self._call(lambda tenants: tenants.export_merged(model_id, folder))
+
+    async def close(self) -> None:
+        """See `Backend.close`."""
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        """End the thread, after the call that it makes."""
+        self._has_ended = True
+        self._queue.put(None)
+        self._thread.join()
+
+
+def _do(work: _Work, tenants: Tenants) -> None:
+    """Call the function, unless the caller has gone."""
+    if not work.future.set_running_or_notify_cancel():
+        return
+    try:
+        work.future.set_result(cast(Any, work.function(tenants)))
+    except BaseException as error:  # noqa: BLE001  (raised where the call waits)
+        work.future.set_exception(error)

@@ -1,0 +1,45 @@
+"""The start of a service in this process: run file, environment and adaptors, before Megatron and vLLM are imported."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from mindspeed_rl import registry
+from mindspeed_rl.config import RunConfig
+from mindspeed_rl.importing import collecting_seldom
+from mindspeed_rl.platform.environment import EXACT_VARIABLE, HEAD_ADAPTERS_VARIABLE
+
+if TYPE_CHECKING:
+    from mindspeed_rl.service.tenants import Tenants
+
+#: a process group of one process
+_SINGLE_PROCESS = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+def open_tenants(cfg: RunConfig) -> Tenants:
+    """Load the base model of a run file with `serve_config`, and build its engines in this process.
+
+    Raises:
+        ValueError: the run file is wrong; all violations are named.
+    """
+    if cfg.serve_config is None:
+        raise ValueError("serve_config: the run file has no such group, which a service needs")
+    # by name: these import torch, which reads the environment
+    run = registry.load("mindspeed_rl.run.models:resolve_run", "serve")(cfg, 1)
+    run = registry.load("mindspeed_rl.run.models:plan_models", "serve")(run)
+    device = registry.load("mindspeed_rl.platform:select", "serve")(run.platform)
+    process: Any = registry.load("mindspeed_rl.runtime.process:prepare_process", "serve")
+    find_free_port: Any = registry.load("mindspeed_rl.runtime.process:find_free_port", "serve")
+    for name, value in device.worker_env().items():
+        os.environ.setdefault(name, value)
+    os.environ.update(_SINGLE_PROCESS, MASTER_PORT=str(find_free_port("127.0.0.1")))
+    os.environ[HEAD_ADAPTERS_VARIABLE] = "1"
+    if cfg.exact_slices:
+        os.environ[EXACT_VARIABLE] = str(cfg.exact_slices)
+    if run.threads is not None:
+        device.use_threads(run.threads.count)
+    with collecting_seldom():
+        process(("train", "rollout"), run.models["actor"].config)
+        tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
+        return tenants(run)

@@ -1,0 +1,44 @@
+"""Differences of trainer and rollout engine by depth and class of token, against a loop over the tokens."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+
+from mindspeed_rl.algorithms.mismatch import DEPTHS, measure_depths
+
+
+def test_buckets_and_classes_are_those_of_a_loop_over_the_tokens() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows, width = 5, 300
+    recorded = -5 * torch.rand(rows, width, generator=generator) ** 2
+    computed = recorded + 0.1 * torch.randn(rows, width, generator=generator)
+    mask = torch.rand(rows, width, generator=generator) < 0.8
+    mask[0, :3] = False  # a response that begins with tokens of others
+    mask[1] = False
+    sums, counts = defaultdict[str, float](float), defaultdict[str, int](int)
+    for row in range(rows):
+        seen = False
+        for token in range(width):
+            if not mask[row, token]:
+                continue
+            begins = token == 0 or not mask[row, token - 1]
+            names = [f"depth/{max(start for start in DEPTHS if start <= token)}"]
+            names += ["first_token"] if begins and not seen else []
+            names += ["after_tool"] if begins and seen else []
+            names += ["rare_token"] if recorded[row, token] < torch.tensor(0.01).log() else []
+            seen = True
+            for name in names:
+                sums[name] += abs(float(computed[row, token]) - float(recorded[row, token]))
+                counts[name] += 1
+    found = {name.removeprefix("mismatch/"): (total, count) for name, total, count in measure_depths(computed, recorded, mask)}
+    assert {name: count for name, (_, count) in found.items()} == dict(counts)
+    assert all(found[name][0] == pytest.approx(sums[name], rel=1e-5) for name in sums)
+
+
+def test_masked_tokens_may_have_any_value() -> None:
+    computed, recorded = torch.tensor([[float("nan"), 1.0]]), torch.tensor([[0.0, 1.5]])
+    found = {name: total for name, total, _ in measure_depths(computed, recorded, torch.tensor([[False, True]]))}
+    assert found["mismatch/first_token"] == 0.5 and "mismatch/after_tool" not in found

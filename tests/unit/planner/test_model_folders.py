@@ -1,0 +1,52 @@
+"""Layouts of a model that is given as a folder, in place of a model block."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import transformers
+from published import MODELS
+
+from mindspeed_rl.cli.plan import main
+
+SIZES = ["--npus", "2", "--prompt", "512", "--response", "512", "--prompts", "8", "--samples", "4", "--top", "2"]
+
+
+def _fit(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["fit", *SIZES, *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_folder_has_the_layouts_of_the_block_of_its_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "qwen25_0p5b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(MODELS["Qwen2.5-0.5B"]))
+    written = tmp_path / "run.yaml"
+    by_folder = _fit(capsys, "--model", str(folder), "-o", str(written))
+    assert by_folder == _fit(capsys, "--model", "qwen25_0p5b")
+    text = written.read_text()
+    assert f'load: "{folder}"' in text and "defaults" not in text
+    assert main(["memory", "--config-name", str(written), "--chip", "A3"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["GptOss", "Gemma3Text", "Glm4Moe", "GlmMoeDsa", "DeepseekV32", "Phi3", "Qwen3_5MoeText"])
+def test_every_family_has_layouts(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        **{"num_hidden_layers": 4, "hidden_size": 1024, "vocab_size": 32000, "rms_norm_eps": 1e-6, "use_cache": True}
+    )
+    config.save_pretrained(tmp_path)
+    names = {"Gemma3Text": "Gemma3", "Qwen3_5MoeText": "Qwen3_5Moe"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": [f"{names.get(kind, kind)}ForCausalLM"]}))
+    assert "on 2 x A3" in _fit(capsys, "--model", str(tmp_path))
+
+
+def test_what_is_no_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["BloomForCausalLM"], "model_type": "bloom"}')
+    assert main(["fit", *SIZES, "--model", str(tmp_path)]) == 2
+    assert "BloomForCausalLM" in capsys.readouterr().err
+    assert main(["fit", *SIZES, "--model", "hf://nobody/has-this"]) == 2
+    assert "nobody/has-this" in capsys.readouterr().err

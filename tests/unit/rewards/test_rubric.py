@@ -1,0 +1,131 @@
+"""Rubrics: criteria with weights in the forms of published data, one request for all, and replies that judge them or do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindspeed_rl.rewards.judge import JudgeError, JudgeForm
+from mindspeed_rl.rewards.rubric import Criterion, RubricError, read_rubric, read_verdicts, score_verdicts
+from mindspeed_rl.rewards.samples import RewardSample, RewardSettings
+
+CRITERIA = (Criterion("names the capital", 5.0), Criterion("gives a year", 3.0), Criterion("invents a source", -4.0))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        # HealthBench
+        [{"criterion": one.text, "points": one.weight, "tags": ["axis:accuracy"]} for one in CRITERIA],
+        # Rubrics as Rewards
+        [{"title": "t", "description": one.text, "weight": one.weight} for one in CRITERIA],
+        {"rubrics": [{"criterion": one.text, "weight": one.weight} for one in CRITERIA]},
+        json.dumps([{"text": f" {one.text} ", "score": one.weight} for one in CRITERIA]),
+        json.dumps({"criteria": [{"question": one.text, "points": one.weight} for one in CRITERIA]}),
+    ],
+)
+def test_published_forms_are_the_same_rubric(value: object) -> None:
+    assert read_rubric(value, "row") == CRITERIA
+
+
+def test_texts_alone_weigh_one_each() -> None:
+    assert read_rubric(["a", "b"], "row") == (Criterion("a"), Criterion("b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [
+        ("be kind", "a rubric is a list of criteria"),
+        ([], "a rubric is a list of criteria"),
+        ("[1, ", "no JSON"),
+        ([3], "criterion 1: 3 is neither"),
+        ([{"weight": 2}], "it has no text under criterion, description, text, question, but weight"),
+        ([{"criterion": "a", "weight": "much"}], "criterion 1: its weight is 'much'"),
+        ([{"criterion": "a", "weight": True}], "its weight is True"),
+        ([{"criterion": "a", "weight": float("nan")}], "its weight is nan"),
+        ([{"criterion": "a", "weight": 0}], "a number other than 0"),
+        ([{"criterion": "a", "weight": -1}], "no criterion has a positive weight"),
+        (["a"] * 65, "65 criteria; one request has at most 64"),
+    ],
+)
+def test_another_form_is_refused_with_its_place(value: object, sentence: str) -> None:
+    with pytest.raises(RubricError) as error:
+        read_rubric(value, "row 3")
+    assert sentence in str(error.value) and str(error.value).startswith("row 3")
+
+
+def test_scores_are_those_counted_by_hand() -> None:
+    # (5 + 3) / 8, 5 / 8, (5 + 3 - 4) / 8, and never below 0
+    met = [([True, True, False], 1.0), ([True, False, False], 0.625), ([True, True, True], 0.5), ([False, False, True], 0.0)]
+    for verdicts, expected in met:
+        assert score_verdicts(CRITERIA, verdicts) == {"score": expected, "met": sum(verdicts) / 3}
+
+
+def test_the_last_object_of_a_reply_counts() -> None:
+    reply = 'The answer says {"1": true, "2": true}. I find: {"1": false, "2": true}'
+    assert read_verdicts(reply, 2) == [False, True]
+    assert read_verdicts('```json\n{"2": false,\n "1": true}\n```', 2) == [True, False]
+
+
+NO_VERDICTS = [
+    "",
+    "All met.",
+    '{"1": true}',
+    '{"1": true, "2": 1}',
+    '{"1": true, "2": true, "3": true}',
+    '{"1": "yes", "2": false}',
+    "{{{",
+]
+
+
+@pytest.mark.parametrize("reply", NO_VERDICTS)
+def test_a_reply_that_judges_other_criteria_is_no_score(reply: str) -> None:
+    with pytest.raises(RubricError, match="criteria 1 to 2"):
+        read_verdicts(reply, 2)
+
+
+def sample(**columns: Any) -> RewardSample:
+    return RewardSample(prompt="Which city?", response="Paris, 987.", label="Paris", columns=columns)
+
+
+def test_one_request_has_all_criteria_and_its_reply_is_scored() -> None:
+    form = JudgeForm(RewardSettings(judge_rubric="extra_info.rubrics"))
+    rubric = [{"criterion": one.text, "points": one.weight} for one in CRITERIA]
+    text = form.prompt(sample(extra_info={"rubrics": rubric}))
+    assert "1. (5 points) names the capital" in text and "3. (-4 points) invents a source" in text and "Paris, 987." in text
+    assert '{"1": true, "2": false}' in text
+    assert form.read_reply(text, 'Fine. {"1": true, "2": false, "3": false}') == {"score": 0.625, "met": pytest.approx(1 / 3)}
+    with pytest.raises(JudgeError, match="criteria 1 to 3"):
+        form.read_reply(text, "Score: 9")
+
+
+def test_equal_texts_with_other_weights_are_other_requests() -> None:
+    form = JudgeForm(RewardSettings(judge_rubric="rubric"))
+    light, heavy = (form.prompt(sample(rubric=[{"text": "a", "weight": w}, "b"])) for w in (1, 9))
+    reply = '{"1": true, "2": false}'
+    assert (form.read_reply(light, reply), form.read_reply(heavy, reply)) == (
+        {"score": 0.5, "met": 0.5},
+        {"score": 0.9, "met": 0.5},
+    )
+
+
+def test_a_file_holds_for_all_rows_and_a_missing_column_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "rubric.json"
+    path.write_text(json.dumps({"rubrics": ["is polite"]}))
+    assert "1. (1 points) is polite" in JudgeForm(RewardSettings(judge_rubric=str(path))).prompt(sample())
+    with pytest.raises(JudgeError, match="no column rubric; its columns are level"):
+        JudgeForm(RewardSettings(judge_rubric="rubric")).prompt(sample(level=1))
+    with pytest.raises(ValueError, match="judge_rubric: there is no file"):
+        JudgeForm(RewardSettings(judge_rubric=str(tmp_path / "none.json")))
+
+
+def test_a_template_without_the_criteria_or_a_parser_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Judge {response}")
+    with pytest.raises(ValueError, match="does not mention {criteria}"):
+        JudgeForm(RewardSettings(judge_rubric="rubric", judge_prompt=str(path)))
+    with pytest.raises(ValueError, match="judge_parser"):
+        JudgeForm(RewardSettings(judge_rubric="rubric", judge_parser="mindspeed_rl.rewards.judge:mean_of_parts"))
