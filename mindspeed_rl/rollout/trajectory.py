@@ -93,6 +93,7 @@ class TurnEvent:
         start_s, end_s: since the epoch; not compared.
         reward: reward of the turn; None for none.
         failed: the call failed.
+        role: named role whose turn it is, in an episode of several; "" in others.
     """
 
     name: str
@@ -103,6 +104,7 @@ class TurnEvent:
     end_s: float = field(compare=False)
     reward: float | None = None
     failed: bool = False
+    role: str = ""
 
 
 @dataclass(frozen=True)

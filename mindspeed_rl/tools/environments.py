@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mindspeed_rl import registry
 from mindspeed_rl.config.run_files import check_yaml
@@ -26,6 +28,7 @@ from mindspeed_rl.tools.tool import Config
 from mindspeed_rl.tools.verifiers_program import PREFIX
 
 _SUBJECT = "rl_config.environment"
+_ROLE_NAME = re.compile(r"[A-Za-z]\w{0,40}")
 _ROLES = ("system", "user", "assistant", "tool")
 _CLOSE_LIMIT_S = 15.0
 _MAX_TIMEOUT_S = 86400.0
@@ -118,45 +121,64 @@ def make_environment_factory(
     return lambda: _CheckedEnvironment(factory(**(args or {})), target, timeout_s or _STEP_LIMIT_S)
 
 
-class _CheckedEnvironment:
-    """See `Environment`.
+class RolesEnvironment(Protocol):
+    """An episode of several roles: your class has `roles`, reset and step, plain or coroutines, and optionally close."""
+
+    async def reset(self, task: Mapping[str, object]) -> tuple[str, list[JsonObject]]:
+        """Start the episode.
+
+        Args:
+            task: the data set's row.
+
+        Returns:
+            The role that speaks first, and the messages of its prompt; none: it is the row's prompt.
+        """
+        ...
+
+    async def step(self, role: str, text: str) -> tuple[dict[str, float], str | None, list[JsonObject]]:
+        """Take a role's turn.
+
+        Returns:
+            Rewards of roles by name, each of the last turn that the role has taken; the next role, None at the end; and the
+            messages that it reads before its turn: those of its prompt where it has not spoken yet.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End the episode."""
+        ...
+
+
+def make_roles_factory(
+    target: str, args: Config | None = None, *, timeout_s: float | None = None
+) -> tuple[tuple[str, ...], Callable[[], RolesEnvironment]]:
+    """Return the roles of an environment, and a function that creates one for an episode.
+
+    Raises:
+        ValueError: there is no such class, or it lacks roles, reset or step.
+    """
+    factory = registry.load(target, _SUBJECT, wraps=Exception)
+    missing = [name for name in ("roles", "reset", "step") if not hasattr(factory, name)]
+    if missing:
+        raise ValueError(f"{_SUBJECT}: {target} has no {' and no '.join(missing)}, which agent_loop roles needs")
+    roles = factory.roles
+    is_sound = isinstance(roles, (list, tuple)) and roles and len(set(roles)) == len(roles)
+    if not is_sound or not all(isinstance(role, str) and _ROLE_NAME.fullmatch(role) for role in roles):
+        raise ValueError(f"{_SUBJECT}: {target}.roles must be different names of letters, digits and _, not {roles!r:.200}")
+    limit_s = timeout_s or _STEP_LIMIT_S
+    return tuple(roles), lambda: _CheckedRoles(factory(**(args or {})), target, limit_s, tuple(roles))
+
+
+class _Checked:
+    """An object of the user whose methods have deadlines and whose messages are checked.
 
     Args:
-        inner: with reset(task) and step(messages), and optionally close().
+        inner: with reset and step, and optionally close().
         name: its name in errors.
     """
 
     def __init__(self, inner: Any, name: str, timeout_s: float) -> None:
         self._inner, self._name, self._timeout_s = inner, name, timeout_s
-
-    async def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
-        """See `Environment`.
-
-        Raises:
-            InvalidEnvironmentError: it took too long, or returned no messages.
-        """
-        return self._check_messages(await self._run("reset", dict(task)), "reset")
-
-    async def step(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], float | None, bool]:
-        """See `Environment`.
-
-        Raises:
-            InvalidEnvironmentError: it took too long, or returned something else.
-        """
-        result = await self._run("step", [dict(message) for message in messages])
-        where = f"{self._name}.step"
-        if not isinstance(result, (tuple, list)) or len(result) != 3:
-            raise InvalidEnvironmentError(f"{where} must return (messages, reward or None, done), not {result!r:.200}")
-        new, reward, done = result
-        # a bool is an int in Python, and here most likely `done` at the wrong index
-        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
-            raise InvalidEnvironmentError(f"{where}: the reward must be a number or None, not {reward!r:.200}")
-        if not isinstance(done, bool):
-            raise InvalidEnvironmentError(f"{where}: done must be True or False, not {done!r:.200}")
-        new_messages = self._check_messages(new or [], "step")
-        if not new_messages and not done:
-            raise InvalidEnvironmentError(f"{where}: neither new messages nor the end; the model would have nothing to answer")
-        return new_messages, None if reward is None else float(reward), done
 
     async def close(self) -> None:
         """See `Environment`."""
@@ -197,3 +219,83 @@ class _CheckedEnvironment:
                     f"{where}: a message has a role of {roles} and a text, or parts with images, not {message!r:.200}"
                 )
         return [dict(message) for message in value]
+
+
+class _CheckedEnvironment(_Checked):
+    """See `Environment`."""
+
+    async def reset(self, task: Mapping[str, object]) -> list[JsonObject]:
+        """See `Environment`.
+
+        Raises:
+            InvalidEnvironmentError: it took too long, or returned no messages.
+        """
+        return self._check_messages(await self._run("reset", dict(task)), "reset")
+
+    async def step(self, messages: Sequence[JsonObject]) -> tuple[list[JsonObject], float | None, bool]:
+        """See `Environment`.
+
+        Raises:
+            InvalidEnvironmentError: it took too long, or returned something else.
+        """
+        result = await self._run("step", [dict(message) for message in messages])
+        where = f"{self._name}.step"
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise InvalidEnvironmentError(f"{where} must return (messages, reward or None, done), not {result!r:.200}")
+        new, reward, done = result
+        # a bool is an int in Python, and here most likely `done` at the wrong index
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, (int, float))):
+            raise InvalidEnvironmentError(f"{where}: the reward must be a number or None, not {reward!r:.200}")
+        if not isinstance(done, bool):
+            raise InvalidEnvironmentError(f"{where}: done must be True or False, not {done!r:.200}")
+        new_messages = self._check_messages(new or [], "step")
+        if not new_messages and not done:
+            raise InvalidEnvironmentError(f"{where}: neither new messages nor the end; the model would have nothing to answer")
+        return new_messages, None if reward is None else float(reward), done
+
+
+class _CheckedRoles(_Checked):
+    """See `RolesEnvironment`."""
+
+    def __init__(self, inner: Any, name: str, timeout_s: float, roles: tuple[str, ...]) -> None:
+        super().__init__(inner, name, timeout_s)
+        self._roles = roles
+
+    async def reset(self, task: Mapping[str, object]) -> tuple[str, list[JsonObject]]:
+        """See `RolesEnvironment`.
+
+        Raises:
+            InvalidEnvironmentError: it took too long, or returned something else.
+        """
+        result = await self._run("reset", dict(task))
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise InvalidEnvironmentError(f"{self._name}.reset must return (role, messages), not {result!r:.200}")
+        role, messages = result
+        return self._check_role(role, "reset"), self._check_messages(messages or [], "reset")
+
+    async def step(self, role: str, text: str) -> tuple[dict[str, float], str | None, list[JsonObject]]:
+        """See `RolesEnvironment`.
+
+        Raises:
+            InvalidEnvironmentError: it took too long, or returned something else.
+        """
+        result = await self._run("step", role, text)
+        where = f"{self._name}.step"
+        if not isinstance(result, (tuple, list)) or len(result) != 3:
+            raise InvalidEnvironmentError(
+                f"{where} must return (rewards by role, next role or None, messages), not {result!r:.200}"
+            )
+        rewards, following, messages = result
+        if not isinstance(rewards, Mapping):
+            raise InvalidEnvironmentError(f"{where}: rewards must be numbers by role, not {rewards!r:.200}")
+        for name, reward in rewards.items():
+            self._check_role(name, "step")
+            if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+                raise InvalidEnvironmentError(f"{where}: the reward of {name} must be a finite number, not {reward!r:.200}")
+        following = None if following is None else self._check_role(following, "step")
+        return {name: float(value) for name, value in rewards.items()}, following, self._check_messages(messages or [], "step")
+
+    def _check_role(self, role: object, method: str) -> str:
+        if not isinstance(role, str) or role not in self._roles:
+            raise InvalidEnvironmentError(f"{self._name}.{method}: {role!r:.100} is none of its roles {', '.join(self._roles)}")
+        return role

@@ -25,6 +25,7 @@ from mindspeed_rl.rollout.trajectory import NO_VERSION
 from mindspeed_rl.run import Run
 from mindspeed_rl.trainers.evaluation import GreedyBaselines
 from mindspeed_rl.trainers.old_policy import RECORDED_DIFFERENCE
+from mindspeed_rl.trainers.role_advantages import compute_role_advantages
 from mindspeed_rl.trainers.schedule import Schedule
 from mindspeed_rl.trainers.staleness import check_versions
 
@@ -123,7 +124,7 @@ class Advantages:
         """Compute nothing yet."""
         self._rl, self._plan, self._stage, self._timeout_s = run.rl, run.plan, run.stage, run.deadlines.rows_s
         self._plane, self._baselines, self._schedule = plane, baselines, schedule
-        self._observers = observers
+        self._observers, self._has_roles = observers, run.rl.agent_loop_name == "roles"
         self._seed, self._marks = run.config.actor_config.seed, schedule.objective.loss.load_marks()
         self.entropy_threshold: float | None = None
         self._unscored = 0  # iterations in a row
@@ -162,8 +163,13 @@ class Advantages:
         # masked out is not enough: 0 times NaN is NaN
         inputs = self._inputs(batch, rewards.nan_to_num(0.0), scored, response_mask, kl_coef, metrics)
         inputs = replace(inputs, greedy_rewards=greedy_rewards)
-        advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
-        metrics.merge(estimator_metrics)
+        if self._has_roles:
+            weight, trajectories = self._rl.trajectory_reward_weight, objects(batch["trajectories"])
+            advantages, returns, of_roles = compute_role_advantages(inputs, trajectories, objective, weight=weight)
+            metrics.merge(of_roles)
+        else:
+            advantages, returns, estimator_metrics = compute_advantages(inputs, objective)
+            metrics.merge(estimator_metrics)
         loss_mask = young = response_mask & _young_tokens(versions, version, self._rl.off_policy_token_limit, width)
         if admission.bound:
             metrics.merge(_staleness_metrics(versions, version))
@@ -245,6 +251,7 @@ class Advantages:
             "values": "values" in objective.needs,
             "squared_probs": "squared_probs" in objective.needs,
             "entropies": objective.masks_by_entropy,
+            "trajectories": self._has_roles,
         }
         always = ("rewards", "reward_results", "response_mask", "truncated", "weight_versions")
         return [*always, *(name for name, is_read in some.items() if is_read)]

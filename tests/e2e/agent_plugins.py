@@ -69,3 +69,34 @@ def flipped(digits: str) -> str:
 def called(response: str, label: str, tool_call_num: float) -> float:
     """A point for each call, and one for the right digits in front."""
     return tool_call_num + float(response.startswith(label))
+
+
+class Duel:
+    """Two players copy the row's digits; the one that does where the other does not takes a point from it."""
+
+    roles = ("first", "second")
+
+    def reset(self, task):
+        self.label, self.right = task["label"], {}
+        return "first", []
+
+    def step(self, role, text):
+        self.right[role] = text.strip() == self.label
+        if role == "first":
+            return {}, "second", []
+        point = float(self.right["first"]) - float(self.right["second"])
+        return {"first": point, "second": -point}, None, []
+
+
+class DuelWithFrozen:
+    """The same game against an opponent that never learns: it is right where the sum of the digits is even."""
+
+    roles = ("first",)
+
+    def reset(self, task):
+        self.label = task["label"]
+        return "first", []
+
+    def step(self, role, text):
+        frozen = sum(map(int, self.label)) % 2 == 0
+        return {"first": float(text.strip() == self.label) - float(frozen)}, None, []

@@ -18,6 +18,7 @@ AGENT_LOOP_KEYS = {
     "environment": "environment",
     "scheduler": "multi_turn_scheduler",
     "tool_agent": "tool_config_path",
+    "roles": "environment",
 }
 # fmt: off
 _CRITIC = ("adv_estimator", tuple(name for name, record in ADVANTAGES.items() if "values" in record.needs))
@@ -716,7 +717,7 @@ class _ToolKeys:
         "where agent, environment, multi_turn_scheduler or tool_config_path is set, else single_turn",
         "样本如何生成：名称或 module:Class；不设时：设了 agent、environment、multi_turn_scheduler 或 tool_config_path 就用 "
         "program、environment、scheduler 或 tool_agent，否则 single_turn",
-        names=("single_turn", "tool_agent", "scheduler", "environment", "program"), needs=_TOOLS,
+        names=("single_turn", "tool_agent", "scheduler", "environment", "roles", "program"), needs=_TOOLS,
         elsewhere="default_agent_loop", on_resume="in_flight")
     max_turns: int | None = key(None, "turns of the model in one sample; as many as fit when unset",
         "一个样本中模型的轮数；不设时能放多少轮就多少轮", range=Bounds(1, 10**6), needs=_TOOLS, elsewhere="max_assistant_turns",

@@ -14,6 +14,7 @@ AGENT_LOOPS = {
     "tool_agent": "mindspeed_rl.rollout.agents.tool_agent:ToolAgent",
     "scheduler": "mindspeed_rl.rollout.agents.scheduler:SchedulerLoop",
     "environment": "mindspeed_rl.rollout.agents.environment_loop:EnvironmentLoop",
+    "roles": "mindspeed_rl.rollout.agents.roles_loop:RolesLoop",
     "program": "mindspeed_rl.rollout.agents.program:ProgramLoop",
 }
 

@@ -262,7 +262,8 @@ def _describe_conversation(run: Run) -> str:
     """Return the loop of a sample of several turns, its tools, and the limits of its turns."""
     rl, loop = run.rl, run.rl.agent_loop_name
     program = None if rl.agent is None else rl.agent.url or " ".join(rl.agent.command)
-    by = {"scheduler": rl.multi_turn_scheduler, "environment": rl.environment, "program": program}.get(loop)
+    by = {"scheduler": rl.multi_turn_scheduler, "program": program}.get(loop)
+    by = rl.environment if loop in ("environment", "roles") else by
     tools = "" if rl.tool_config_path is None else f", tools of {rl.tool_config_path}"
     calls = f" with calls in the format {rl.tool_parser_format}" if tools and rl.tool_parser_format else ""
     limit = f", {rl.max_tool_calls} calls at most" if tools and rl.max_tool_calls else ""

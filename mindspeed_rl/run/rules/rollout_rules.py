@@ -170,12 +170,41 @@ def _turns(run: Run) -> Iterator[Broken]:
     needed, given = AGENT_LOOP_KEYS.get(loop), {"agent_loop": loop}
     if needed is not None and getattr(rl, needed) is None:
         yield violate("agent_loop_needs", f"[agent_loop:is] needs [{needed}:name]", keys=given)
+    if loop == "roles":
+        yield from _roles_of_episodes(run)
     if rl.agent is not None and bool(rl.agent.command) == bool(rl.agent.url):
         program = {f"rl_config.agent.{name}": getattr(rl.agent, name) for name in ("command", "url")}
         yield violate("agent_program", "rl_config.agent needs either a command or a url, and not both", keys=program)
     if rl.verifier_reads == "output" and loop != "program":
         text = f"[verifier_reads:is] belongs to a program, but the loop is {loop}: set rl_config.agent"
         yield violate("verifier_reads_output", text, {"verifier_reads": "response"}, keys=given)
+
+
+def _roles_of_episodes(run: Run) -> Iterator[Broken]:
+    """Check runs whose episodes have several roles, each with rewards and a baseline of its own."""
+    rl, objective, given = run.rl, run.objective, {"agent_loop": "roles"}
+    assert objective is not None
+    if needed := sorted(objective.advantage.needs):
+        yield violate(
+            "roles_estimator",
+            f"[agent_loop:is] compares each role's rewards with those of its group, and [adv_estimator] needs "
+            f"{' and '.join(needed)} of whole rows",
+            {"adv_estimator": "group_norm"},
+            keys=given,
+        )
+    if objective.kl_place == "reward":
+        text = "[agent_loop:is] excludes [use_kl_in_reward:name]: the KL of a row is not divided over its roles"
+        yield violate("roles_kl", text, {"use_kl_in_reward": False}, keys=given)
+    if rl.trajectory_reward not in ("both", "turns"):
+        text = "[agent_loop:is] needs the rewards of turns, which are each role's own, and [trajectory_reward] leaves them out"
+        yield violate("roles_reward", text, {"trajectory_reward": "both"}, keys=given)
+    for name in ("filter_groups_enable", "dynamic_sample"):
+        if getattr(rl, name):
+            text = f"[agent_loop:is] excludes [{name}:name]: totals are equal where one role wins what another loses"
+            yield violate("roles_filter", text, {name: False}, keys=given)
+    if rl.trainer_mode != "sync":
+        text = "[agent_loop:is] needs [trainer_mode:name]: sync; responses in flight do not keep whose turn each was"
+        yield violate("roles_mode", text, {"trainer_mode": "sync"}, keys=given)
 
 
 @needs("generate_config")

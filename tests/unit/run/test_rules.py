@@ -32,6 +32,7 @@ M, R, G, S = "megatron_training", "rl_config", "generate_config", "sampling_conf
 D, SUFFIX = "speculative_config", {"method": "suffix"}
 EXPERTS = {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64, "sequence_parallel": True}
 EXACT = {"exact_log_probs": True}
+ROLES = {"multi_turn_enable": True, "agent_loop": "roles", "environment": "games:Duel"}
 #: names of a batch plan's numbers in its rules
 SIZE_NAMES = ("group_size",)
 KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples_per_prompt": 1, "keep_spare_samples": True}
@@ -40,6 +41,10 @@ KEPT = {"partial_rollout_max_split": 4, "guarantee_order": False, "spare_samples
 CASES: list[tuple[dict[str, Any], str, list[str]]] = [
     ({M: {"bf16": False}}, "same_number_format", ["megatron_training.bf16 (false)", "generate_config.dtype (bfloat16)"]),
     ({G: {"dtype": "float32"}}, "same_number_format", ["bf16 (true)", "dtype (float32)"]),
+    ({R: {**ROLES, "adv_estimator": "remax"}}, "roles_estimator", ["agent_loop roles", "remax", "greedy_baseline"]),
+    ({R: {**ROLES, "trajectory_reward": "final"}}, "roles_reward", ["agent_loop roles", "trajectory_reward (final)"]),
+    ({R: {**ROLES, "filter_groups_enable": True}}, "roles_filter", ["agent_loop roles", "filter_groups_enable"]),
+    ({R: {**ROLES, "use_kl_in_reward": True, "init_kl_coef": 0.1}}, "roles_kl", ["agent_loop roles", "use_kl_in_reward"]),
     ({R: {"ema_decay": 0.9}}, "average_is_read", ["rl_config.ema_decay (0.9)", "nothing would read", "save_hf"]),
     (
         {M: {"save": "a", "save_hf": True, "reuse_fp32_param": True}, R: {"ema_decay": 0.9}},

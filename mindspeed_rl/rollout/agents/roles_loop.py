@@ -1,0 +1,116 @@
+"""Episodes of several named roles, which one model plays: each role has a conversation, rewards and a baseline of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from mindspeed_rl.rollout.agents.conversation import AgentConversation
+from mindspeed_rl.rollout.agents.loop import AgentLoop, LoopSettings, Task
+from mindspeed_rl.rollout.protocol import RolloutEngine
+from mindspeed_rl.rollout.requests import derive_seed
+from mindspeed_rl.rollout.trajectory import TokenSequence, Trajectory
+from mindspeed_rl.tools.environments import make_roles_factory, read_environment
+from mindspeed_rl.tools.toolbox import Tools
+
+
+class RolesLoop(AgentLoop):
+    """An episode of `environment`, whose turns belong to named roles; see `RolesEnvironment`.
+
+    A row has a sequence for each conversation: a token trains in the context in which its role sampled it, and no role reads
+    what another one has read, but for what the environment passes on.
+    """
+
+    def __init__(self, settings: LoopSettings) -> None:
+        super().__init__(settings)
+        if settings.environment is None:
+            raise ValueError("rl_config.agent_loop roles needs rl_config.environment, module:Class")
+        spec = read_environment(settings.environment)
+        if spec.python is not None or spec.variables or spec.is_program:
+            raise ValueError(f"rl_config.environment: {spec.target} with agent_loop roles is module:Class, in this process")
+        self._roles, self._make = make_roles_factory(spec.target, spec.args, timeout_s=spec.timeout_s)
+        limits, count = settings.limits, len(self._roles)
+        # the prompts of the further roles are tokens of the row too
+        max_tokens = (limits.max_tokens - (count - 1) * limits.max_prompt_tokens) // count
+        if max_tokens < 1:
+            raise ValueError(
+                f"rl_config.max_total_response_length leaves {limits.max_tokens} tokens for {count} roles, whose further "
+                f"prompts have up to {limits.max_prompt_tokens} (rl_config.max_prompt_length); raise it"
+            )
+        self._limits = replace(limits, max_tokens=max_tokens)
+
+    async def run(self, task: Task, engine: RolloutEngine, tools: Tools | None) -> Trajectory:
+        conversations: dict[str, AgentConversation] = {}
+        failure = ""
+        try:
+            await self._play(task, engine, conversations)
+        except Exception as error:  # noqa: BLE001  # your environment may raise anything: the sample has failed, not the run
+            failure = f"environment: {type(error).__name__}: {error}"
+        if not conversations:
+            return Trajectory((TokenSequence(task.prompt_ids, (), task.sampling.images),), "stop", failure=failure)
+        return _join({role: conversation.end() for role, conversation in conversations.items()}, failure)
+
+    async def _play(self, task: Task, engine: RolloutEngine, conversations: dict[str, AgentConversation]) -> None:
+        environment, closed = self._make(), set[str]()
+        try:
+            role: str | None
+            role, messages = await environment.reset(task.row)
+            # a role without room, or with its last turn, ends the episode only where it is to speak again
+            while role is not None and role not in closed:
+                if role not in conversations:
+                    conversations[role] = self._start(role, task, engine)
+                    has_room = not messages or conversations[role].restart_with(messages)
+                else:
+                    has_room = conversations[role].add_messages(messages)
+                if not has_room:
+                    break
+                turn = await conversations[role].reply()
+                rewards, following, messages = await environment.step(role, turn.text)
+                for name, reward in rewards.items():
+                    if name in conversations:  # a role that has not spoken has nothing to learn
+                        conversations[name].reward(reward)
+                if not conversations[role].can_continue(turn):
+                    closed.add(role)
+                role = following
+        finally:
+            await environment.close()
+
+    def _start(self, role: str, task: Task, engine: RolloutEngine) -> AgentConversation:
+        """Return the conversation of a role, which starts with the row's prompt where the environment gives no messages."""
+        settings = self.settings
+        return AgentConversation(
+            task.prompt_ids,
+            task.sampling,
+            derive_seed(f"{task.seed}/{role}"),
+            engine,
+            settings.turns,
+            settings.tokenizer,
+            self._limits,
+            settings.images,
+            settings.max_images,
+        )
+
+
+def _join(trajectories: Mapping[str, Trajectory], failure: str) -> Trajectory:
+    """Return one trajectory of those of the roles, one after the other; its events say whose each turn is."""
+    sequences, events, rewards = [], [], []
+    metrics: dict[str, float] = {"turns": 0.0}
+    start = 0
+    for role, trajectory in trajectories.items():
+        first = len(events)
+        for event in trajectory.events:
+            parent = None if event.parent is None else event.parent + first
+            events.append(replace(event, parent=parent, start=event.start + start, stop=event.stop + start, role=role))
+        sequences += trajectory.sequences
+        rewards += trajectory.turn_rewards
+        metrics["turns"] += trajectory.metrics["turns"]
+        metrics[f"{role}_reward"] = sum(value for value in trajectory.turn_rewards if value is not None)
+        start += len(trajectory.token_ids)
+    return Trajectory(
+        sequences=tuple(sequences),
+        finish="length" if any(trajectory.finish == "length" for trajectory in trajectories.values()) else "stop",
+        turn_rewards=tuple(rewards),
+        metrics=metrics,
+        failure=failure,
+        events=tuple(events),
+    )

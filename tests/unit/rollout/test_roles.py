@@ -1,0 +1,158 @@
+"""Episodes of several roles on a scripted engine: whose token is whose, and what it earns against whom."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_agent_loops import PROMPT, TOKENIZER, Speaker, settings, task
+
+from mindspeed_rl.algorithms.interfaces import AdvantageInputs
+from mindspeed_rl.config import build_run_config
+from mindspeed_rl.rollout.agents import load_agent_loop
+from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
+from mindspeed_rl.rollout.requests import Sampling
+from mindspeed_rl.rollout.trajectory import Trajectory
+from mindspeed_rl.run.draft import draft
+from mindspeed_rl.trainers.role_advantages import compute_role_advantages
+
+
+class Debate:
+    """Two speakers and a judge: pro speaks twice, con once; the judge never where con gives up."""
+
+    roles = ("pro", "con", "judge")
+
+    def reset(self, row):
+        self.said = []
+        return "pro", [{"role": "user", "content": f"for {row['label']}"}]
+
+    async def step(self, role, text):
+        self.said.append((role, text))
+        if len(self.said) == 1:
+            return {}, "con", [{"role": "system", "content": "against"}, {"role": "user", "content": text}]
+        if len(self.said) == 2:
+            return {"con": -0.5}, "pro", [{"role": "user", "content": text}]
+        if len(self.said) == 3 and "give up" not in self.said[1][1]:
+            return {"pro": 0.25}, "judge", []
+        return {"pro": 1.0, "con": -1.0, "judge": 0.5}, None, []
+
+
+class Wrong:
+    roles = ("pro",)
+
+    def reset(self, row):
+        return ("pro", []) if row["label"] == "42" else ("con", [])
+
+    def step(self, role, text):
+        return {"pro": float("nan")}, None, []
+
+
+@pytest.fixture(autouse=True)
+def games(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "games", SimpleNamespace(Debate=Debate, Wrong=Wrong, Nothing=object))
+
+
+def play(engine: Speaker, name: str = "Debate", **changes: Any) -> Trajectory:
+    loop = load_agent_loop("roles")(settings(environment=f"games:{name}", limits=TrajectoryLimits(9000, 1000, 4000)))
+    return asyncio.run(loop.run(replace(task(), **changes), engine, None))
+
+
+def test_each_role_has_its_own_context_and_every_token_is_that_which_was_sampled() -> None:
+    engine = Speaker(["A", "BB", "CCC", "DDDD"])
+    trajectory = play(engine)
+    assert "for 42" in engine.asked[0] and "against" not in engine.asked[0]
+    assert "against" in engine.asked[1] and "A<|im_end|>" in engine.asked[1] and "for 42" not in engine.asked[1]
+    assert engine.asked[2].startswith(engine.asked[0] + "A<|im_end|>") and "BB" in engine.asked[2]
+    assert engine.asked[3] == TOKENIZER.decode(list(PROMPT))  # no messages: the row's prompt
+    assert len(set(engine.seeds)) == 4 and 5 not in engine.seeds
+    ids = trajectory.token_ids
+    spans = [(event.role, TOKENIZER.decode(ids[event.start : event.stop])) for event in trajectory.events]
+    assert spans == [("pro", "A<|im_end|>"), ("pro", "CCC<|im_end|>"), ("con", "BB<|im_end|>"), ("judge", "DDDD<|im_end|>")]
+    sampled = {place for event in trajectory.events for place in range(event.start, event.stop)}
+    assert [place in sampled for place in range(len(ids))] == trajectory.sampled
+    assert [event.reward for event in trajectory.events] == [None, 1.25, -1.5, 0.5]
+    assert trajectory.turn_rewards == (None, 1.25, -1.5, 0.5) and len(trajectory.sequences) == 3
+    # contexts as the engine read them: prompt and tokens before each turn, sequence by sequence
+    contexts = [TOKENIZER.decode(list(sequence.prompt_ids)) for sequence in trajectory.sequences]
+    assert contexts == [engine.asked[0], engine.asked[1], engine.asked[3]]
+    assert trajectory.metrics == {"turns": 4.0, "pro_reward": 1.25, "con_reward": -1.5, "judge_reward": 0.5}
+    assert trajectory.finish == "stop" and not trajectory.failure
+
+
+def test_a_role_without_room_ends_the_episode_when_it_is_to_speak_again() -> None:
+    trajectory = play(Speaker(["AAAA", "B"]), sampling=Sampling(1.0, 3, (1,)))
+    assert [event.role for event in trajectory.events] == ["pro", "con"]
+    assert trajectory.finish == "length" and trajectory.turn_rewards == (None, -0.5) and not trajectory.failure
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "text"),
+    [
+        ("Wrong", "42", "the reward of pro must be a finite number, not nan"),
+        ("Wrong", "7", "'con' is none of its roles pro"),
+    ],
+)
+def test_a_wrong_environment_fails_the_sample_and_says_why(name: str, label: str, text: str) -> None:
+    trajectory = play(Speaker(["A"]), name, label=label)
+    assert text in trajectory.failure and trajectory.sequences
+
+
+def test_an_environment_without_roles_and_too_little_room_are_refused() -> None:
+    with pytest.raises(ValueError, match="games:Nothing has no roles and no reset and no step"):
+        load_agent_loop("roles")(settings(environment="games:Nothing"))
+    with pytest.raises(ValueError, match="leaves 2000 tokens for 3 roles, whose further prompts have up to 1000"):
+        load_agent_loop("roles")(settings(environment="games:Debate"))
+
+
+def objective() -> Any:
+    tree = {"megatron_training": {"stage": "ray_grpo"}, "actor_config": {}, "generate_config": {}}
+    rl = {"actor_resource": {"num_npus": 1}, "n_samples_per_prompt": 2, "adv_estimator": "group_norm"}
+    return draft(build_run_config({**tree, "rl_config": rl})).objective
+
+
+def test_a_role_is_compared_with_itself_in_the_samples_of_the_prompt() -> None:
+    """Two prompts of two samples; in the last the judge has not spoken. Other rewards of a row are all roles' own."""
+    events = [
+        [("pro", 0, 2, 1.0), ("con", 3, 4, -1.0), ("judge", 4, 5, 0.5)],
+        [("pro", 0, 1, -1.0), ("pro", 2, 3, 0.5), ("con", 3, 5, 1.0), ("judge", 5, 6, 0.5)],
+        [("pro", 0, 1, 1.0), ("con", 1, 2, -1.0), ("judge", 2, 3, 1.0)],
+        [("pro", 0, 1, 0.0), ("con", 1, 2, -1.0)],
+    ]
+    others, weight = [0.25, 0.0, 0.0, 1.0], 2.0  # of a reward function that reads the whole row
+    totals = [other + weight * sum(reward for *_, reward in row) for other, row in zip(others, events)]
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    for index, row in enumerate(events):
+        for _, start, stop, _ in row:
+            mask[index, start:stop] = True
+    rows = [
+        {"events": [{"name": "model", "role": role, "start": a, "stop": b, "reward": r} for role, a, b, r in row]}
+        for row in events
+    ]
+    inputs = AdvantageInputs(torch.tensor(totals), mask, group_size=2)
+    goal = objective()
+    advantages, returns, metrics = compute_role_advantages(inputs, rows, goal, weight=weight)
+    expected = torch.zeros(4, 6, dtype=torch.float64)
+    for first in (0, 2):
+        for role in ("pro", "con", "judge"):
+            group = {
+                index: others[index] + weight * sum(r for name, *_, r in events[index] if name == role)
+                for index in (first, first + 1)
+                if any(name == role for name, *_ in events[index])
+            }
+            values = torch.tensor(list(group.values()), dtype=torch.float64)
+            std = float(values.std()) if len(values) > 1 else 0.0
+            for index, value in group.items():
+                scaled = (value - float(values.mean())) / (std + goal.adv_epsilon)
+                for name, start, stop, _ in events[index]:
+                    if name == role:
+                        expected[index, start:stop] = scaled
+    torch.testing.assert_close(advantages.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(advantages, returns) and not advantages[~mask].any()
+    results = metrics.results()
+    assert results["roles/con/reward"] == pytest.approx((0.25 - 2 + 2 - 2 + 1 - 2) / 4)
+    assert results["roles/judge/tokens"] == 1.0 and advantages[2, 2] == 0.0  # alone in its group
