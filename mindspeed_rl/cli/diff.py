@@ -56,7 +56,9 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
         raise ValueError(f"--run {arguments.run}: its configuration is read from report.json, which is not in it")
     config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["config_set"]
     save = config["actor_config"].get("save")
-    resume = [] if save is None or newest_checkpoint(save) is None else [f"actor_config.load={save}"]
+    # only its weights: a run that has ended has no iteration left to resume
+    weights = [f"actor_config.load={save}", "actor_config.finetune=true"]
+    saved = [] if save is None or newest_checkpoint(save) is None else weights
     # without model blocks, whose values config.json has
     groups = {name: group for name, group in config.items() if name not in ("run", "sampling_config")}
     tree = {name: {key: value for key, value in group.items() if key != "model"} for name, group in groups.items()}
@@ -64,7 +66,7 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
     with TemporaryDirectory() as folder:
         # a run file, so that overrides work as usual; JSON is YAML
         Path(folder, "run.yaml").write_text(json.dumps(tree), encoding="utf-8")
-        return load_run_config("run", folder, [*resume, *arguments.overrides])
+        return load_run_config("run", folder, [*saved, *arguments.overrides])
 
 
 def _compare(cfg: RunConfig, arguments: argparse.Namespace) -> int:

@@ -75,7 +75,8 @@ def test_ten_lines_of_yaml_train_the_same(task: Path, environment: dict[str, str
     text = next(text for language, text in blocks("README.md") if language == "yaml" and "# file: ten.yaml" in text)
     (task / "ten.yaml").write_text(text)
     run(f"mindspeed-rl train --config ten.yaml {SHORT}", task, environment)
-    lines = [json.loads(line) for line in (task / "runs/ten/metrics.jsonl").read_text().splitlines()]
+    (metrics,) = (task / "runs").glob("ten-*/metrics.jsonl")
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert [line["iteration"] for line in lines] == [1, 2] and (task / "ten/hf/latest/config.json").is_file()
 
 

@@ -21,8 +21,9 @@ def passes(size: int, layout: dict[str, Any], model: str = "qwen2") -> list[Any]
 
 def check(size: int, layout: dict[str, Any], model: str = "qwen2") -> None:
     resident, streamed = (passes(size, layout | keys, model) for keys in (RESIDENT, STREAMED))
+    assert "log_probs" in resident[-1]  # of a pipeline the last stage has them
     for ours, theirs in zip(streamed, resident, strict=True):
-        assert ours["log_probs"] == theirs["log_probs"]
+        assert ours.get("log_probs") == theirs.get("log_probs")
         assert ours["reference"]["passes"] == theirs["reference"]["passes"]
         weights = theirs["reference"]["resident"]["weights"]
         assert ours["reference"]["resident"]["weights"] == 0 < weights
