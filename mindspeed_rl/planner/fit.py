@@ -81,8 +81,7 @@ class FitRequest:
     """A model and the run that it must fit.
 
     Attributes:
-        block: the model block's keys, of which `model` is the name, or for a folder its numbers of layers and experts.
-        folder: folder of the model's config.json; None for a block.
+        block: the model block's keys, of which `model` is the name.
         prompt, response: maximum tokens.
         prompts, samples: number of prompts of an iteration, and of samples of a prompt.
         stage: one of STAGES.
