@@ -15,8 +15,9 @@ from mindspeed_rl.config import RLConfig
 from mindspeed_rl.dataplane.columns import Batch, pack, ragged
 from mindspeed_rl.rewards.samples import RewardResult
 from mindspeed_rl.rewards.totals import list_components, read_part_weights
+from mindspeed_rl.rollout.requests import EvaluationSampling
 from mindspeed_rl.run.objective import build_objective
-from mindspeed_rl.trainers.evaluation import Evaluator, GreedyBaselines
+from mindspeed_rl.trainers.evaluation import EvaluationSet, Evaluator, GreedyBaselines
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.trainers.rollout import GroupFilter
 
