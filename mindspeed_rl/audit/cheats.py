@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -82,11 +83,14 @@ class Cheat:
         title: name in a table.
         advice: what to change in the reward.
         write: makes responses to a row, given the form that honest answers have.
+        in_pairs: responses come in pairs with the answers in one order and in the other; a pair earns what its worse half does,
+            as a reward that reads the last answer, or the first, accepts one of them.
     """
 
     title: str
     advice: str
     write: Callable[[Case, Form], Iterator[str] | list[str]]
+    in_pairs: bool = False
 
 
 _FORMAT = "Give no reward for a form without a right answer in it, or multiply the two instead of adding them."
@@ -216,11 +220,12 @@ def make_wrong(answer: str) -> str:
 
 def _write_hedges(case: Case, form: Form) -> Iterator[str]:
     if answer := case.answer:
-        wrong = make_wrong(answer)
-        yield form(f"{answer} or {wrong}")
-        yield form(f"{wrong} or {answer}")
-        yield f"Either {answer} or {wrong}."
-        yield f"{form(answer)}\n{form(wrong)}"
+        for first, second in permutations((answer, make_wrong(answer))):
+            yield form(f"{first} or {second}")
+        for first, second in permutations((answer, make_wrong(answer))):
+            yield f"Either {first} or {second}."
+        for first, second in permutations((answer, make_wrong(answer))):
+            yield f"{form(first)}\n{form(second)}"
 
 
 def _write_thoughts(case: Case, form: Form) -> Iterator[str]:
@@ -232,7 +237,7 @@ def _write_thoughts(case: Case, form: Form) -> Iterator[str]:
 
 #: cheats with the label in them, which do not commit to it
 LABEL_CHEATS: tuple[Cheat, ...] = (
-    Cheat("either the label or another answer", _COMMIT, _write_hedges),
+    Cheat("either the label or another answer", _COMMIT, _write_hedges, in_pairs=True),
     Cheat("the label in the thought, another answer after it", "Read the text after the thought only.", _write_thoughts),
 )
 

@@ -432,6 +432,7 @@ def _list_responses(case: Case, name: str) -> list[Response]:
 
 
 Scored = list[tuple[Response, float]]
+_IN_PAIRS = frozenset(cheat.title for cheat in LABEL_CHEATS if cheat.in_pairs)
 
 
 def _score_all(scorer: _Scorer, cases: Sequence[Case], responses: Mapping[str, list[Response]]) -> dict[str, Scored]:
@@ -461,13 +462,25 @@ def _is_cheat(case: Case, text: str, score: float, way: tuple[float, float], *, 
     return high > low and score >= low + _GAIN * (high - low) and not accepts(text, case.answer)
 
 
+def _pair(scored: Scored) -> Scored:
+    """Return the responses with their rewards, those of cheats that come in pairs with what the worse half earns."""
+    halves: dict[tuple[str, int], list[float]] = {}
+    for response, score in scored:
+        if response.name in _IN_PAIRS:
+            halves.setdefault((response.name, response.variant // 2), []).append(score)
+    return [
+        (response, min(halves.get((response.name, response.variant // 2), [score])) if response.name in _IN_PAIRS else score)
+        for response, score in scored
+    ]
+
+
 def _count(
     audit: RewardAudit, cases: Sequence[Case], scored: Mapping[str, Scored], ways: Mapping[str, tuple[float, float]]
 ) -> None:
     groups = {"cheat": audit.cheats, "mutation": audit.mutations}
     for case in cases:
         way = ways[case.where]
-        for response, score in scored[case.where]:
+        for response, score in _pair(scored[case.where]):
             if response.kind in groups:
                 outcome = groups[response.kind].setdefault(response.name, Outcome())
                 is_cheat = _is_cheat(case, response.text, score, way, sampled=response.name == SAMPLE)
