@@ -125,7 +125,7 @@ class Promise:
         figures = time.efficiency.find_error().figures
         yield (
             f"{self.memory.verdict}: {time.devices} x {time.device}, {time.format_bounds(time.total)} s an iteration; two of "
-            f"three runs are within a range, of {figures} published runs"
+            f"three runs are within a range, of {figures} measured runs"
         )
         yield "  memory of the fullest device, GiB" + f" of {capacity / GIB:.0f}"
         for margin in self.margins:
@@ -136,7 +136,7 @@ class Promise:
         yield "  seconds of an iteration"
         for name, seconds in time.phases.items():
             runs = time.efficiency.find_error(name).figures
-            yield f"    {name:<20}{time.format_bounds(seconds, name):>16}   of {runs} published runs"
+            yield f"    {name:<20}{time.format_bounds(seconds, name):>16}   of {runs} measured runs"
         yield from self._list_totals()
         for name, neighbour in (("cheaper", self.cheaper), ("faster", self.faster)):
             if neighbour is not None:

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from mindspeed_rl import registry
-from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS
+from mindspeed_rl.config.keys.rl import AGENT_LOOP_KEYS, RLConfig
 from mindspeed_rl.run.record import Run
 from mindspeed_rl.run.rules.engine_limits import MIN_TEMPERATURE
 from mindspeed_rl.run.rules.violation import Broken, needs, read_key, violate
@@ -189,7 +189,7 @@ def _roles_of_episodes(run: Run) -> Iterator[Broken]:
             "roles_estimator",
             f"[agent_loop:is] compares each role's rewards with those of its group, and [adv_estimator] needs "
             f"{' and '.join(needed)} of whole rows",
-            {"adv_estimator": "group_norm"},
+            {"adv_estimator": RLConfig.adv_estimator},
             keys=given,
         )
     if objective.kl_place == "reward":
