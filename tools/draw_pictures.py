@@ -254,7 +254,7 @@ def draw_families(zh: int) -> str:
         words = name.split(" ")
         for at, word in enumerate(words):
             drawing.text(230 + step * (index + 0.5), 66 - 13 * (len(words) - 1 - at), word, size=11, anchor="middle", fill=GREY)
-    fills = {"yes": COLOURS[2], "refused": COLOURS[4], "-": "#eef1f4", "not run": "#ffffff"}
+    fills = {"yes": COLOURS[2], "yes, slow": COLOURS[2], "refused": COLOURS[4], "-": "#eef1f4", "not run": "#ffffff"}
     for row, (family, *cells) in enumerate(families):
         y = 76 + 22 * row
         drawing.text(20, y + 13, family, size=12)

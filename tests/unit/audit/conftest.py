@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audited_rows import write_rows
 
 from mindspeed_rl.cli.main import main
 
@@ -17,13 +18,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from byte_tokenizer import build_tokenizer
 
 Row = dict[str, Any]
-
-
-def write_rows(path: Path, rows: Sequence[object]) -> Path:
-    """Write rows as JSON lines; a text is a line as it is."""
-    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import write_rows
+from audited_rows import write_rows
 
 from mindspeed_rl.audit.cheats import CHEATS, FORMS, LABEL_CHEATS, MUTATIONS, Case, make_wrong
 from mindspeed_rl.audit.reward import SAMPLE, RewardAudit, audit_reward, commits_to

@@ -121,7 +121,7 @@ def test_the_weights_of_wrapped_layers_are_loaded_as_if_they_were_not_wrapped() 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
 def test_an_engine_has_room_for_the_next_larger_rank(rank: int, room: int) -> None:
-    assert _build_adapter_arguments(rank) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+    assert _build_adapter_arguments(rank, 1) == {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
 
 
 def test_projections_that_an_engine_joins_keep_adapters_of_their_own() -> None:
