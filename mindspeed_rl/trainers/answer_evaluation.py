@@ -23,7 +23,7 @@ from mindspeed_rl.trainers.evaluation import (
     read_vote,
     select_sets,
 )
-from mindspeed_rl.workers.answers import AnswerRequest, GeneratedAnswer
+from mindspeed_rl.workers.answer_requests import AnswerRequest, GeneratedAnswer
 from mindspeed_rl.workers.remote_group import RemoteGroup
 from mindspeed_rl.workers.responses import build_sampling
 from mindspeed_rl.workers.reward_group import SampleReader

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,35 +11,10 @@ from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.token_sampling import sample_token
+from mindspeed_rl.workers.answer_requests import AnswerRequest, GeneratedAnswer
 
 #: answers that are generated in step
 _ROWS = 32
-
-
-@dataclass(frozen=True)
-class AnswerRequest:
-    """A prompt to answer.
-
-    Attributes:
-        prompt_ids: token ids of the prompt.
-        seed: seed of the answer; it depends on no other request.
-    """
-
-    prompt_ids: Sequence[int]
-    seed: int
-
-
-@dataclass
-class GeneratedAnswer:
-    """An answer.
-
-    Attributes:
-        token_ids: with the stop token, if one ended it.
-        truncated: the limit of tokens ended it.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    truncated: bool = False
 
 
 def generate_answers(model: BuiltModel, requests: Sequence[AnswerRequest], sampling: Sampling) -> list[GeneratedAnswer]:

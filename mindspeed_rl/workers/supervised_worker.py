@@ -30,7 +30,8 @@ from mindspeed_rl.run import Run
 from mindspeed_rl.run.phases import Phases
 from mindspeed_rl.run.rules.resume_rules import list_keys_on_resume
 from mindspeed_rl.runtime.reports import DataSummary, WorkerReport
-from mindspeed_rl.workers.answers import AnswerRequest, GeneratedAnswer, generate_answers
+from mindspeed_rl.workers.answer_requests import AnswerRequest, GeneratedAnswer
+from mindspeed_rl.workers.answers import generate_answers
 from mindspeed_rl.workers.device_worker import DeviceWorker
 from mindspeed_rl.workers.engines import PassSettings
 from mindspeed_rl.workers.responses import read_image_rules

@@ -6,11 +6,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, Command, finished, running
+from measured_figures import select_computed
 from safetensors.torch import load_file
 
 ITERATIONS = "megatron_training.train_iters=3"
@@ -39,12 +39,6 @@ def killed(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Com
         os.kill(command.worker(1).pid, signal.SIGKILL)
         command.code = command.wait(60)
         yield command
-
-
-def figures(record: dict[str, Any]) -> dict[str, Any]:
-    """What depends neither on how fast the machine was nor on where the engines are."""
-    measured = ("timing/", "memory/", "rollout/push_")
-    return {name: value for name, value in record.items() if not name.startswith(measured) and not name.endswith("_tps")}
 
 
 def test_every_iteration_has_the_figures_that_users_of_mindspeed_rl_know(uninterrupted: Command) -> None:
@@ -86,8 +80,8 @@ def test_the_resumed_run_equals_the_uninterrupted_one_to_the_bit(task: Path, uni
     assert 1 <= first < 3
     resumed = finished(task, killed.folder, ITERATIONS)
     assert f"resumes after iteration {first} of" in resumed.output
-    records = {record["iteration"]: figures(record) for record in resumed.metrics}  # the last of each number counts
-    assert records == {record["iteration"]: figures(record) for record in uninterrupted.metrics}
+    records = {record["iteration"]: select_computed(record) for record in resumed.metrics}  # the last of each number counts
+    assert records == {record["iteration"]: select_computed(record) for record in uninterrupted.metrics}
     ours, theirs = (
         load_file(command.folder / "save" / "hf" / "iter_0000003" / "model.safetensors") for command in (resumed, uninterrupted)
     )

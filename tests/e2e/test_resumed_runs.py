@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, Command, finished
+from measured_figures import select_computed
 from patience import patient
 from safetensors.torch import load_file
 from shared_forks import shared
@@ -21,7 +22,6 @@ from shared_forks import shared
 from mindspeed_rl.checkpoint.newest import TRACKER_NAME
 from mindspeed_rl.runtime.fork_server import TRAINING
 
-MEASURED = ("timing/", "memory/", "rollout/push_")
 DROPOUT = [f"+actor_config.{key}=0.1" for key in ("hidden_dropout", "attention_dropout")]
 ACTS = ["+rl_config.dropout_in_update=true", "rl_config.log_probs_diff_limit=null"]
 DROPOUT += ACTS
@@ -30,11 +30,7 @@ LORA = ["+actor_config.lora_target_modules=[linear_qkv,linear_fc1]", "+actor_con
 
 def steps_of(command: Command) -> dict[int, dict[str, Any]]:
     """The figures of each iteration that do not depend on how fast the machine was; the last of each number counts."""
-
-    def is_kept(name: str) -> bool:
-        return not name.startswith(MEASURED) and not name.endswith("_tps")
-
-    return {record["iteration"]: {name: value for name, value in record.items() if is_kept(name)} for record in command.metrics}
+    return {record["iteration"]: select_computed(record) for record in command.metrics}
 
 
 def critic_of(task: Path, save: Path) -> list[str]:

@@ -13,14 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import transformers  # whose older releases, as on the simulated NPU, lack some of these families
 from tokenizers import Tokenizer, decoders, models
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
-    DeepseekV4Config,
-    DeepseekV32Config,
-    GlmMoeDsaConfig,
-    NemotronHConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -72,14 +69,14 @@ OTHER_MODELS = {
     ),
     "qwen3-moe": lambda: Qwen3MoeConfig(**_SIZES | _EXPERTS, num_experts=4, head_dim=32),
     # the second layer attends to the tokens of the first
-    "glm5": lambda: GlmMoeDsaConfig(**_SPARSE | {"indexer_types": ["full", "shared"], "rms_norm_eps": 1e-6}),
-    "deepseek-v3.2": lambda: DeepseekV32Config(**_SPARSE, n_group=2, topk_group=1),
+    "glm5": lambda: transformers.GlmMoeDsaConfig(**_SPARSE | {"indexer_types": ["full", "shared"], "rms_norm_eps": 1e-6}),
+    "deepseek-v3.2": lambda: transformers.DeepseekV32Config(**_SPARSE, n_group=2, topk_group=1),
     # Megatron has no layers of the next two
-    "nemotron-h": lambda: NemotronHConfig(
+    "nemotron-h": lambda: transformers.NemotronHConfig(
         **_SIZES | {"tie_word_embeddings": False, "num_hidden_layers": 3, "head_dim": 32, "hybrid_override_pattern": "M*-"},
         **{"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 2, "chunk_size": 8},
     ),
-    "deepseek-v4": lambda: DeepseekV4Config(
+    "deepseek-v4": lambda: transformers.DeepseekV4Config(
         **{name: value for name, value in _SIZES.items() if name != "intermediate_size"}
         | {"tie_word_embeddings": False, "num_key_value_heads": 1, "num_hidden_layers": 2},
         **{"head_dim": 32, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 32, "moe_intermediate_size": 32},

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qw
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from grpo_command import Command, records
+from measured_figures import select_computed
 from tiny_task import make_tokenizer
 
 from mindspeed_rl.config.loader import load_run_config
@@ -219,12 +220,6 @@ def ran(published: Published, task: Path, tmp_path_factory: pytest.TempPathFacto
     return run(published, task, tmp_path_factory.mktemp("ran"))
 
 
-def figures(record: dict[str, Any]) -> dict[str, Any]:
-    """What depends neither on the speed of the machine nor on where the state is."""
-    measured = ("timing/", "memory/", "rollout/push_")
-    return {name: value for name, value in record.items() if not name.startswith(measured) and not name.endswith("_tps")}
-
-
 def test_it_trains_saves_and_resumes_with_the_numbers_of_the_run_without_what_saves_memory(
     published: Published, task: Path, ran: Command, tmp_path: Path
 ) -> None:
@@ -235,7 +230,8 @@ def test_it_trains_saves_and_resumes_with_the_numbers_of_the_run_without_what_sa
     again = run(published, task, ran.folder, longer, f"run_dir={ran.folder / 'again'}")
     assert f"resumes after iteration {ITERATIONS}" in again.output
     resumed = records(ran.folder / "again")
-    assert [figures(record) for record in [*ran.metrics, *resumed]] == [figures(record) for record in plain.metrics]
+    ours, theirs = ([select_computed(record) for record in steps] for steps in ([*ran.metrics, *resumed], plain.metrics))
+    assert ours == theirs
 
 
 def test_bytes_of_each_phase_are_the_planners(published: Published, task: Path, ran: Command) -> None:
