@@ -99,13 +99,21 @@ class Difference:
 def single_rank_world(config: MegatronConfig) -> Iterator[None]:
     """Make this process the only rank of a training world inside the block."""
     with scratch_folder("engine-parity-") as folder:
-        os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE_VARIABLE: str(folder / "store")}
-        init_distributed(config, 1)
+        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", STORE_VARIABLE: str(folder / "store")}
+        before = {name: os.environ.get(name) for name in place}
+        os.environ |= place
         try:
+            init_distributed(config, 1)
             yield
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
+            # the folder goes: a group of later would wait for its file
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 def compare_engines(cfg: RunConfig, engines: Sequence[EngineName], num_rows: int, num_tokens: int) -> list[Difference]:

@@ -266,7 +266,7 @@ class PromiseWatch:
         """Do nothing: a promise is about figures."""
 
     def on_figures(self, iteration: int, results: Mapping[str, float]) -> None:
-        """Show the figures that are not as promised, after as many iterations as CHECKS says.
+        """Show the first figure that is not as promised, and name the others, after as many iterations as CHECKS says.
 
         Raises:
             BrokenPromiseError: one is above its range, and the run was asked to stop then.
@@ -275,10 +275,11 @@ class PromiseWatch:
         if iteration not in CHECKS:
             return
         rows = compare_with(self._promised, self._assumed, self._history)
-        for row in rows:
-            if (row.is_broken or row.is_better) and row.promised.name not in self._shown:
-                self._shown.add(row.promised.name)
-                self._show(f"promise, iteration {iteration}: {row}")
+        new = [row for row in rows if (row.is_broken or row.is_better) and row.promised.name not in self._shown]
+        self._shown |= {row.promised.name for row in new}
+        if new:
+            others = ", ".join(row.promised.name for row in new[1:])
+            self._show(f"promise, iteration {iteration}: {new[0]}{f'; the report has {others} too' if others else ''}")
         broken = [row for row in rows if row.is_broken]
         if broken and self._is_strict:
             raise BrokenPromiseError(f"the run is not as promised (--strict): {'; '.join(map(str, broken))}")

@@ -64,8 +64,9 @@ def test_the_run_folder_and_the_console_hold_what_the_user_looks_for(uninterrupt
     assert f"run folder: {run}" in uninterrupted.output and f"finished: {run}" in uninterrupted.output
     assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
     assert "rank 1" in (run / "run.log").read_text() and (run / "logs" / "rank_0.log").exists()
-    # plan, card of the data, start, iterations, summary; no wall of library logs
-    assert len(uninterrupted.output.splitlines()) < 50
+    # plan, promise, card of the data, start, iterations, summary; no wall of library logs
+    assert len(uninterrupted.output.splitlines()) < 70
+    assert "UserWarning" not in uninterrupted.output
     assert (uninterrupted.folder / "save" / "latest_checkpointed_iteration.txt").read_text() == "3"
 
 

@@ -183,6 +183,15 @@ def test_a_figure_is_said_once_after_three_ten_or_fifty_iterations() -> None:
     assert shown[1].startswith("promise, iteration 10: rollout 99 s, promised 40 to 60: ")
 
 
+def test_figures_that_are_not_as_promised_at_the_same_check_share_a_line() -> None:
+    shown = list[str]()
+    watch = _watch(shown)
+    for iteration in (1, 2, 3):
+        watch.on_figures(iteration, {**ORDINARY, "timing/update": 31.0, "timing/rollout": 99.0})
+    (line,) = shown
+    assert line.startswith("promise, iteration 3: ") and line.endswith(" too") and "the report has " in line
+
+
 def test_a_kept_promise_is_silent_and_a_better_one_is_said() -> None:
     shown = list[str]()
     watch = _watch(shown)
