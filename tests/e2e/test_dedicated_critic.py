@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
-from test_grpo_run import figures
+from measured_figures import select_computed
 
 
 @pytest.mark.slow
@@ -38,6 +38,6 @@ def test_where_the_critic_is_changes_no_figure(task: Path, tmp_path: Path) -> No
         assert "memory/update/critic_gib" not in record
     for other in (dedicated, served):
         for metric, expected in zip(other.metrics, shared.metrics, strict=True):
-            for name, value in figures(expected).items():
+            for name, value in select_computed(expected).items():
                 # kernels round differently for other batch sizes
-                assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+                assert select_computed(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name

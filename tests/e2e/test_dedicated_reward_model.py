@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
-from test_grpo_run import figures
+from measured_figures import select_computed
 
 
 @pytest.mark.slow
@@ -25,7 +25,7 @@ def test_where_the_reward_model_is_changes_no_figure(task: Path, tmp_path: Path)
     assert "starting 1 workers and 1 for the reward model" in dedicated.output
     assert (dedicated.folder / "run" / "logs" / "reward_model_0.log").is_file()
     for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
-        result, expected = figures(ours), figures(theirs)
+        result, expected = select_computed(ours), select_computed(theirs)
         assert result.keys() == expected.keys() and result["reward_model_rewards/std"] > 0.0
         for name, value in expected.items():
             assert result[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name

@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 from grpo_command import ONE_PROCESS, Command, finished, running
+from measured_figures import select_computed
 from patience import patient
 from ports import find_free_port
-from test_grpo_run import figures
 
 SHARED = [*ONE_PROCESS, "actor_config.save=null", "rl_config.log_completions=true", "rl_config.log_completions_keep=1000"]
 DISAGGREGATED = [
@@ -69,11 +69,11 @@ def test_where_a_role_is_changes_no_token_and_no_figure_and_phases_overlap(task:
     assert len(ours) == len(theirs) == 64
     assert [row["response"] for row in ours] == [row["response"] for row in theirs]
     for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
-        known = figures(expected)
+        known = select_computed(expected)
         assert known["rollout/tokens"] > 0
         for name, value in known.items():
             # kernels round differently for other batch sizes
-            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+            assert select_computed(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
     # on one device the engine has everything already; two servers need all of it each
     assert {record["rollout/push_received_gib"] for record in shared.metrics} == {0.0}
     for record in disaggregated.metrics:
@@ -91,9 +91,9 @@ def test_a_server_of_two_devices_answers_as_an_engine_of_one(task: Path, tmp_pat
     assert "2 for rollout servers of 2" in disaggregated.output
     assert [row["response"] for row in completions(disaggregated)] == [row["response"] for row in completions(shared)]
     for metric, expected in zip(disaggregated.metrics, shared.metrics, strict=True):
-        for name, value in figures(expected).items():
+        for name, value in select_computed(expected).items():
             # the two halves of a product round differently from the whole
-            assert figures(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
+            assert select_computed(metric)[name] == pytest.approx(value, rel=1e-4, abs=2e-5), name
         assert metric["rollout/log_probs_diff_max"] < 1e-4
         # each half needs its part of the weights, and holds nothing of them
         assert metric["rollout/push_received_gib"] == metric["rollout/push_needed_gib"] > 0.0

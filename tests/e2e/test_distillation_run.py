@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
-from test_grpo_run import figures
+from measured_figures import select_computed
 
 ON = ["+rl_config.distillation.enabled=true", "rl_config.init_kl_coef=0", "actor_config.save=null"]
 
@@ -52,7 +52,7 @@ def test_teachers_on_devices_of_their_own_give_the_figures_of_shared_ones(task: 
     dedicated = finished(task, tmp_path / "separate", *common, *other, "+teacher_config.micro_batch_size=4")
     assert "starting 1 workers and 2 for the teachers" in dedicated.output
     for ours, theirs in zip(dedicated.metrics, shared.metrics, strict=True):
-        result, expected = figures(ours), figures(theirs)
+        result, expected = select_computed(ours), select_computed(theirs)
         assert result.keys() == expected.keys() and result["distillation/divergence"] > 0.001
         for name, value in expected.items():
             assert result[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
@@ -75,5 +75,5 @@ def test_a_student_without_rewards_learns_from_itself_with_a_hint(task: Path, tm
         "rl_config.rule_reward=false",
         "megatron_training.train_iters=2",
     )
-    results = [figures(record) for record in run.metrics]
+    results = [select_computed(record) for record in run.metrics]
     assert len(results) == 2 and all(abs(metrics["distillation/divergence"]) > 1e-6 for metrics in results)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from grpo_command import ONE_PROCESS, finished
-from test_grpo_run import figures
+from measured_figures import select_computed
 
 ONLINE = ["+rl_config.loss_type=online_dpo", "rl_config.init_kl_coef=0", "actor_config.save=null"]
 
@@ -32,7 +32,7 @@ def test_the_first_step_has_the_loss_of_equal_policies_and_the_next_ones_prefer(
     task: Path, tmp_path: Path, mode: list[str]
 ) -> None:
     keys = [*ONE_PROCESS, *ONLINE, *mode, "megatron_training.train_iters=3", "actor_config.lr=1e-3"]
-    results = [figures(record) for record in finished(task, tmp_path / "run", *keys).metrics]
+    results = [select_computed(record) for record in finished(task, tmp_path / "run", *keys).metrics]
     # log sigmoid(0) for each group whose rewards differ
     equal = [math.log(2) * (1 - metrics["reward/zero_std_groups"]) for metrics in results]
     assert results[0]["actor/pg_loss"] == pytest.approx(equal[0], abs=1e-5) and equal[0] > 0

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from grpo_command import ONE_PROCESS, Command, finished, overrides, running
+from measured_figures import select_computed
 from patience import patient
 from ports import find_free_port
 from safetensors import safe_open
-from test_grpo_run import figures
 from test_prediction_run import standalone_server
 
 from mindspeed_rl.algorithms.rollout_file import RolloutBatch
@@ -77,7 +77,7 @@ def same_figures(result: dict[str, Any], expected: dict[str, Any]) -> None:
     """To the bit."""
     how_far_the_servers_were = {"rollout/ready_prompts", "rollout/in_flight_prompts"}
     ours, theirs = (
-        {name: value for name, value in figures(record).items() if name not in how_far_the_servers_were}
+        {name: value for name, value in select_computed(record).items() if name not in how_far_the_servers_were}
         for record in (result, expected)
     )
     assert ours == theirs
