@@ -31,6 +31,8 @@ _WATCHED = tuple(
         "observability",
         "workers",
         "data",
+        "service",
+        "cli/test_serve_command",
         "test_http_client",
     )
 )
