@@ -25,6 +25,12 @@ def _shares(environment: str, part: int, count: int, *, with_slow: bool) -> dict
     return result
 
 
+@pytest.mark.parametrize("environment", parts.ENVIRONMENTS)
+def test_files_that_run_together_have_different_names(environment: str) -> None:
+    names = [Path(file).name for file in parts.list_files(environment)]  # pytest imports a file by its name alone
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_test_file_is_in_an_environment_that_the_script_runs() -> None:
     listed = {file for name in parts.ENVIRONMENTS for file in parts.list_files(name)}
     assert listed == {path.relative_to(TESTS.parent).as_posix() for path in TESTS.rglob("test_*.py")}
