@@ -10,6 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Real
+from typing import TypeGuard
 
 #: rewards, metrics and log-probs are float32 sooner or later
 LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -28,6 +29,12 @@ def show(value: object) -> str:
         return repr(value[:_SHOWN] if isinstance(value, str) else value)[: _SHOWN + 2]
     except (ValueError, RecursionError):  # of an integer with thousands of digits, or a value that contains itself
         return f"a {type(value).__name__} that cannot be written"
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Return True for a finite number of JSON that float32 can hold; booleans are none."""
+    # an integer of hundreds of digits compares with a float, and is none
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= LARGEST_FLOAT32
 
 
 def read_number(value: object, name: str, *, allows_bool: bool = False) -> float:

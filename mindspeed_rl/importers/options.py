@@ -14,6 +14,7 @@ from typing import Final, Literal
 
 import yaml
 
+from mindspeed_rl.bounds import is_number
 from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.importers.recipe import Recipe
 from mindspeed_rl.importers.result import Import
@@ -158,7 +159,7 @@ class SourceCommand:
         value = default if value is None else value
         if unknown := list_unknown(value):
             raise request_variables(unknown)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not is_number(value):
             raise ConfigError([f"{name} is {value!r}, but must be a number"])
         return value
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from mindspeed_rl.bounds import is_number
+
 #: a config.json as parsed
 HfConfig: TypeAlias = Mapping[str, object]
 
@@ -307,7 +309,7 @@ def read_size(hf_config: HfConfig, key: str, default: int | None = None, *, mini
     if value is None:
         raise ValueError(f"config.json has no {key!r}; a {hf_config.get('model_type', 'model')} checkpoint needs it")
     # JSON has one kind of number: a whole one may come as 4096.0
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value == int(value):
+    if is_number(value) and value == int(value):
         if minimum <= value <= maximum:
             return int(value)
     raise _wrong_value(key, value, f"a whole number from {minimum} to {maximum}")
@@ -321,8 +323,7 @@ def read_optional_size(hf_config: HfConfig, key: str) -> int | None:
 def read_float(hf_config: HfConfig, key: str, default: float, *, may_be_zero: bool = False) -> float:
     """Return a positive number in config.json, ``default`` where it is missing or null; ValueError for anything else."""
     value = default if hf_config.get(key) is None else hf_config[key]
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value < 0 or value == 0 and not may_be_zero:
+    if not is_number(value) or value < 0 or value == 0 and not may_be_zero:
         raise _wrong_value(key, value, "a number of at least 0" if may_be_zero else "a number above 0")
     return float(value)
 

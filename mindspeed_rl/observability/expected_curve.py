@@ -6,12 +6,12 @@ judged by the mean of the metric in its iterations, once the run has passed them
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mindspeed_rl.bounds import is_number
 from mindspeed_rl.observability.alerts import Alert
 from mindspeed_rl.observability.history import History, Series
 
@@ -128,7 +128,7 @@ def _parse_window(index: int, record: object) -> Window:
             raise ValueError(f"window {index}: {name} is {record[name]!r}, but must be an iteration, a whole number from 0")
     for name in ("low", "high"):
         value = record[name]
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        if not is_number(value):
             raise ValueError(f"window {index}: {name} is {value!r}, but must be a finite number")
     window = Window(record["first"], record["last"], float(record["low"]), float(record["high"]))
     if window.first > window.last or window.low > window.high:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindspeed_rl.bounds import is_number
 from mindspeed_rl.files import describe_missing, read_json_value
 from mindspeed_rl.rewards.samples import RewardSample
 
@@ -90,7 +91,7 @@ def _read_criterion(item: object, where: str) -> Criterion:
     weight = next((item[name] for name in _WEIGHTS if item.get(name) is not None), 1.0)
     if not isinstance(text, str) or not text.strip():
         raise RubricError(f"{where}: it has no text under {', '.join(_TEXTS)}, but {', '.join(map(str, item)) or 'nothing'}")
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight) or not weight:
+    if not is_number(weight) or not weight:
         raise RubricError(f"{where}: its weight is {weight!r}; it must be a number other than 0")
     return Criterion(" ".join(text.split()), float(weight))
 

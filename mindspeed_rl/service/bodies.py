@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_rl import registry
-from mindspeed_rl.bounds import check_depth, show
+from mindspeed_rl.bounds import check_depth, is_number, show
 from mindspeed_rl.data.strict_json import StrictDecoder
 from mindspeed_rl.service.backend import AdamParams, AdapterSpec, Array, CallError, SampleCall
 from mindspeed_rl.service.journal import pack_value
@@ -55,8 +55,8 @@ def _read_integer(value: object) -> int:
 
 
 def _read_number(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ValueError("a number")
+    if not is_number(value):
+        raise ValueError("a finite number of at most 3.4e38")
     return float(value)
 
 

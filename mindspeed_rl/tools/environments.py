@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mindspeed_rl import registry
+from mindspeed_rl.bounds import is_number
 from mindspeed_rl.config.run_files import check_yaml
 from mindspeed_rl.files import describe_missing
 from mindspeed_rl.tools import openenv
@@ -290,7 +290,7 @@ class _CheckedRoles(_Checked):
             raise InvalidEnvironmentError(f"{where}: rewards must be numbers by role, not {rewards!r:.200}")
         for name, reward in rewards.items():
             self._check_role(name, "step")
-            if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+            if not is_number(reward):
                 raise InvalidEnvironmentError(f"{where}: the reward of {name} must be a finite number, not {reward!r:.200}")
         following = None if following is None else self._check_role(following, "step")
         return {name: float(value) for name, value in rewards.items()}, following, self._check_messages(messages or [], "step")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_rl.bounds import add_numbers, check_depth, check_token_ids, read_metrics, read_number
+from mindspeed_rl.bounds import add_numbers, check_depth, check_token_ids, is_number, read_metrics, read_number
 
 
 @pytest.mark.parametrize("value", [0, -1.5, 3.4e38, 2**100, np.float32(0.5), np.int64(3)])
@@ -20,6 +20,12 @@ def test_everything_else_is_refused_in_a_sentence() -> None:
     for value in (None, True, "1", [1], {}, math.nan, math.inf, -math.inf, 1e39, -1e308, 10**400, 10**5000, 1j):
         with pytest.raises(ValueError, match=r"^x is .*, but must be a finite number of at most 3.4e38$"):
             read_number(value, "x")
+
+
+def test_a_number_is_told_from_everything_else() -> None:
+    assert all(map(is_number, (0, -1.5, 3.4e38, 2**100)))
+    for value in (None, True, "1", [1], {}, math.nan, math.inf, -math.inf, 1e39, -1e308, 10**400, 10**5000, 1j):
+        assert not is_number(value), value if isinstance(value, float) else type(value)
 
 
 def test_a_sum_is_as_exact_as_its_numbers_and_no_larger_than_float32() -> None:

@@ -43,6 +43,8 @@ def test_every_key_with_every_kind_of_value_is_read_or_refused_in_one_line(name:
         ({"num_attention_heads": 0}, "num_attention_heads 0; expected a whole number from 1 to"),
         ({"rms_norm_eps": None}, "rms_norm_eps null; expected a number above 0"),
         ({"num_hidden_layers": 1e9}, "num_hidden_layers 1000000000.0; expected a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 10**400}, "expected a whole number from 1 to 10000"),
+        ({"rms_norm_eps": 10**400}, "expected a number above 0"),
         ({"tie_word_embeddings": "false"}, 'tie_word_embeddings "false"; expected true or false'),
         ({"num_attention_heads": 128, "head_dim": None}, "num_attention_heads 128, more than its hidden_size 64"),
         ({"vocab_size": "128"}, 'vocab_size "128"; expected a whole number'),

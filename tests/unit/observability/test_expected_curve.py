@@ -83,6 +83,7 @@ def test_a_metric_that_the_run_does_not_have_is_said() -> None:
         ({"windows": [window(True, 2, 0, 1)]}, "first is True"),
         ({"windows": [window(-1, 2, 0, 1)]}, "first is -1"),
         ({"windows": [window(1, 2, float("nan"), 1)]}, "low is nan"),
+        ({"windows": [window(1, 2, 0, 10**400)]}, "must be a finite number"),
         ({"windows": [window(1, 2, 0, True)]}, "high is True"),
         ({"windows": [window(3, 2, 0, 1)]}, "window 1: first and low must not be above"),
         ({"windows": [window(1, 2, 1, 0)]}, "window 1: first and low must not be above"),

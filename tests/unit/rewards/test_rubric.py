@@ -46,6 +46,7 @@ def test_texts_alone_weigh_one_each() -> None:
         ([{"criterion": "a", "weight": "much"}], "criterion 1: its weight is 'much'"),
         ([{"criterion": "a", "weight": True}], "its weight is True"),
         ([{"criterion": "a", "weight": float("nan")}], "its weight is nan"),
+        ([{"criterion": "a", "weight": 10**400}], "a number other than 0"),
         ([{"criterion": "a", "weight": 0}], "a number other than 0"),
         ([{"criterion": "a", "weight": -1}], "no criterion has a positive weight"),
         (["a"] * 65, "65 criteria; one request has at most 64"),

@@ -745,6 +745,21 @@ def test_wrong_data_fails_in_its_turn_and_later_requests_go_on(tmp_path, options
     run(work())
 
 
+def test_an_integer_that_no_float_holds_fails_as_the_clients_and_the_model_stays(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            await server.fetch((await server.run_pass(model, 1, [2], [3])).json())
+            failure = await server.fetch(await server.step(model, 2, learning_rate=10**400))
+            assert failure["category"] == "user" and "learning_rate" in failure["error"]
+            asked = {"target": {"sampling_session_id": "x"}, "timeout": 10**400}
+            assert (await server.send("POST", "retrieve_futures", asked)).status_code == 400
+            await server.fetch(await server.step(model, 3))
+            assert server.backend.models[model].weights == pytest.approx(train_alone([[(2, 3)]]))
+
+    run(work())
+
+
 def test_an_operation_that_breaks_off_in_the_middle_leaves_nothing_behind(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
