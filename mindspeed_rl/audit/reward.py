@@ -365,10 +365,11 @@ def audit_reward(
         _check_first(scorer, cases[0])
         form = _choose_form(scorer, cases, audit)
         responses = {case.where: _list_responses(case, form) for case in cases}
-        for case in cases if samples is not None else ():
+        if samples is not None:
             # without an answer as its label nothing tells an honest sample from another
-            mine = samples[case.where] if samples is not None and case.answer is not None else ()
-            responses[case.where] += [Response("cheat", SAMPLE, index, text) for index, text in enumerate(mine)]
+            for case in cases:
+                texts = () if case.answer is None else samples[case.where]
+                responses[case.where] += [Response("cheat", SAMPLE, index, text) for index, text in enumerate(texts)]
         report(f"{sum(map(len, responses.values())):,} responses to {len(cases)} rows")
         scored = _score_all(scorer, cases, responses)
         ways = {case.where: _find_way(scored[case.where]) for case in cases}

@@ -64,10 +64,15 @@ def open_sampler(run: Run, model: str, longest: int, *, dtype: str | None, large
         yield Sampler(engine, sampling, read_sample, decode, pool, run.rl.prompt_pass_reward, seed)
 
 
-def sample_cases(run: Run, cases: Sequence[Case], model: str, *, num_samples: int, dtype: str | None) -> dict[str, list[str]]:
-    """Return responses of a model to each of some rows, by the place of the row."""
+def _check_turns(run: Run) -> None:
+    """Raise ValueError for a run whose responses have several turns."""
     if run.rl.multi_turn_enable:
         raise ValueError("--model: the run has responses of several turns, and an audit samples one")
+
+
+def sample_cases(run: Run, cases: Sequence[Case], model: str, *, num_samples: int, dtype: str | None) -> dict[str, list[str]]:
+    """Return responses of a model to each of some rows, by the place of the row."""
+    _check_turns(run)
     longest, largest = max(len(case.prompt_ids) for case in cases), max(max(case.prompt_ids) for case in cases)
     with open_sampler(run, model, longest, dtype=dtype, largest_id=largest) as sampler:
         requests = [
@@ -95,8 +100,7 @@ def sample_run(
     Raises:
         ValueError: there are no prompts, or several turns, or see `open_sampler`.
     """
-    if run.rl.multi_turn_enable:
-        raise ValueError("--model: the run has responses of several turns, and an audit samples one")
+    _check_turns(run)
     longest, largest = 0, 0
     for _, row in list_prompts(train, run, max_prompts):
         longest, largest = max(longest, len(row.tokens)), max(largest, *row.tokens)

@@ -31,6 +31,7 @@ from mindspeed_rl.cli.options import (
     note_without_effect,
     print_status,
     refuse_first,
+    run_resumable,
     take_adapter,
 )
 from mindspeed_rl.config.model_metadata import HF_FILES
@@ -305,11 +306,4 @@ def _convert_gguf(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Convert a checkpoint and return the exit status. Errors are one line on stderr."""
-    try:
-        return _convert(make_parser().parse_args(list(argv)))
-    except (ValueError, OSError) as error:
-        print_status(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        print_status("interrupted; the same command continues where it stopped")
-        return 130
+    return run_resumable(lambda: _convert(make_parser().parse_args(list(argv))))

@@ -14,7 +14,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,11 @@ class Job:
     ray_version: str
     has_token: bool
 
+    @property
+    def host_paths(self) -> Mapping[str, str]:
+        """What a container of this job needs of its host; nothing on CPUs."""
+        return _HOST_PATHS if self.npus else {}
+
     def build_launch(self, master: str, rank: str, token: str = _TOKEN) -> str:
         """Return the shell command of a node; the arguments are shell words."""
         words = ["mindspeed-rl", "launch", "--nodes", str(self.nodes), "--npus-per-node", str(self.npus)]
@@ -116,7 +121,7 @@ def _build_pod(job: Job, command: str | None, *, token: bool) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = [
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{job.shm_gib}Gi"}},
     ]
-    for index, (path, kind) in enumerate(_HOST_PATHS.items() if job.npus else ()):
+    for index, (path, kind) in enumerate(job.host_paths.items()):
         volumes.append({"name": f"host-{index}", "hostPath": {"path": path, "type": kind}})
         mounts.append({"name": f"host-{index}", "mountPath": path, "readOnly": True})
     for index, (source, target) in enumerate(job.mounts):
@@ -288,7 +293,7 @@ def _write_compose(job: Job) -> str:
     # compose fills in its variables; a dollar sign that is not one of them is written twice
     command = job.build_launch("MASTER_ADDR", "NODE_RANK", "/run/secrets/token").replace("$", "$$")
     command = command.replace("MASTER_ADDR", "${MASTER_ADDR:-127.0.0.1}", 1).replace("NODE_RANK", "${NODE_RANK:-0}", 1)
-    volumes = [f"{path}:{path}:ro" for path in (_HOST_PATHS if job.npus else ())]
+    volumes = [f"{path}:{path}:ro" for path in job.host_paths]
     volumes += [f"{source}:{target}" for source, target in job.mounts]
     service: dict[str, Any] = {
         "image": job.image,

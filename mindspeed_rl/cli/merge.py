@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import get_args
 
 from mindspeed_rl.checkpoint.options import ParamsDtype
-from mindspeed_rl.cli.options import Parser, print_status, refuse_first
+from mindspeed_rl.cli.options import Parser, print_status, refuse_first, run_resumable
 
 #: option -> the methods that read it
 _READ_BY = {
@@ -133,11 +133,4 @@ def _merge(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Merge models and return the exit status. Errors are one line on stderr."""
-    try:
-        return _merge(make_parser().parse_args(list(argv)))
-    except (ValueError, OSError) as error:
-        print_status(f"error: {error}")
-        return 2
-    except KeyboardInterrupt:
-        print_status("interrupted; the same command continues where it stopped")
-        return 130
+    return run_resumable(lambda: _merge(make_parser().parse_args(list(argv))))

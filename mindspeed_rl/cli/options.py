@@ -153,6 +153,18 @@ def report_failure(error: BaseException) -> int:
     return 2 if isinstance(error, ValueError) else 1
 
 
+def run_resumable(command: Callable[[], int]) -> int:
+    """Run a command that continues where it stopped, and return its exit status. Errors are one line on stderr."""
+    try:
+        return command()
+    except (ValueError, OSError) as error:
+        print_status(f"error: {error}")
+        return 2
+    except KeyboardInterrupt:
+        print_status("interrupted; the same command continues where it stopped")
+        return 130
+
+
 def refuse_first(*refusals: tuple[object, str]) -> None:
     """Raise ValueError with the text of the first (whether it applies, text) that applies."""
     for applies, text in refusals:

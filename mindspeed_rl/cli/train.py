@@ -71,8 +71,8 @@ def main(argv: list[str]) -> int:
 
             predict = registry.load("mindspeed_rl.planner.prediction:predict", "train")
             bands = registry.load("mindspeed_rl.cli.bands:find_bands", "train")(run)
-            if arguments.strict and not predict(run).fits:
-                raise ValueError(f"--strict: the run is not predicted to fit: {predict(run).summary}")
+            if arguments.strict and not (expected := predict(run)).fits:
+                raise ValueError(f"--strict: the run is not predicted to fit: {expected.summary}")
             recovery = Recovery(run)
             try:
                 for attempt in recovery.attempts():

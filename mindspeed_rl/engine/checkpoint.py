@@ -267,9 +267,10 @@ class CheckpointSaver:
 
     def remove_old(self, iteration: int, *, spare: int = 0) -> None:
         """Remove the checkpoints up to this iteration that `keep_last` leaves out, but for so many, and for the best one."""
+        if not self.disks.leads:
+            return
         keep_last = self.engine.config.keep_last
-        old = list_old(self.folder, iteration, keep_last + spare if keep_last else None, best=self.best)
-        for path in old if self.disks.leads else ():
+        for path in list_old(self.folder, iteration, keep_last + spare if keep_last else None, best=self.best):
             shutil.rmtree(path)
 
     def finish(self, *, wait: bool = True) -> None:

@@ -6,7 +6,6 @@ Importing this imports Megatron, so `adaptors.apply("train")` must have run.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,35 +19,16 @@ from mindspeed_rl.engine.built_model import BuiltModel
 from mindspeed_rl.engine.generation import CachedModel
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.weights import LocalWeight, list_local_weights
-from mindspeed_rl.inference.engine_interface import Delta, Finish, Request
+from mindspeed_rl.inference.answer_sampling import SampledAnswer
+from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.models.plan import plan_model
 from mindspeed_rl.models.weights import MemorySource
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.token_sampling import sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class _Answer:
-    """An answer in progress.
-
-    Attributes:
-        index: index of its request.
-        max_tokens: limit of its tokens.
-        token_ids: generated so far.
-    """
-
-    index: int
-    request: Request
-    generator: torch.Generator
-    finder: StopStringFinder
-    max_tokens: int
-    token_ids: list[int] = field(default_factory=list)
-    done: bool = False
 
 
 class MegatronEngine:
@@ -104,47 +84,26 @@ class MegatronEngine:
         order = sorted(range(len(requests)), key=lambda index: len(requests[index].prompt_ids))
         for first in range(0, len(order), self._max_rows):
             answers = [
-                self._start_answer(index, requests[index], sampling, stop_strings)
+                SampledAnswer.start(
+                    index, requests[index], sampling, StopStringFinder(self._tokenizer, stop_strings), self._max_tokens
+                )
                 for index in order[first : first + self._max_rows]
             ]
             yield from self._batch(answers, sampling)
 
-    def _start_answer(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
-        generator = torch.Generator().manual_seed(request.seed)
-        room = self._max_tokens - len(request.prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._max_tokens} (--max-length)"
-            )
-        max_tokens = min(request.max_tokens or sampling.max_tokens, room)
-        return _Answer(index, request, generator, StopStringFinder(self._tokenizer, stop_strings), max_tokens)
-
-    def _batch(self, answers: list[_Answer], sampling: Sampling) -> Generator[Delta, None, None]:
+    def _batch(self, answers: list[SampledAnswer], sampling: Sampling) -> Generator[Delta, None, None]:
         """Generate all sequences in step; see `CachedModel.generate`."""
         prompts = [answer.request.prompt_ids for answer in answers]
         max_len = max(len(prompt) + answer.max_tokens for prompt, answer in zip(prompts, answers))
         deltas: list[Delta] = []
 
         def choose(row: int, logits: Tensor) -> tuple[int, bool]:
-            deltas.append(self._add(answers[row], logits, sampling))
-            return answers[row].token_ids[-1], answers[row].done
+            delta = answers[row].add(logits, sampling)
+            deltas.append(delta)
+            return delta.token_ids[-1], delta.finish is not None
 
         for _ in self._model.generate(prompts, max_len, choose):
             yield deltas.pop()
-
-    def _add(self, answer: _Answer, logits: Tensor, sampling: Sampling) -> Delta:
-        request = answer.request
-        token, log_prob = sample_token(
-            logits, sampling, answer.generator, request.prompt_ids, answer.token_ids, allowed_ids=request.allowed_ids
-        )
-        answer.token_ids.append(token)
-        finish: Finish | None = None
-        if token in sampling.stop_token_ids or answer.finder.ends([token]):
-            finish = "stop"
-        elif len(answer.token_ids) == answer.max_tokens:
-            finish = "length"
-        answer.done = finish is not None
-        return Delta(answer.index, [token], [log_prob], finish)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from mindspeed_rl.inference.engine_interface import Delta, Finish, Request
+from mindspeed_rl.inference.answer_sampling import SampledAnswer
+from mindspeed_rl.inference.engine_interface import Delta, Request
 from mindspeed_rl.inference.model_files import EngineSettings, ModelFiles
 from mindspeed_rl.inference.text_stream import StopStringFinder
 from mindspeed_rl.rollout.module_engine import ModuleEngine
 from mindspeed_rl.rollout.requests import Sampling
-from mindspeed_rl.rollout.token_sampling import sample_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass
-class _Answer:
-    """An answer in progress.
-
-    Attributes:
-        index: index of its request.
-        unread: tokens that the cache lacks.
-    """
-
-    index: int
-    request: Request
-    generator: torch.Generator
-    finder: StopStringFinder
-    max_tokens: int
-    unread: Sequence[int]
-    token_ids: list[int] = field(default_factory=list)
-    cache: Any = None
 
 
 class ModuleTextEngine:
@@ -67,41 +47,24 @@ class ModuleTextEngine:
         Raises:
             ValueError: a prompt has images, or leaves no room for an answer.
         """
+        if any(request.images for request in requests):
+            raise ValueError("--engine transformers reads only text, and a prompt has images; use --engine vllm")
         for first in range(0, len(requests), self._max_rows):
             indexes = range(first, min(first + self._max_rows, len(requests)))
-            running = [self._start_answer(index, requests[index], sampling, stop_strings) for index in indexes]
+            running = [
+                SampledAnswer.start(
+                    index, requests[index], sampling, StopStringFinder(self._tokenizer, stop_strings), self._max_tokens
+                )
+                for index in indexes
+            ]
             while running:
                 deltas = [self._add_token(answer, sampling) for answer in running]
                 running = [answer for answer, delta in zip(running, deltas) if delta.finish is None]
                 yield from deltas
 
-    def _start_answer(self, index: int, request: Request, sampling: Sampling, stop_strings: Sequence[str]) -> _Answer:
-        if request.images:
-            raise ValueError("--engine transformers reads only text, and a prompt has images; use --engine vllm")
-        room = self._max_tokens - len(request.prompt_ids)
-        if room < 1:
-            raise ValueError(
-                f"a prompt of {len(request.prompt_ids)} tokens leaves no room in {self._max_tokens} (--max-length)"
-            )
-        limit = min(request.max_tokens or sampling.max_tokens, room)
-        finder = StopStringFinder(self._tokenizer, stop_strings)
-        return _Answer(index, request, torch.Generator().manual_seed(request.seed), finder, limit, request.prompt_ids)
-
-    def _add_token(self, answer: _Answer, sampling: Sampling) -> Delta:
-        request = answer.request
-        logits, answer.cache = self._engine.read(answer.unread, answer.cache)
-        token, log_prob = sample_token(
-            logits, sampling, answer.generator, request.prompt_ids, answer.token_ids, allowed_ids=request.allowed_ids
-        )
-        answer.token_ids.append(token)
-        # a model without a cache reads everything again
-        answer.unread = [token] if answer.cache is not None else [*request.prompt_ids, *answer.token_ids]
-        finish: Finish | None = None
-        if token in sampling.stop_token_ids or answer.finder.ends([token]):
-            finish = "stop"
-        elif len(answer.token_ids) == answer.max_tokens:
-            finish = "length"
-        return Delta(answer.index, [token], [log_prob], finish)
+    def _add_token(self, answer: SampledAnswer, sampling: Sampling) -> Delta:
+        logits, answer.cache = self._engine.read(answer.list_unread(), answer.cache)
+        return answer.add(logits, sampling)
 
     def next_tokens(self, prompts: Sequence[list[int]], count: int) -> list[list[tuple[int, float]]]:
         """See `Engine.next_tokens`."""

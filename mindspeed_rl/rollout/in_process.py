@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from mindspeed_rl import platform
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, PauseMode
 from mindspeed_rl.rollout.requests import Completion, Sampling
-
-if TYPE_CHECKING:
-    from mindspeed_rl.rollout.step_engine import StepEngine
+from mindspeed_rl.rollout.step_engine import StepEngine
 
 _Result = TypeVar("_Result")
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
+from torch import Tensor, nn
+
+from mindspeed_rl.adaptors.engine_hooks import EngineHooks
+from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.rollout.requests import Completion, Sampling
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from mindspeed_rl.adaptors.engine_hooks import EngineHooks
-    from mindspeed_rl.data.images import ImageRules
-    from mindspeed_rl.run.placement import RolloutLayout
+from mindspeed_rl.run.placement import RolloutLayout
 
 
 class StepEngine(Protocol):

@@ -55,19 +55,9 @@ class GenerationRequest:
 
 
 class VllmEngine:
-    """One rank's part of a vLLM engine; the ranks of an inference tensor-parallel group form a replica.
+    """One rank's part of a vLLM engine; the ranks of an inference tensor-parallel group form a replica. See `StepEngine`.
 
-    Ranks of a replica must call the methods with the same arguments in the same order. Building is collective over all ranks,
-    because vLLM creates its process groups then.
-
-    Attributes:
-        layout: layout of all engines of the run.
-        sampling: sampling parameters of training responses.
-        weight_version: version of the loaded weights, -1 before the first ones.
-        hooks: hooks of the platform.
-        image_rules: image rules of a model of images; None for a model of text.
-        list_replaced: returns the tensors of the model that the next weight sync writes; None where that is not known.
-        syncs_drafts: weight syncs bring the multi-token-prediction layers too, which make drafts.
+    Building is collective over all ranks, because vLLM creates its process groups then.
     """
 
     def __init__(

@@ -167,7 +167,6 @@ class Tenants:
         self._samplers: dict[str, int | None] = {}
         self._sampler_names = (f"sampler-{index}" for index in itertools.count())
         self._call_names = (f"call-{index}" for index in itertools.count())
-        self._ended: dict[str, SampleResult] = {}
         folder = model.source.hf_folder
         self.capabilities = Capabilities(
             base_model=serve.model_name or folder.name,

@@ -19,8 +19,9 @@ from mindspeed_rl.runtime.reports import WorkerReport
 from mindspeed_rl.trainers.evaluation import (
     EvaluationSet,
     compute_figures,
+    interleave,
     read_evaluation_sampling,
-    read_vote,
+    read_votes,
     select_sets,
 )
 from mindspeed_rl.workers.answer_requests import AnswerRequest, GeneratedAnswer
@@ -121,7 +122,7 @@ class AnswerEvaluator:
         keys = SamplingConfig(max_tokens=actor.eval_max_tokens, temperature=1.0)
         folder = Path(run.models["actor"].source.hf_folder)
         self._sampling = self._evaluation.apply(build_sampling(keys, folder, tokenizer))
-        self._accuracy_of = next(iter(actor.eval_verifier), None)
+        self._first_function = next(iter(actor.eval_verifier), None)
 
     def run(self) -> tuple[Metrics, list[WorkerReport]]:
         """Return the figures of all sets, and the reports of the workers."""
@@ -143,23 +144,19 @@ class AnswerEvaluator:
         returned: list[tuple[WorkerReport, list[GeneratedAnswer] | None]] = self._workers.call(
             Phases.GENERATE_ANSWERS, requests, self._sampling
         )
-        shares = [answers for _, answers in returned if answers is not None]
-        # replica i of n answers every n-th prompt from i on
-        answers = [shares[index % len(shares)][index // len(shares)] for index in range(len(requests))]
+        answers = interleave([answers for _, answers in returned if answers is not None], len(requests))
         samples = [
             self._reader.read(list(item["prompt_ids"]), answer.token_ids, item["label"], item["columns"], answer.truncated)
             for item, answer in zip(items, answers)
         ]
         results = self._pool.score(samples)
-        is_accuracy = self._accuracy_of in self._pool.accuracies
-        votes = [read_vote(sample) for sample in samples] if count > 1 and self._accuracy_of != "code" else []
-        lengths = [len(answer.token_ids) for answer in answers]
+        accuracy_of = self._first_function if self._first_function in self._pool.accuracies else None
         figures = compute_figures(
             each.prefix,
             results,
-            lengths,
-            accuracy_of=self._accuracy_of if is_accuracy else None,
+            [len(answer.token_ids) for answer in answers],
+            accuracy_of=accuracy_of,
             num_samples=count,
-            votes=votes,
+            votes=read_votes(samples, accuracy_of, count),
         )
         return figures, [report for report, _ in returned]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -24,6 +25,8 @@ from mindspeed_rl.thoughts import split_thought
 from mindspeed_rl.trainers.model_rewards import ModelRewards, reward_totals
 from mindspeed_rl.workers.fleet import Fleet
 from mindspeed_rl.workers.reward_group import RewardGroup
+
+ItemT = TypeVar("ItemT")
 
 #: responses of an evaluation that are recorded
 _NUM_EXAMPLES = 8
@@ -111,9 +114,25 @@ def compute_figures(
     return metrics
 
 
-def read_vote(sample: RewardSample) -> str:
-    """Return the answer of a response as it counts in a majority vote: the final one after its thought."""
-    return extract_final_answer(split_thought(sample.response, sample.prompt)[1].lstrip())
+def read_votes(samples: Iterable[RewardSample], accuracy_of: str | None, num_samples: int) -> list[str]:
+    """Return the answers of responses as they count in a majority vote: the final ones after the thoughts.
+
+    Empty where there is no vote: of one response to each prompt, of programs (no two are the same answer), and where no
+    function tells right from wrong.
+
+    Args:
+        samples: the responses; they are read only for a vote.
+        accuracy_of: reward function that tells right from wrong; None where none does.
+        num_samples: responses to each prompt.
+    """
+    if num_samples == 1 or accuracy_of in (None, "code"):
+        return []
+    return [extract_final_answer(split_thought(sample.response, sample.prompt)[1].lstrip()) for sample in samples]
+
+
+def interleave(shares: Sequence[Sequence[ItemT]], count: int) -> list[ItemT]:
+    """Return the results of all requests in their order, of which replica i of n computed every n-th from i on."""
+    return [shares[index % len(shares)][index // len(shares)] for index in range(count)]
 
 
 class Evaluator:
@@ -161,17 +180,13 @@ class Evaluator:
             self.examples = list(zip(items[first], responses[first], results[first]))
         name = next(iter(self._model_rewards.part_weights), "")
         accuracy_of = name if name in self._rewards.accuracies else None
-        votes: list[str] = []
-        # of programs no two are the same answer
-        if num_samples > 1 and accuracy_of not in (None, "code"):
-            votes = [read_vote(self._read_sample(item, trajectory)) for item, trajectory in zip(items, trajectories)]
         return compute_figures(
             each.prefix,
             results,
             [len(response) for response in responses],
             accuracy_of=accuracy_of,
             num_samples=num_samples,
-            votes=votes,
+            votes=read_votes(map(self._read_sample, items, trajectories), accuracy_of, num_samples),
         )
 
     def describe(self, metrics: Metrics) -> str:
@@ -184,9 +199,7 @@ class Evaluator:
         """Return the responses to the prompts by the run's agent loop, those to a prompt adjacent."""
         generated = self._actors.generate_responses(list(items), self._seed, sampling)
         replicas = [trajectories for trajectories in generated if trajectories is not None]
-        # replica i of n generates every n-th response from i on
-        count = len(items) * sampling.num_samples
-        return [replicas[index % len(replicas)][index // len(replicas)] for index in range(count)]
+        return interleave(replicas, len(items) * sampling.num_samples)
 
     def score_trajectories(self, items: Sequence[PromptItem], trajectories: Sequence[Trajectory]) -> list[RewardResult]:
         """Return the rewards of responses to the prompts, as the run scores its rollouts, with those of models."""

@@ -27,7 +27,7 @@ class AuditKeys:
         needs=("judge_url", "set"), on_resume="exact")
     judge_parser: str | None = key(None, "second judge: module:function that turns its reply into a score",
         "第二个评判：把回复变成得分的 module:function", needs=("judge_url", "set"), on_resume="exact")
-    data_path: str | None = key(None, "held-out prompts of the check; unset: those of the evaluation",
+    data_path: str | None = key(None, "held-out prompts of the check; when unset the prompts of the evaluation",
         "检查所用的留出 prompt；不设时为评测的 prompt", on_resume="exact")
     num_prompts: int = key(64, "prompts of one check, sampled as in training", "一次检查的 prompt 数，按训练时的方式采样",
         range=Range.ROWS, on_resume="exact")

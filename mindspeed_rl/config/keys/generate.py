@@ -45,7 +45,7 @@ class SamplingConfig:
         "出现即结束回答的文本；直到写完该文本的 token 都参与训练", elsewhere="stop_words stop_strings rollout_stop",
         on_resume="in_flight")
     stop_token_ids: list[int] = key([],
-        "further tokens that end a response, next to those of the tokenizer and of generation_config.json; they train",
+        "further tokens that end a response, next to the tokenizer's and generation_config.json's; they train",
         "除 tokenizer 与 generation_config.json 的结束 token 外，另外会结束回答的 token；它们参与训练",
         range=Bounds(0, 10**7), elsewhere="rollout_stop_token_ids", on_resume="in_flight")
     structured_output: AnyGroup | None = key(None,

@@ -539,8 +539,8 @@ class MegatronConfig(
     eval_max_tokens: int = key(256, "sft: longest answer to eval_sets, in tokens", "sft：对 eval_sets 的回答的最大 token 数",
         range=Range.TOKENS, stages="sft", on_resume="exact")
     eval_metric: str | None = key(None,
-        "metric that tells which evaluation is best: higher is better, but for losses; when unset eval/accuracy, else that of "
-        "the first of eval_sets, else eval/reward, else eval/loss",
+        "metric that tells which evaluation is best: higher is better, but for losses; when unset the first that exists of "
+        "eval/accuracy, the accuracy of the first of eval_sets, eval/reward and eval/loss",
         "判断哪次评测最好的指标：越高越好，损失除外；不设时依次取 eval/accuracy、eval_sets 中第一个的 accuracy、eval/reward、"
         "eval/loss", elsewhere="metric_for_best_model", on_resume="exact")
     eval_target: float | None = key(None, "value of eval_metric at which the run is saved and ends",

@@ -11,9 +11,8 @@ from typing import Literal
 from mindspeed_rl.importers.shell.arithmetic import evaluate
 from mindspeed_rl.importers.shell.command import list_unknown, make_mark
 from mindspeed_rl.importers.shell.tokens import Reader, read_tokens
-from mindspeed_rl.importers.shell.variables import Scope
+from mindspeed_rl.importers.shell.variables import NAME, Scope
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _BRACES = re.compile(r"([#!]?)([A-Za-z_]\w*|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.DOTALL)
 _DEFAULT = re.compile(r"(:?)([-=+?])(.*)", re.DOTALL)
@@ -137,7 +136,7 @@ class Expander:
         """Return the value of an arithmetic expression of whole numbers; a mark where a variable is unknown."""
         text = self.expand_text(text)
         if "\0" not in text:
-            text = _NAME.sub(lambda match: self.scope.read(match.group()) or "0", text)
+            text = NAME.sub(lambda match: self.scope.read(match.group()) or "0", text)
         if unknown := list_unknown(text):
             return make_mark(*unknown[0])
         value = evaluate(text)

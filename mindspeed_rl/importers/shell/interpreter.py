@@ -18,9 +18,8 @@ from mindspeed_rl.importers.shell.launchers import InnerScript, find_inner, read
 from mindspeed_rl.importers.shell.parser import Node, parse
 from mindspeed_rl.importers.shell.programs import format_text, list_said, read_output
 from mindspeed_rl.importers.shell.tokens import INPUT, INPUT_WORD, OUTPUT, read_tokens
-from mindspeed_rl.importers.shell.variables import Scope, Variable
+from mindspeed_rl.importers.shell.variables import NAME, Scope, Variable
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([^\]=]+)\])?(\+?)=(.*)", re.DOTALL)
 _PAIRS = re.compile(r"\[([^\]]*)\]=((?:\"[^\"]*\"|'[^']*'|[^\s)])*)")
 #: text that stands for a value which the user writes, such as "your model ckpt path"
@@ -442,7 +441,7 @@ class _Interpreter:
             name = word if match is None else match.group(1)
             if match is not None:
                 self._assign(match)
-            if words[0] == "export" and _NAME.fullmatch(name):
+            if words[0] == "export" and NAME.fullmatch(name):
                 self.scope.exported.add(name)
         return True
 

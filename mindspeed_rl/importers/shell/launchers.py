@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindspeed_rl.importers.shell.command import list_unknown
+from mindspeed_rl.importers.shell.variables import NAME
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHELLS = frozenset(("bash", "sh", "zsh", "dash", "ksh"))
 #: launcher -> its options that give the command a variable
 _VARIABLE_OPTIONS = {
@@ -51,7 +50,7 @@ def read_variables(words: Sequence[str]) -> dict[str, str]:
             break  # what follows is of the command
         found += _list_option_words(_VARIABLE_OPTIONS.get(name, ()), rest)
     pairs = [pair.partition("=") for item in found for pair in (item.split(",") if item.startswith("ALL,") else [item])]
-    return {name: value for name, equals, value in pairs if equals and _NAME.fullmatch(name)}
+    return {name: value for name, equals, value in pairs if equals and NAME.fullmatch(name)}
 
 
 def _list_env_words(rest: list[str]) -> Iterator[str]:

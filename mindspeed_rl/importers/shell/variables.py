@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,8 @@ from mindspeed_rl.importers.shell.command import make_mark
 
 #: a text, an array, or an associative array
 Variable = str | list[str] | dict[str, str]
+#: name of a variable
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 #: variables that every script has
 _SPECIAL = {"0": "script.sh", "#": "0", "?": "0", "$": "1", "!": "1", "-": ""}
 #: arguments that a function or a script has by number
