@@ -135,6 +135,9 @@ class BigramBackend:
         self.calls.append(f"{model_id} step")
         await asyncio.sleep(self.pause_s)
         model = self._find(model_id)
+        if not np.sqrt((model.grad**2).sum()) < np.finfo(np.float32).max:
+            model.grad = np.zeros_like(model.grad)
+            raise CallError("optim_step: the norm of the gradient is not finite in float32; the gradient was dropped.")
         norm = model.step(params)
         self._break_off()
         return {"grad_norm:mean": norm, "step:max": float(model.steps)}

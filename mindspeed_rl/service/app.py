@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -89,8 +90,15 @@ class TinkerApp:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
+        has_begun = False
+
+        async def send_noted(message: dict[str, Any]) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self._answer(scope, receive, send)
+            await self._answer(scope, receive, send_noted)
         except RefusedError as error:
             await _send_json(send, error.status, {"detail": str(error)})
         except CallError as error:
@@ -99,6 +107,8 @@ class TinkerApp:
             await _send_json(send, 503, {"detail": str(error)})
         except Exception as error:  # noqa: BLE001 - one request must not end the server
             _LOG.exception("%s %s failed", scope["method"], scope["path"])
+            if has_begun:  # the connection ends before Content-Length, from which the client sees that the reply is cut off
+                raise
             await _send_json(send, 500, {"detail": f"{type(error).__name__}: {error}"})
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -260,7 +270,7 @@ class TinkerApp:
         except OSError:
             raise RefusedError(404, "there is no such file: its checkpoint was deleted") from None
         with stream:
-            size = file.stat().st_size
+            size = os.fstat(stream.fileno()).st_size  # the name may be gone by now
             headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while block := await asyncio.to_thread(stream.read, _BLOCK_BYTES):

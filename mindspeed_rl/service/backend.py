@@ -371,6 +371,9 @@ class Backend(Protocol):
 
         Returns:
             The metrics of the step: `grad_norm:mean` before clipping, `step:max`.
+
+        Raises:
+            CallError: the norm of the gradient is not finite; the gradient was dropped, and nothing else changed.
         """
         ...
 

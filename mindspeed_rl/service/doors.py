@@ -131,6 +131,8 @@ class Keys:
         claims = json.loads(_decode(text.rpartition(".")[2]))
         if claims["exp"] <= time.time():
             raise RefusedError(401, "this token has expired; auth/token makes another one")
+        if not self._takes_any and claims["sub"] not in self._owners.values():
+            raise RefusedError(401, "the key of this token is no longer known here")
         return claims["sub"]
 
     def make_address(self, folder: str, name: str) -> str:

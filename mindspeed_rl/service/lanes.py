@@ -52,7 +52,6 @@ class _Lane:
         task: works on them; None while the next one has not arrived.
         running: number of the request that runs; None for none, and -1 for what must not be interrupted either.
         waits_for_slot: all slots of the backend are taken.
-        is_loaded: the model has a slot of the backend, or is about to get its state there.
         idle_since_s: end of its last operation.
         metrics: of the passes since the last step: sums of losses and of tokens.
     """
@@ -61,7 +60,6 @@ class _Lane:
     task: asyncio.Task[None] | None = None
     running: int | None = None
     waits_for_slot: bool = False
-    is_loaded: bool = False
     idle_since_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -85,6 +83,8 @@ class Lanes:
         self._queue, self._meter, self._histories = queue, meter, histories
         self._offered = backend.capabilities()
         self._lanes: dict[str, _Lane] = {}
+        #: models that have a slot of the backend, or are about to get their state there
+        self._loaded: set[str] = set()
         self._slot_freed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._operations: Mapping[str, Callable[[Request, Model], Awaitable[Outcome]]] = {
@@ -151,17 +151,17 @@ class Lanes:
     async def _run(self, model_id: str, lane: _Lane) -> None:
         model = self._ledger.store.models[model_id]
         while model.done_seq + 1 in lane.waiting:
-            if model.is_alive and not lane.is_loaded:
-                await self._take_slot(lane)
-                if (problem := await self._try_to_restore(model, lane)) is not None:
+            if model.is_alive and model_id not in self._loaded:
+                await self._take_slot(model_id, lane)
+                if (problem := await self._try_to_restore(model)) is not None:
                     await self.end(model_id, f"its state cannot be restored: {problem}")
-                    return
+                    continue  # a request may have arrived meanwhile
             request = lane.waiting.pop(model.done_seq + 1)
             if request.finished_s is None:
                 await self._perform(request, model, lane)
             lane.idle_since_s = time.monotonic()
 
-    async def _try_to_restore(self, model: Model, lane: _Lane) -> Exception | None:
+    async def _try_to_restore(self, model: Model) -> Exception | None:
         """Restore a model; return why it cannot be."""
         problem: Exception | None = None
         for _ in range(_TRIES):
@@ -172,15 +172,16 @@ class Lanes:
             except Exception as error:  # noqa: BLE001 - the model may be lost, and the server goes on
                 _LOG.exception("model %s is not restored", model.id)
                 problem = error
-                await self._unload(model.id, lane)
-                lane.is_loaded = True  # it keeps the slot
+                await self._unload(model.id)
+                self._loaded.add(model.id)  # it keeps the slot
         return problem
 
     async def _perform(self, request: Request, model: Model, lane: _Lane) -> None:
+        snapshot, is_users = model.snapshot, False
         try:
             # before the turn: others can have theirs while it waits
             if request.kind in ("create_model", "load_weights"):
-                await self._take_slot(lane)
+                await self._take_slot(model.id, lane)
             async with self._queue.turn(model.tenant, request.cost):
                 lane.running = request.seq
                 with self._meter.measure(model.tenant):
@@ -188,17 +189,17 @@ class Lanes:
                         raise CallError(f"model {model.id} has been unloaded; load one of its checkpoints.")
                     outcome = await self._operations[request.kind](request, model)
         except (CallError, RefusedError) as error:
-            outcome = make_failure(str(error), "user")
+            outcome, is_users = make_failure(str(error), "user"), True
         except Exception as error:  # noqa: BLE001 - the client decides about any failure of the backend
             _LOG.exception("%s of %s failed", request.kind, model.id)
             outcome = make_failure(f"{type(error).__name__}: {error}", "server")
-            if lane.is_loaded and model.done_seq >= 0:
+            if model.id in self._loaded and model.done_seq >= 0:
                 # what the backend has of it is unknown: the next operation restores what was promised
-                await self._unload(model.id, lane)
+                await self._unload(model.id)
         finally:
             lane.running = None
         if not outcome.succeeded and model.done_seq < 0:  # it was to be made
-            lane.is_loaded = False
+            self._loaded.discard(model.id)
             outcome = Outcome(
                 outcome.payload,
                 succeeded=False,
@@ -207,19 +208,22 @@ class Lanes:
             self._slot_freed.set()
         done = self._ledger.store.models.put(model.id, done_seq=request.seq, used_s=self._ledger.now_s())
         outcome = Outcome(outcome.payload, outcome.succeeded, outcome.is_binary, (*outcome.changes, done), outcome.used)
-        keeps_body, device_s = request.kind in _REDONE and outcome.succeeded, self._meter.take(model.tenant)
+        # a step that was refused may have dropped the gradient, as it does when it runs again
+        is_redone = outcome.succeeded or is_users and request.kind == "optim_step"
+        keeps_body, device_s = request.kind in _REDONE and is_redone, self._meter.take(model.tenant)
         await self._ledger.finish(request, outcome, keeps_body=keeps_body, device_s=device_s)
+        if model.snapshot != snapshot:
+            await self._remove_snapshot(snapshot)
         if request.kind == "optim_step" and outcome.succeeded:
             await self._take_snapshot_where_due(model)
 
-    async def _take_slot(self, lane: _Lane) -> None:
+    async def _take_slot(self, model_id: str, lane: _Lane) -> None:
         """Wait for a slot of the backend; a model without work for some time makes room, and comes back when it has some."""
-        while not lane.is_loaded:
-            loaded = [(id, other) for id, other in self._lanes.items() if other.is_loaded]
-            if len(loaded) < self._offered.num_slots:
-                lane.is_loaded = True
+        while model_id not in self._loaded:
+            if len(self._loaded) < self._offered.num_slots:
+                self._loaded.add(model_id)
                 return
-            idle = [(id, other) for id, other in loaded if self._is_idle(other)]
+            idle = [(id, self._lanes[id]) for id in self._loaded if self._is_idle(self._lanes[id])]
             if idle:
                 await self._park(*min(idle, key=lambda item: item[1].idle_since_s))
                 continue
@@ -248,17 +252,16 @@ class Lanes:
         lane.running = -1
         try:
             redone = self._list_redone(model)
-            if redone and redone[-1].kind == "optim_step":  # no gradient waits
+            if redone and redone[-1].kind == "optim_step" and redone[-1].succeeded:  # no gradient waits
                 await self._take_snapshot(model)
-            await self._backend.unload(model.id)
-            lane.is_loaded = False
+            await self._unload(model.id)
         finally:
             lane.running = None
 
-    async def _unload(self, model_id: str, lane: _Lane) -> None:
+    async def _unload(self, model_id: str) -> None:
         with contextlib.suppress(Exception):  # it may not be there
             await self._backend.unload(model_id)
-        lane.is_loaded = False
+        self._loaded.discard(model_id)
 
     async def _create(self, request: Request, model: Model) -> Outcome:
         await self._backend.create_model(model.id, read_spec(model.spec))
@@ -268,7 +271,7 @@ class Lanes:
     async def _load(self, request: Request, model: Model) -> Outcome:
         body = self._read(request)
         checkpoint = self._checkpoints.find(model.tenant, body["path"], ("training",))
-        if model.done_seq >= 0 and checkpoint.spec != model.spec:
+        if model.done_seq >= 0 and _drop_seed(checkpoint.spec) != _drop_seed(model.spec):
             raise CallError(f"'{body['path']}' has the adapter {checkpoint.spec}, and model {model.id} has {model.spec}.")
         folder = self._checkpoints.get_folder(checkpoint)
         await self._backend.load_state(model.id, folder, with_optimizer=body["optimizer"])
@@ -390,7 +393,8 @@ class Lanes:
             await self._backend.create_model(model.id, read_spec(model.spec))
         for request in self._list_redone(model):
             if request.kind == "optim_step":
-                await self._backend.optim_step(model.id, read_adam(self._read(request)))
+                with contextlib.suppress(*(() if request.succeeded else (CallError,))):
+                    await self._backend.optim_step(model.id, read_adam(self._read(request)))
                 continue
             data, loss = await asyncio.to_thread(self._read_pass, request)
             await self._backend.forward_backward(model.id, data, loss, forward_only=False)
@@ -410,8 +414,12 @@ class Lanes:
             _LOG.exception("no snapshot of model %s", model.id)
             return
         await self._ledger.journal.append(change)
-        if old:
-            await asyncio.to_thread(remove_folder, self._checkpoints.get_folder_by_name(old))
+        await self._remove_snapshot(old)
+
+    async def _remove_snapshot(self, name: str) -> None:
+        """Remove the folder of a snapshot that no table names any more; "" is none."""
+        if name:
+            await asyncio.to_thread(remove_folder, self._checkpoints.get_folder_by_name(name))
 
     async def _write_snapshot(self, model: Model, seq: int) -> Record:
         folder: Path = self._checkpoints.new_folder()
@@ -424,22 +432,32 @@ class Lanes:
         """Fail what waits, wait for what runs, and free the slot."""
         lane, model = self._lane(model_id), self._ledger.store.models[model_id]
         waiting, lane.waiting = list(lane.waiting.values()), {}
+        failure = make_failure(f"model {model_id}: {reason}", "user")
         for request in waiting:
-            await self._ledger.finish(request, make_failure(f"model {model_id}: {reason}", "user"))
+            await self._ledger.finish(request, failure)
         task = lane.task
         if task is not None and not task.done() and task is not asyncio.current_task():
             if lane.running is None:
                 task.cancel()  # it waits for its turn, or for a slot
             await asyncio.wait([task])
-        for request in list(self._ledger.store.requests.values()):
-            if request.target == model_id and request.finished_s is None:
-                await self._ledger.finish(request, make_failure(f"model {model_id}: {reason}", "user"))
+        unfinished = [row for row in self._ledger.store.requests.values() if row.target == model_id and row.finished_s is None]
+        for request in unfinished:
+            await self._ledger.finish(request, failure)
+        if ended := [request.seq for request in (*waiting, *unfinished)]:
+            # later requests would otherwise wait for these numbers for ever
+            done_seq, is_failed = max(model.done_seq, *ended), model.is_failed or model.done_seq < 0
+            await self._ledger.journal.append(
+                self._ledger.store.models.put(model_id, done_seq=done_seq, is_failed=is_failed)
+            )
+        if model_id in self._loaded:  # also before it was made: it may have waited for its turn with a slot
+            await self._unload(model_id)
         if model.is_alive:
-            if lane.is_loaded and model.done_seq >= 0:
-                await self._unload(model_id, lane)
-            lane.is_loaded = False
+            snapshot = model.snapshot
             await self._ledger.journal.append(self._ledger.store.models.put(model_id, is_alive=False, snapshot=""))
-            self._slot_freed.set()
+            await self._remove_snapshot(snapshot)
+        self._slot_freed.set()
+        if not lane.waiting and (lane.task is None or lane.task.done()):
+            self._lanes.pop(model_id, None)
 
     async def close(self) -> None:
         """Stop; what has not finished continues after a restart."""
@@ -447,3 +465,8 @@ class Lanes:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+
+def _drop_seed(spec: JsonObject | None) -> JsonObject | None:
+    """Return an adapter's form: weights that are loaded replace those that its seed has made."""
+    return None if spec is None else {**spec, "seed": None}

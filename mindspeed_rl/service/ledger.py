@@ -20,6 +20,8 @@ _LOG = logging.getLogger(__name__)
 _FILE = "journal.bin"
 #: seconds that a result is kept after it was fetched, and where it never is
 _KEPT_S, _UNFETCHED_S = 600.0, 4 * 3600.0
+#: bytes of bodies of one tenant that wait or run, and what each request counts besides
+_MAX_BODY_BYTES, _REQUEST_BYTES = 1 << 30, 4096
 #: bytes of results of one tenant that wait to be fetched; the oldest go first
 _MAX_RESULT_BYTES = 512 << 20
 _UNKNOWN = "there is no {kind} '{id}' of this API key"
@@ -91,10 +93,13 @@ class Ledger:
         self.journal = Journal(folder / _FILE, failed)
         requests = self.store.requests.values()
         self._number = max((request.number for request in requests), default=0)
+        #: tokens and bytes of requests that wait or run, by tenant
         self._in_flight: defaultdict[str, int] = defaultdict(int)
+        self._held_bytes: defaultdict[str, int] = defaultdict(int)
         for request in requests:
             if request.finished_s is None:
                 self._in_flight[request.tenant] += request.cost
+                self._held_bytes[request.tenant] += _count_bytes(request)
         #: futures of requests that are not on the disk yet, and events of those that are not finished
         self._accepted: dict[str, asyncio.Future[None]] = {}
         self._finished = {request.id: asyncio.Event() for request in requests if request.finished_s is None}
@@ -175,6 +180,10 @@ class Ledger:
         if in_flight and in_flight + cost > limit and not is_awaited:
             text = f"this API key has {in_flight} tokens in flight and asks for {cost} more; its limit is {limit}"
             raise RefusedError(429, text)
+        held, size = self._held_bytes[session.tenant], len(body) + _REQUEST_BYTES
+        if held and held + size > _MAX_BODY_BYTES and not is_awaited:
+            text = f"the waiting requests of this API key have {held} bytes and this one {size}; the limit is {_MAX_BODY_BYTES}"
+            raise RefusedError(429, text)
         change = self.store.requests.put(
             id,
             tenant=session.tenant,
@@ -189,6 +198,7 @@ class Ledger:
         )
         request = self.store.requests[id]
         self._in_flight[session.tenant] += cost
+        self._held_bytes[session.tenant] += _count_bytes(request)
         self._finished[id] = asyncio.Event()
         written = self._accepted[id] = self.journal.append(change, *changes)
 
@@ -219,8 +229,9 @@ class Ledger:
             "finished_s": self.now_s(),
             **({} if keeps_body else {"body": None}),
         }
-        change = self.store.requests.put(request.id, **values)
         self._in_flight[request.tenant] -= request.cost
+        self._held_bytes[request.tenant] -= _count_bytes(request)
+        change = self.store.requests.put(request.id, **values)
         written = self.journal.append(change, *outcome.changes, self._charge(request.tenant, outcome, device_s))
         written.add_done_callback(lambda future: future.cancelled() or future.exception() or self._publish(request))
         await asyncio.shield(written)
@@ -291,13 +302,12 @@ class Ledger:
     # ---- what is no longer needed
 
     def is_redone(self, request: Request) -> bool:
-        """Return True for a request that has to run again after a restart."""
+        """Return True for a finished request that has to run again after a restart: one that `finish` left its body."""
         model = self.store.models.get(request.target)
         return (
             model is not None
             and model.is_alive
             and request.body is not None
-            and request.succeeded
             and request.seq > model.snapshot_seq
         )
 
@@ -336,3 +346,8 @@ class Ledger:
     def close(self) -> None:
         """Write what was promised, and end."""
         self.journal.close()
+
+
+def _count_bytes(request: Request) -> int:
+    """Return the bytes that a request which has not finished counts."""
+    return len(request.body or b"") + _REQUEST_BYTES

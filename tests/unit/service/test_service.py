@@ -778,6 +778,121 @@ def test_an_operation_that_breaks_off_in_the_middle_leaves_nothing_behind(tmp_pa
     run(work())
 
 
+def test_a_gradient_that_a_refused_step_has_dropped_stays_dropped_after_a_restart(tmp_path):
+    """The model was lost: the passes before such a step ran again, and the step that dropped their gradient did not."""
+
+    async def before():
+        server = Server(tmp_path)
+        server.service.start()
+        model = await server.open_model()
+        await server.fetch(await _train(server, model, 1, 1))
+        for seq in (3, 4):
+            await server.fetch((await server.run_pass(model, seq, [2], [3], weights=[3e38])).json())
+        assert "not finite" in (await server.fetch(await server.step(model, 5)))["error"]
+        await server.fetch((await server.run_pass(model, 6, [3], [4])).json())
+        refused = await server.fetch(await server.step(model, 7, learning_rate=-1.0))
+        assert "learning_rate" in refused["error"], "which drops nothing"
+        await server.fetch((await server.run_pass(model, 8, [4], [5])).json())
+        return model
+
+    model = run(before())
+
+    async def after():
+        async with opened(tmp_path) as server:
+            await server.fetch(await server.step(model, 9))
+            expected = train_alone([*_batches(0, 1), [(3, 4), (4, 5)]])
+            assert server.backend.models[model].weights == pytest.approx(expected)
+
+    run(after())
+
+
+def test_no_folder_is_left_of_snapshots_that_nothing_names(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            await server.fetch(await _train(server, model, 1, 11))
+            path = (await server.do("save_weights", {"model_id": model, "seq_id": 23, "path": "a"}))["path"]
+            for seq in (24, 25, 26):
+                load = {"model_id": model, "seq_id": seq, "path": path, "optimizer": True}
+                assert (await server.do("load_weights", load))["path"] == path
+            await server.fetch((await server.run_pass(model, 27, [2], [3], forward_only=True)).json())
+            folders = {folder.name for folder in (tmp_path / "checkpoints").iterdir()}
+            assert len(folders) == 2, "the checkpoint and the newest snapshot"
+            await server.do("unload_model", {"model_id": model})
+            assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+
+    run(work())
+
+
+def test_weights_of_another_seed_are_loaded_and_of_another_form_are_not(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            session = (await server.post("create_session", {}))["session_id"]
+            made = {"session_id": session, "base_model": "bigram"}
+            models = [
+                (await server.do("create_model", made | {"model_seq_id": number, "lora_config": config}))["model_id"]
+                for number, config in enumerate(({"rank": 2, "seed": 1}, {"rank": 2, "seed": 2}, {"rank": 3, "seed": 1}))
+            ]
+            await server.fetch(await _train(server, models[0], 1, 2))
+            path = (await server.do("save_weights", {"model_id": models[0], "seq_id": 5, "path": "a"}))["path"]
+            load = {"seq_id": 1, "path": path, "optimizer": True}
+            assert (await server.do("load_weights", load | {"model_id": models[1]}))["model_id"] == models[1]
+            assert (server.backend.models[models[1]].weights == server.backend.models[models[0]].weights).all()
+            assert "has the adapter" in (await server.do("load_weights", load | {"model_id": models[2]}))["error"]
+
+    run(work())
+
+
+def test_a_session_that_ends_before_its_model_has_its_turn_keeps_no_slot(tmp_path):
+    async def work():
+        async with opened(tmp_path, num_slots=6, pause_s=0.3) as server:
+            models = [await server.open_model() for _ in range(4)]
+            passes = [(await server.run_pass(model, 1, [2], [3])).json() for model in models]  # the turns are taken
+            session = (await server.post("create_session", {}, key=BOB))["session_id"]
+            late = await server.post("create_model", _create(session, 0), key=BOB)
+            await asyncio.sleep(0.05)
+            await server.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, key=BOB)
+            assert "has ended" in (await server.fetch(late, BOB))["error"]
+            for future in passes:
+                await server.fetch(future)
+            others = [await server.open_model() for _ in range(2)]
+            assert len(server.backend.models) == 6 and set(others) < set(server.backend.models)
+
+    run(work())
+
+
+def test_requests_after_the_end_of_a_model_are_answered(tmp_path):
+    async def work():
+        async with opened(tmp_path) as server:
+            model = await server.open_model()
+            waiting = (await server.run_pass(model, 3, [2], [3])).json()  # 1 and 2 never come
+            await server.do("unload_model", {"model_id": model})
+            assert "unloaded" in (await server.fetch(waiting))["error"]
+            assert "unloaded" in (await server.fetch((await server.run_pass(model, 4, [2], [3])).json()))["error"]
+
+    run(work())
+
+
+def test_requests_without_tokens_have_a_limit_of_bytes(tmp_path, monkeypatch):
+    async def work():
+        async with opened(tmp_path) as server:
+            model, other = await server.open_model(), await server.open_model(BOB)
+            replies = [await server.send("POST", "optim_step", _step(model, seq)) for seq in range(2, 8)]
+            assert [reply.status_code for reply in replies] == [200, 200, 200, 200, 429, 429]
+            assert "the limit is 20000" in replies[-1].json()["detail"]
+            assert (await server.send("POST", "optim_step", _step(other, 2), BOB)).status_code == 200
+            assert (await server.send("POST", "optim_step", _step(model, 1))).status_code == 200, "others wait for it"
+            await server.fetch({"request_id": f"{model}:5"})
+            assert (await server.send("POST", "optim_step", _step(model, 6))).status_code == 200
+
+    monkeypatch.setattr("mindspeed_rl.service.ledger._MAX_BODY_BYTES", 20000)
+    run(work())
+
+
+def _step(model, seq):
+    return {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -859,6 +974,9 @@ def test_a_token_stands_for_its_key(tmp_path):
             head, claims, signature = token.split(".")
             for forged in (f"{head}.{claims[:-2]}AA.{signature}", f"{head}.{claims}.{signature[:-2]}AA"):
                 assert (await server.send("GET", "sessions", key=forged)).status_code == 401
+            # a server that was started again without Alice's key; one token would otherwise make the next for ever
+            server.app._keys = Keys({BOB: "bob"}, b"s" * 32, only_local=True)
+            assert "no longer known" in (await server.send("POST", "auth/token", {}, key=token)).json()["detail"]
 
     run(work())
 
