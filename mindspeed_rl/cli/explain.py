@@ -93,7 +93,9 @@ def build_report(cfg: RunConfig, num_nodes: int, *, checks_files: bool) -> Repor
     run = draft(cfg, num_nodes)
     report = explain(run)
     if cfg.serve_config is not None:
-        report["unchecked"] = "files and memory: serve checks them before it listens"
+        report["unchecked"] = "files: serve checks them before it listens"
+        if not report["errors"]:
+            report["promise"] = [_describe_memory(run)]
         return report
     if cfg.rl_config is not None and not cfg.is_supervised:
         report["errors"] += check_reward_functions(cfg.rl_config)
@@ -115,6 +117,17 @@ def _promise(run: Run) -> list[str]:
         return list(make_promise(run, bands=find_bands(run)).list_lines())
     except ValueError as error:
         return [f"nothing: {error}"]
+
+
+def _describe_memory(run: Run) -> str:
+    """Return the memory of a server in a line."""
+    # by name, as above
+    find_device = registry.load("mindspeed_rl.planner.devices:find_device", "explain")
+    plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "explain")
+    try:
+        return plan_server(run, find_device(run.config)).describe()
+    except ValueError as error:
+        return f"nothing: {error}"
 
 
 def _check_files(cfg: RunConfig, num_nodes: int, report: Report, *, checks_hub: bool) -> None:

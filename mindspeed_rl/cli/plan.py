@@ -26,6 +26,7 @@ from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_bloc
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
+from mindspeed_rl.planner.server import plan_server
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
 from mindspeed_rl.planner.smallest import find_smallest
 from mindspeed_rl.planner.text import FitReport, MemoryReport, SmallestReport, TimeReport
@@ -188,12 +189,15 @@ def _memory(arguments: argparse.Namespace) -> int:
     plan = plan_memory(run, device)
     changes = find_changes_to_fit(tree, run, plan, device)
     assumed = list(list_memory_assumptions(run.config, device))
-    _print(MemoryReport(plan, changes, assumed), arguments)
+    server = None if run.config.serve_config is None else plan_server(run, device)
+    _print(MemoryReport(plan, changes, assumed, server), arguments)
     return 0 if plan.verdict in ("fits", "tight") else 1
 
 
 def _both(arguments: argparse.Namespace) -> int:
     fits = _memory(arguments)
+    if _read(arguments)[1].config.serve_config is not None:  # whose clients make the loops
+        return fits
     if not arguments.json:
         print(flush=True)
     return max(fits, _time(arguments))
@@ -201,6 +205,8 @@ def _both(arguments: argparse.Namespace) -> int:
 
 def _time(arguments: argparse.Namespace) -> int:
     _, run, device = _read(arguments)
+    if run.config.serve_config is not None:
+        raise ValueError(f"{arguments.config_name} is a server, whose clients make the loops: plan memory has its bytes.")
     known = SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds)
     measured = None if arguments.calibrate is None else read_measured(arguments.calibrate)
     plan = plan_time(run, device, samples=known)

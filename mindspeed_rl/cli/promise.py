@@ -17,6 +17,7 @@ from mindspeed_rl.planner.devices import DEVICES, find_device
 from mindspeed_rl.planner.promise import make_promise
 from mindspeed_rl.planner.promise_check import format_kept
 from mindspeed_rl.planner.samples import SampleMeans
+from mindspeed_rl.planner.server import plan_server
 from mindspeed_rl.run.draft import draft
 from mindspeed_rl.run.rules.validation import validate
 
@@ -65,9 +66,15 @@ def _print_promise(arguments: argparse.Namespace) -> int:
     run = draft(build_run_config(tree, config_name=name, config_dir=str(directory)), arguments.nodes)
     if violations := validate(run):
         raise ConfigError(map(str, violations))
+    device = find_device(run.config, arguments.chip, arguments.memory_gib)
+    if run.config.serve_config is not None:  # its clients make the loops: nothing has seconds
+        server = plan_server(run, device)
+        fields = {"verdict": server.memory.verdict, "models": server.num_models, "max_models": server.max_models}
+        print(json.dumps(fields) if arguments.json else server.describe(), flush=True)
+        return int(arguments.strict and not server.fits)
     promise = make_promise(
         run,
-        device=find_device(run.config, arguments.chip, arguments.memory_gib),
+        device=device,
         samples=SampleMeans(arguments.mean_response, arguments.mean_prompt, arguments.mean_turns, arguments.tool_seconds),
         price=arguments.price,
         bands=find_bands(run),

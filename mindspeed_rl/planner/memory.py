@@ -59,7 +59,7 @@ class Phase:
     EXACT: ClassVar[tuple[str, ...]] = (
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
-        *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
+        *("client models", "rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
         *("embedding gradient", "gathered weights", "gradients of all ranks"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")

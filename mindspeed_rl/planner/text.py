@@ -12,6 +12,7 @@ from mindspeed_rl.planner.fit import FitRequest, FitResult
 from mindspeed_rl.planner.host_memory import HostMemory, HostPhase
 from mindspeed_rl.planner.memory import DeviceGroup, MemoryPlan, Phase
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, format_number
+from mindspeed_rl.planner.server import ServerPlan
 from mindspeed_rl.planner.smallest import StageMachines, list_costs
 from mindspeed_rl.run.rules.violation import format_value
 
@@ -30,6 +31,7 @@ class MemoryReport:
     plan: MemoryPlan
     changes: Sequence[Change]
     assumed: Sequence[Assumption]
+    server: ServerPlan | None = None
 
     def format(self) -> str:
         """Return the plan as text."""
@@ -60,6 +62,8 @@ class MemoryReport:
         if plan.host is not None and (plan.host.total or plan.host.disk or plan.host.checkpoint):
             lines += ["", *_format_host(plan.host)]
         lines += [f"  - {problem}" for problem in plan.problems]
+        if self.server is not None:
+            lines += ["", f"Server: {self.server.describe()}"]
         if self.changes:
             enough = self.changes[0].plan.verdict == "fits"
             lines += ["", "Changes after which it fits, nearest first" if enough else "Nearest to fitting"]
@@ -98,6 +102,9 @@ class MemoryReport:
             "kv_cache": None if plan.cache is None else vars(plan.cache),
             "host": None if plan.host is None else _encode_host(plan.host),
             "problems": list(plan.problems),
+            "server": None
+            if self.server is None
+            else {"models": self.server.num_models, "max_models": self.server.max_models, "model_bytes": self.server.model_bytes},
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
             "assumed": [vars(assumption) for assumption in self.assumed],
             "changes": [

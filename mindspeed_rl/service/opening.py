@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mindspeed_rl import registry
@@ -39,7 +40,17 @@ def open_tenants(cfg: RunConfig) -> Tenants:
         os.environ[EXACT_VARIABLE] = str(cfg.exact_slices)
     if run.threads is not None:
         device.use_threads(run.threads.count)
+    _check_memory(run, device)
     with collecting_seldom():
         process(("train", "rollout"), run.models["actor"].config)
         tenants: type[Tenants] = registry.load("mindspeed_rl.service.tenants:Tenants", "serve")
         return tenants(run)
+
+
+def _check_memory(run: Any, device: Any) -> None:
+    """Raise ConfigError where base, engine and the models of clients need more memory than is free on the device."""
+    if run.platform == "cuda":  # of whose devices the planner has no figures
+        return
+    planned = registry.load("mindspeed_rl.planner.devices:find_device", "serve")(run.config)
+    plan_server = registry.load("mindspeed_rl.planner.server:plan_server", "serve")
+    plan_server(run, replace(planned, memory=device.free_bytes() + planned.driver)).check()

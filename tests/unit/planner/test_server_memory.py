@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
+import pytest
+
+from mindspeed_rl.cli.main import main
 from mindspeed_rl.config import load_run_config
+from mindspeed_rl.config.errors import ConfigError
 from mindspeed_rl.planner.devices import DEVICES
 from mindspeed_rl.planner.memory import plan_memory
+from mindspeed_rl.planner.server import plan_server
 from mindspeed_rl.run.draft import draft
 
 #: hidden 128, MLP 384, four heads of 32 with two for keys; 128 tokens; rank 32, four layers
@@ -36,3 +44,38 @@ def test_the_engine_has_room_for_the_adapters_of_a_step() -> None:
 
 def test_nothing_of_a_loop_is_planned() -> None:
     assert not {"optimizer", "reference", "critic"} & set(_owners())
+
+
+_WORDS = ["--config-name", "serve_tiny_cpu", "serve_config.num_models=4000"]
+
+
+def test_a_server_that_does_not_fit_is_refused_with_the_models_that_would() -> None:
+    run = draft(load_run_config("serve_tiny_cpu", None, ["serve_config.num_models=4000"]), platform="cpu")
+    one = plan_memory(draft(load_run_config("serve_tiny_cpu", None, ["serve_config.num_models=1"]), platform="cpu"), DEVICES["cpu"])
+    plan = plan_server(run, DEVICES["cpu"])
+    # a model is on the device once for training and once in the engine; the rest does not depend on their number
+    layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 2 * (128 + 384) + (384 + 128)
+    assert plan.model_bytes == 16 * _MODEL + 4 * 32 * (4 * layer + 256)
+    room = DEVICES["cpu"].memory - one.fullest.peak.total
+    assert plan.max_models == 1 + room // plan.model_bytes
+    with pytest.raises(ConfigError, match=rf"memory: .*num_models 4000; .* MiB for each model. {plan.max_models} would fit"):
+        plan.check()
+    plan_server(draft(load_run_config("serve_tiny_cpu"), platform="cpu"), DEVICES["cpu"]).check()
+    none = plan_server(run, replace(DEVICES["cpu"], memory=1 << 29))
+    assert none.max_models == 0 and "Not even one fits" in none.describe()
+
+
+def test_plan_explain_and_promise_have_the_models_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory", *_WORDS, "--json"]) == 1
+    server = json.loads(capsys.readouterr().out)["server"]
+    assert server["models"] == 4000 and 0 < server["max_models"] < 4000
+    text = f"{server['max_models']} would fit"
+    assert main(["plan", *_WORDS]) == 1
+    shown = capsys.readouterr().out
+    assert text in shown and "trainer_mode" not in shown, "a server has no iterations"
+    assert main(["promise", "serve_tiny_cpu", "--strict", _WORDS[-1]]) == 1
+    assert text in capsys.readouterr().out
+    assert main(["explain", *_WORDS]) == 0
+    assert text in capsys.readouterr().out
+    assert main(["plan", "time", *_WORDS]) == 2
+    assert "plan memory has its bytes" in capsys.readouterr().err
