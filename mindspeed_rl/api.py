@@ -165,17 +165,19 @@ class Trainer:
         Args:
             run_file: a run file with `serve_config`, or a `Run` of one.
             overrides: values by dotted key.
-            rank: rank of the adapter; None for `lora_r`.
-            seed: seed of its first weights.
+            rank: rank of the adapter; None for `lora_r`, and for full weights, which a run file without adapters trains.
+            seed: seed of the adapter's first weights.
 
         Raises:
             ValueError: the run file is wrong; all violations are named.
         """
         run = run_file if isinstance(run_file, Run) else Run.load(run_file)
         run = run.with_values(overrides) if overrides else run
+        if rank is not None and not run.config.actor_config.lora_target_modules:
+            raise ValueError(f"rank is {rank}, but a run file without actor_config.lora_target_modules trains full weights")
         self._backend = LocalBackend.open(run.config)
         self.capabilities = self._backend.capabilities()
-        spec = AdapterSpec(rank or self.capabilities.max_rank, seed=seed)
+        spec = None if self.capabilities.full_weights else AdapterSpec(rank or self.capabilities.max_rank, seed=seed)
         self._do(lambda tenants: tenants.create_model(self._MODEL, spec))
         self._sampler: str | None = None
         self.tokenizer: Any = self._do(lambda tenants: tenants.tokenizer)

@@ -74,8 +74,10 @@ class BigramBackend:
         pause_s: seconds of a call.
     """
 
-    def __init__(self, folder: Path, *, num_slots: int = 4, max_tokens: int = 64, pause_s: float = 0.0) -> None:
-        self._offered = Capabilities("bigram", folder, VOCAB, max_tokens, 8, num_slots, True, False)
+    def __init__(
+        self, folder: Path, *, num_slots: int = 4, max_tokens: int = 64, pause_s: float = 0.0, full_weights: bool = False
+    ) -> None:
+        self._offered = Capabilities("bigram", folder, VOCAB, max_tokens, 8, num_slots, True, full_weights)
         self.pause_s, self.models, self._samplers = pause_s, {}, {}
         self.calls: list[str] = []
         #: the next pass and step break off in the middle

@@ -26,8 +26,8 @@ from mindspeed_rl.planner.fit import FitRequest, fit, format_run_file, read_bloc
 from mindspeed_rl.planner.memory import plan_memory
 from mindspeed_rl.planner.prediction import compute_factors, read_measured
 from mindspeed_rl.planner.samples import SampleMeans
-from mindspeed_rl.planner.server import plan_server
 from mindspeed_rl.planner.seconds import ModeTime, TimePlan, calibrate, plan_time
+from mindspeed_rl.planner.server import plan_server
 from mindspeed_rl.planner.smallest import find_smallest
 from mindspeed_rl.planner.text import FitReport, MemoryReport, SmallestReport, TimeReport
 from mindspeed_rl.run import Run

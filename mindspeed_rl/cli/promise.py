@@ -69,8 +69,7 @@ def _print_promise(arguments: argparse.Namespace) -> int:
     device = find_device(run.config, arguments.chip, arguments.memory_gib)
     if run.config.serve_config is not None:  # its clients make the loops: nothing has seconds
         server = plan_server(run, device)
-        fields = {"verdict": server.memory.verdict, "models": server.num_models, "max_models": server.max_models}
-        print(json.dumps(fields) if arguments.json else server.describe(), flush=True)
+        print(json.dumps(server.encode()) if arguments.json else server.describe(), flush=True)
         return int(arguments.strict and not server.fits)
     promise = make_promise(
         run,

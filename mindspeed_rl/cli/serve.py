@@ -52,7 +52,8 @@ def _serve(cfg: Any, keys: ServeConfig) -> int:
         max_checkpoint_bytes=int(keys.max_checkpoint_gib * (1 << 30)),
     )
     owners = None if keys.api_keys_file is None else read_keys(Path(keys.api_keys_file).expanduser())
-    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits)
+    price = cfg.actor_config.device_hour_price or 0.0
+    settings = ServerSettings(Path(keys.folder).expanduser(), keys.host, owners, limits, price)
     listening = listen(keys.host, keys.port)
     print_status(f"loading the base model of {cfg.config_name} ...")
     # by name: it imports torch, which reads the environment

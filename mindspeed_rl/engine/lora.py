@@ -254,13 +254,14 @@ class AdapterSlot:
         return self._layers[0].a.size(0)
 
     @torch.no_grad()
-    def init(self, settings: LoraSettings, seed: int) -> dict[str, Tensor]:
+    def init(self, settings: LoraSettings | None, seed: int) -> dict[str, Tensor]:
         """Return the matrices of a new model: those that a run with this rank and seed starts from.
 
         Args:
             settings: its rank, and the layers that it adapts.
         """
         matrices: dict[str, Tensor] = {}
+        assert settings is not None  # None is of full weights
         adapted = list_adapted_modules(settings.targets)
         for layer in self._layers:
             if get_layer_name(layer.name) not in adapted:
@@ -273,8 +274,9 @@ class AdapterSlot:
         return matrices
 
     @torch.no_grad()
-    def fill(self, matrices: Mapping[str, Tensor], settings: LoraSettings) -> None:
+    def fill(self, matrices: Mapping[str, Tensor], settings: LoraSettings | None) -> None:
         """Compute with these matrices from now on."""
+        assert settings is not None
         for layer in self._layers:
             a, b = (matrices.get(f"{layer.name}.lora_{name}") for name in "AB")
             layer.module.lora, layer.module.adapter_enabled = settings, a is not None

@@ -59,8 +59,8 @@ class Phase:
     EXACT: ClassVar[tuple[str, ...]] = (
         *("weights", "gradients", "optimizer", "reference", "reward model", "critic", "teacher"),
         *(f"teacher_{index}" for index in range(1, 64)),
-        *("client models", "rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
-        *("embedding gradient", "gathered weights", "gradients of all ranks"),
+        *("rollout weights", "packed weights", "KV cache", "judge weights", "judge KV cache", "optimizer window"),
+        *("client models", "embedding gradient", "gathered weights", "gradients of all ranks"),
     )
     FIXED: ClassVar[tuple[str, ...]] = ("driver", "runtime", "HCCL buffers")
 
@@ -243,8 +243,15 @@ def _plan_phases(run: RunShape, engine: Engine | None, stage: int, fixed: dict[s
 
 
 def count_client_bytes(run: RunShape) -> int:
-    """Return the bytes of a client's model of the largest rank: matrices, gradient, two moments and average in float32."""
+    """Return the bytes of a client's model of the largest rank: matrices, gradient, two moments and average in float32.
+
+    A model of full weights has them of all weights, and the base's weights are kept in host memory, which the CPU's device is.
+    """
     config, model_config = run.actor.config, run.actor.plan.model_config
+    if not config.lora_target_modules:
+        serve = run.cfg.serve_config
+        copies = 4 + (serve is not None and serve.sampler_ema_decay > 0) + (not run.device.sleeps)
+        return 4 * copies * sum(elements.parameters for elements in run.actor.elements)
     layers = sum(elements.dense_adapters for elements in run.actor.elements)
     head = config.lora_r * (model_config.hidden_size + model_config.vocab_size)
     serve = run.cfg.serve_config

@@ -46,8 +46,13 @@ class ServerPlan:
             return text
         if not self.max_models:
             rest = (total - self.num_models * self.model_bytes) / GIB
-            return f"{text}. Not even one fits next to base and engine, which take {rest:.1f} GiB; lower lora_r or the lengths"
+            return f"{text}. Not even one fits: base and engine take {rest:.1f} GiB; lower max_tokens_per_pass or the lengths"
         return f"{text}. {self.max_models} would fit"
+
+    def encode(self) -> dict[str, object]:
+        """Return it as a JSON object."""
+        counts = {"models": self.num_models, "max_models": self.max_models, "model_bytes": self.model_bytes}
+        return {"verdict": self.memory.verdict, **counts}
 
     def check(self) -> None:
         """Raise ConfigError where the server would run out of memory."""

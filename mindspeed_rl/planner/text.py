@@ -102,9 +102,7 @@ class MemoryReport:
             "kv_cache": None if plan.cache is None else vars(plan.cache),
             "host": None if plan.host is None else _encode_host(plan.host),
             "problems": list(plan.problems),
-            "server": None
-            if self.server is None
-            else {"models": self.server.num_models, "max_models": self.server.max_models, "model_bytes": self.server.model_bytes},
+            "server": None if self.server is None else self.server.encode(),
             "modelled_may_be_off_by": Phase.MODEL_ERROR,
             "assumed": [vars(assumption) for assumption in self.assumed],
             "changes": [

@@ -131,7 +131,7 @@ def _complete_server(cfg: RunConfig) -> RunConfig:
     rl = cfg.rl_config or RLConfig(actor_resource=Resource(num_npus=1))
     left = {name: value for name, value in rl_keys.items() if name not in written["rl_config"]}
     role = {name: value for name, value in role_keys.items() if name not in written["actor_config"]}
-    if "lora_push" not in written["generate_config"]:
+    if "lora_push" not in written["generate_config"] and cfg.actor_config.lora_target_modules:
         generate = dataclasses.replace(generate, lora_push="adapter")
     actor, shared = (dataclasses.replace(keys, **role) for keys in (cfg.actor_config, cfg.megatron_training))
     return dataclasses.replace(

@@ -41,12 +41,14 @@ class ServerSettings:
         host: address.
         owners: owner of each API key; None takes any key, on this machine only.
         limits: what a key may use.
+        price: price of an hour of the devices; 0 where none is known.
     """
 
     folder: Path
     host: str
     owners: dict[str, str] | None
     limits: Limits
+    price: float = 0.0
 
 
 class _Server(uvicorn.Server):
@@ -122,7 +124,9 @@ async def _serve(
 
     service = None
     try:
-        service = Service(backend, settings.folder, settings.limits, fail, has_local_clients=is_local)
+        service = Service(
+            backend, settings.folder, settings.limits, fail, has_local_clients=is_local, price=settings.price
+        )
         keys = Keys(settings.owners, read_secret(settings.folder / "secret"), only_local=is_local)
         app = TinkerApp(service, keys, compresses=not is_local)
         service.start()

@@ -105,7 +105,7 @@ class TinkerApp:
             await _send_json(send, 400, {"detail": str(error)})
         except JournalError as error:
             await _send_json(send, 503, {"detail": str(error)})
-        except Exception as error:  # noqa: BLE001 - one request must not end the server
+        except Exception as error:
             _LOG.exception("%s %s failed", scope["method"], scope["path"])
             if has_begun:  # the connection ends before Content-Length, from which the client sees that the reply is cut off
                 raise

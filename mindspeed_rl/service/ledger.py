@@ -11,10 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from mindspeed_rl.service.journal import Journal, Record, read_journal
 from mindspeed_rl.service.replies import Category, RefusedError
-from mindspeed_rl.service.store import Model, Request, Session, Store
+from mindspeed_rl.service.store import Model, Request, Sampler, Session, Store, Table
 
 _LOG = logging.getLogger(__name__)
 _FILE = "journal.bin"
@@ -24,6 +25,7 @@ _KEPT_S, _UNFETCHED_S = 600.0, 4 * 3600.0
 _MAX_BODY_BYTES, _REQUEST_BYTES = 1 << 30, 4096
 #: bytes of results of one tenant that wait to be fetched; the oldest go first
 _MAX_RESULT_BYTES = 512 << 20
+_Owned = TypeVar("_Owned", Session, Model, Sampler)
 _UNKNOWN = "there is no {kind} '{id}' of this API key"
 
 
@@ -113,15 +115,27 @@ class Ledger:
 
     # ---- whose it is
 
+    def find(self, table: Table[_Owned], kind: str, tenant: str, id: str) -> _Owned:
+        """Return a row of a tenant; another tenant's does not exist for it.
+
+        Args:
+            kind: name of a row in messages.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        row = table.get(id)
+        if row is None or row.tenant != tenant:
+            raise RefusedError(404, _UNKNOWN.format(kind=kind, id=id[:200]))
+        return row
+
     def find_session(self, tenant: str, id: str) -> Session:
         """Return an open session.
 
         Raises:
             RefusedError: there is none, or it has ended.
         """
-        session = self.store.sessions.get(id)
-        if session is None or session.tenant != tenant:
-            raise RefusedError(404, _UNKNOWN.format(kind="session", id=id))
+        session = self.find(self.store.sessions, "session", tenant, id)
         if session.ended:
             raise RefusedError(410, f"session {id} has ended: {session.ended}; create another one")
         return session
@@ -132,10 +146,7 @@ class Ledger:
         Raises:
             RefusedError: there is none.
         """
-        model = self.store.models.get(id)
-        if model is None or model.tenant != tenant:
-            raise RefusedError(404, _UNKNOWN.format(kind="model", id=id))
-        return model
+        return self.find(self.store.models, "model", tenant, id)
 
     # ---- requests
 

@@ -24,13 +24,13 @@ class ModelRecord:
     """Record of a saved model.
 
     Attributes:
-        spec: its adapter.
+        spec: its adapter; None for full weights.
         base: name of the base model.
         num_steps: steps that it had made.
         has_optimizer: the moments are there.
     """
 
-    spec: AdapterSpec
+    spec: AdapterSpec | None
     base: str
     num_steps: int
     has_optimizer: bool
@@ -53,8 +53,8 @@ class ModelRecord:
             raise CallError(f"{folder} is no saved model.")
         try:
             record = read_json(folder / STATE)
-            form, spec = record.pop("form"), AdapterSpec(**record.pop("spec"))
-            read = cls(spec, **record)
+            form, spec = record.pop("form"), record.pop("spec")
+            read = cls(None if spec is None else AdapterSpec(**spec), **record)
         except (KeyError, TypeError, ValueError) as error:
             raise CallError(f"{folder / STATE} cannot be read: {error}.") from error
         if form != _FORM:

@@ -64,6 +64,7 @@ class Service:
         limits: what a key may use.
         failed: called where the journal cannot be written: the server has to end.
         has_local_clients: clients are on this machine, and can read the tokenizer in the folder of the base.
+        price: price of an hour of the devices; 0 where none is known.
         now_s: seconds since the epoch.
     """
 
@@ -75,10 +76,11 @@ class Service:
         failed: Callable[[OSError], None],
         *,
         has_local_clients: bool = True,
+        price: float = 0.0,
         now_s: Callable[[], float] = time.time,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend, self._has_local_clients = backend, has_local_clients
+        self.backend, self._has_local_clients, self._price = backend, has_local_clients, price
         self.offered = backend.capabilities()
         self.ledger = Ledger(folder, limits, failed, now_s)
         self.store = self.ledger.store
@@ -166,9 +168,9 @@ class Service:
         reason = asked["reason"].get("type")
         if reason not in ("success", "errored", "interrupted"):
             raise CallError(f"reason.type is {reason!r}; it can be success, errored or interrupted.")
-        session = self.store.sessions.get(id)
-        if session is None or session.tenant != tenant or not session.ended:
-            await self._end_session(self.ledger.find_session(tenant, id), f"its client has finished it ({reason})")
+        session = self.ledger.find(self.store.sessions, "session", tenant, id)
+        if not session.ended:
+            await self._end_session(session, f"its client has finished it ({reason})")
         return {}
 
     async def _end_session(self, session: Session, reason: str) -> None:
@@ -189,9 +191,7 @@ class Service:
 
     def get_session(self, tenant: str, id: str) -> JsonObject:
         """Return what a session has made."""
-        session = self.store.sessions.get(id)
-        if session is None or session.tenant != tenant:
-            raise RefusedError(404, f"there is no session '{id}' of this API key")
+        session = self.ledger.find(self.store.sessions, "session", tenant, id)
         return {
             "training_run_ids": [row.id for row in self.store.models.values() if row.session_id == id],
             "sampler_ids": [row.id for row in self.store.samplers.values() if row.session_id == id],
@@ -375,10 +375,7 @@ class Service:
         return {"type": "create_sampling_session", "sampling_session_id": id}
 
     def _find_sampler(self, tenant: str, id: str) -> Sampler:
-        sampler = self.store.samplers.get(id)
-        if sampler is None or sampler.tenant != tenant:
-            raise RefusedError(404, f"there is no sampling session '{id[:200]}' of this API key")
-        return sampler
+        return self.ledger.find(self.store.samplers, "sampling session", tenant, id)
 
     async def join_sampling_session(self, tenant: str, body: JsonObject) -> JsonObject:
         """Return the number of another client of a sampling session, which numbers its requests in a block of its own."""
@@ -558,13 +555,15 @@ class Service:
         for account in self.store.accounts.values():
             if self._written_accounts.get(account.id) != account.num_requests:
                 self._written_accounts[account.id] = account.num_requests
-                values = {name: value for name, value in vars(account).items() if name != "id"}
-                self._histories.add_account(account.id, account.num_requests, values)
+                self._histories.add_account(account.id, account.num_requests, self.get_usage(account.id))
 
     def get_usage(self, tenant: str) -> JsonObject:
-        """Return what a tenant has used."""
+        """Return what a tenant has used: tokens, seconds of the devices, and their price where one is set."""
         account = self.store.accounts.get(tenant)
-        return {} if account is None else {name: value for name, value in vars(account).items() if name != "id"}
+        if account is None:
+            return {}
+        price = {"price": account.device_s / 3600 * self._price} if self._price else {}
+        return {name: value for name, value in vars(account).items() if name != "id"} | price
 
 
 def describe_checkpoint(row: Checkpoint) -> JsonObject:

@@ -4,6 +4,9 @@ Each model is an adapter with the state of its own AdamW. A pass fills the slot 
 and computes the rows of that model alone, so that its gradients, weights and samples have the bits that they have without the
 others. The gradient of a model is the float32 sum of its passes since its last step.
 
+Without `lora_target_modules` there is one model, and the slot is all weights. Its samplers are folders of weights, which take
+turns in the rollout engine.
+
 Importing this imports Megatron and vLLM: `service.opening` prepares the process first.
 """
 
@@ -36,6 +39,7 @@ from mindspeed_rl.engine.lora import ATTENTION_TARGETS, MLP_TARGETS, AdapterSlot
 from mindspeed_rl.engine.lora_layers import LoraSettings
 from mindspeed_rl.engine.parallel import init_distributed
 from mindspeed_rl.engine.vocab import compute_vocab_log_probs
+from mindspeed_rl.engine.weight_slot import WeightSlot
 from mindspeed_rl.run import Run
 from mindspeed_rl.scratch import make_owned_folder
 from mindspeed_rl.service.backend import (
@@ -51,10 +55,13 @@ from mindspeed_rl.service.backend import (
     check_data,
 )
 from mindspeed_rl.service.model_folder import ADAPTER, TENSORS, ModelRecord, building
+from mindspeed_rl.service.sampler_turns import SamplerTurns
 from mindspeed_rl.service.sampling import SamplingEngine
 from mindspeed_rl.workers.roles import Role, build_micro_batching, build_pass_settings
 from mindspeed_rl.workers.rollout_replica import RolloutReplica, build_vllm
 
+#: name of the base's weights in the rollout engine
+_BASE = "base"
 #: matrices of the output layer, next to those of the slot
 _HEAD_A, _HEAD_B = "lm_head.lora_A", "lm_head.lora_B"
 
@@ -99,16 +106,16 @@ class _Model:
     """A client's model.
 
     Attributes:
-        spec: as the client asked for it.
-        settings: rank, scale and layers of its adapter.
+        spec: as the client asked for it; None for full weights.
+        settings: rank, scale and layers of its adapter; None likewise.
         matrices: float32, by name; their `grad` is the gradient that waits for a step, None without one.
         optimizer: its AdamW.
         averages: moving averages of the matrices, by name; empty where samplers have the last weights.
         num_steps: steps that it has made.
     """
 
-    spec: AdapterSpec
-    settings: LoraSettings
+    spec: AdapterSpec | None
+    settings: LoraSettings | None
     matrices: dict[str, nn.Parameter]
     optimizer: torch.optim.AdamW
     averages: dict[str, Tensor] = field(default_factory=dict)
@@ -121,6 +128,14 @@ class _Model:
                 self.averages[name].lerp_(parameter.detach(), 1 - decay)
             else:
                 self.averages[name] = parameter.detach().clone()
+
+
+@dataclass(frozen=True)
+class _Sampler:
+    """What a sampler has in the rollout engine: an adapter there, None without one, and the name of the weights below it."""
+
+    adapter: int | None
+    weights: str
 
 
 def _build_optimizer(matrices: Mapping[str, nn.Parameter]) -> torch.optim.AdamW:
@@ -147,7 +162,8 @@ class Tenants:
         self._role = Role("actor", model, passes, steps_per_iteration=None, has_gradients=True)
         self._engine = self._role.megatron
         self._engine.start_gradients()
-        self._slot = AdapterSlot(self._role.model)
+        self._trains_all = not self._role.config.lora_target_modules
+        self._slot: AdapterSlot | WeightSlot = (WeightSlot if self._trains_all else AdapterSlot)(self._role.model)
         self._batching = build_micro_batching(run.rl, "update", 1)
         self._filled: tuple[str, int] | None = None
         self._models: dict[str, _Model] = {}
@@ -162,9 +178,12 @@ class Tenants:
         )
         assert isinstance(self._replica.engine, SamplingEngine)
         self._sampling: SamplingEngine = self._replica.engine
-        self._replica.load(self._role.stream, 0, base_only=True)
+        self._versions = itertools.count()
+        self._replica.load(self._role.stream, next(self._versions), base_only=not self._trains_all)
+        ends = self._sampling.sampling.stop_token_ids
+        self._turns = SamplerTurns(self._sampling, _BASE, self._load_into_engine, ends)
         self._folder, self._remove_folder = make_owned_folder(self, "mindspeed-rl-samplers-")
-        self._samplers: dict[str, int | None] = {}
+        self._samplers: dict[str, _Sampler] = {}
         self._sampler_names = (f"sampler-{index}" for index in itertools.count())
         self._call_names = (f"call-{index}" for index in itertools.count())
         folder = model.source.hf_folder
@@ -176,24 +195,24 @@ class Tenants:
             max_rank=self._slot.rank,
             num_slots=serve.num_models,
             unembed=True,
-            full_weights=False,
+            full_weights=self._trains_all,
         )
 
     # ------------------------------------------------------------------ models
 
     def create_model(self, model_id: str, spec: AdapterSpec | None) -> None:
         """See `Backend.create_model`."""
-        spec = self._check_new(model_id, spec)
+        self._check_new(model_id, spec)
         self._models[model_id] = self._build_model(spec, self._init_matrices(model_id, spec))
 
-    def _check_new(self, model_id: str, spec: AdapterSpec | None) -> AdapterSpec:
+    def _check_new(self, model_id: str, spec: AdapterSpec | None) -> None:
         offered = self.capabilities
-        if spec is None:
-            raise CallError("lora_config: this server trains adapters, no full weights; give a rank.")
-        if spec.rank > offered.max_rank:
+        if (spec is None) != self._trains_all:
+            needs = "full weights, no adapters; leave it out" if self._trains_all else "adapters, no full weights; give a rank"
+            raise CallError(f"lora_config: this server trains {needs}.")
+        if spec is not None and spec.rank > offered.max_rank:
             raise CallError(f"lora_config.rank: {spec.rank} is above this server's {offered.max_rank}.")
-        targets = self._list_targets(spec)
-        if not targets and not spec.train_unembed:
+        if spec is not None and not self._list_targets(spec) and not spec.train_unembed:
             raise CallError("lora_config: none of the layers that this server adapts would be trained.")
         if model_id in self._models:
             raise CallError(f"model {model_id} exists already.")
@@ -201,16 +220,19 @@ class Tenants:
             raise CallError(
                 f"all {offered.num_slots} models of this server are in use; unload one, or wait for a session to end."
             )
-        return spec
 
     def _list_targets(self, spec: AdapterSpec) -> tuple[str, ...]:
         named = (*(ATTENTION_TARGETS if spec.train_attn else ()), *(MLP_TARGETS if spec.train_mlp else ()))
         return tuple(target for target in named if target in (self._role.config.lora_target_modules or ()))
 
-    def _build_settings(self, spec: AdapterSpec) -> LoraSettings:
+    def _build_settings(self, spec: AdapterSpec | None) -> LoraSettings | None:
+        if spec is None:
+            return None
         return LoraSettings(spec.rank, self._role.config.lora_alpha, 0.0, self._list_targets(spec))
 
-    def _init_matrices(self, model_id: str, spec: AdapterSpec) -> dict[str, Tensor]:
+    def _init_matrices(self, model_id: str, spec: AdapterSpec | None) -> dict[str, Tensor]:
+        if spec is None:
+            return self._slot.init(None, 0)
         seed = spec.seed
         if seed is None:
             seed = int.from_bytes(hashlib.sha256(model_id.encode()).digest()[:7], "big")
@@ -225,7 +247,7 @@ class Tenants:
             matrices[_HEAD_B] = torch.zeros(config.vocab_size, spec.rank)
         return matrices
 
-    def _build_model(self, spec: AdapterSpec, matrices: Mapping[str, Tensor]) -> _Model:
+    def _build_model(self, spec: AdapterSpec | None, matrices: Mapping[str, Tensor]) -> _Model:
         # sorted, as in a file: the norm of the gradient adds them up in this order. Copies: tensors of a file begin at any
         # address, and products of such a matrix may round otherwise
         parameters = {name: nn.Parameter(_copy(matrices[name], self._engine.device)) for name in sorted(matrices)}
@@ -263,7 +285,8 @@ class Tenants:
         # leaves of this pass alone: a failed one leaves nothing behind
         head = [model.matrices[name].detach().requires_grad_(not forward_only) for name in (_HEAD_A, _HEAD_B)
                 if name in model.matrices]  # fmt: skip
-        outputs = _CallHead(*(head or (None, None)), scale=model.settings.scale, num_targets=num_targets)
+        scale = 1.0 if model.settings is None else model.settings.scale
+        outputs = _CallHead(*(head or (None, None)), scale=scale, num_targets=num_targets)
         compute = partial(compute_call_loss, loss.name, loss.config)
         if forward_only:
             results = self._engine.forward(rows, self._batching, outputs)
@@ -330,7 +353,8 @@ class Tenants:
             save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, partial_folder / TENSORS)
             record = ModelRecord(model.spec, self.capabilities.base_model, model.num_steps, with_optimizer)
             record.write(partial_folder)
-            self._write_peft(model, partial_folder / ADAPTER)
+            if not self._trains_all:  # full weights are there already; `export_adapter` writes them for transformers
+                self._write_peft(model, partial_folder / ADAPTER)
 
     def load_state(self, model_id: str, folder: Path, *, with_optimizer: bool) -> None:
         """See `Backend.load_state`."""
@@ -341,7 +365,7 @@ class Tenants:
         existing = self._models.get(model_id)
         if existing is None:
             self._check_new(model_id, spec)
-        elif replace(existing.spec, seed=None) != replace(spec, seed=None):
+        elif _drop_seed(existing.spec) != _drop_seed(spec):
             raise CallError(f"{folder} has another adapter than model {model_id}: {spec}, not {existing.spec}.")
         tensors = load_file(folder / TENSORS)
         model = self._build_model(spec, {name: tensor for name, tensor in tensors.items() if "/" not in name})
@@ -356,17 +380,48 @@ class Tenants:
             self._filled = None
 
     def _read_record(self, folder: Path) -> ModelRecord:
-        return ModelRecord.read(folder, self.capabilities.base_model)
+        record = ModelRecord.read(folder, self.capabilities.base_model)
+        if (record.spec is None) != self._trains_all:
+            kinds = ("full weights", "adapters")
+            has, trains = kinds if record.spec is None else kinds[::-1]
+            raise CallError(f"{folder} has {has}, and this server trains {trains}.")
+        return record
 
     def export_adapter(self, source: str | Path, folder: Path) -> None:
         """See `Backend.export_adapter`."""
-        if isinstance(source, Path):
+        if self._trains_all:
+            with building(folder) as partial_folder:
+                self._write_full(self._read_weights(source), partial_folder)
+        elif isinstance(source, Path):
             self._read_record(source)
             with building(folder) as partial_folder:
                 shutil.copytree(source / ADAPTER, partial_folder, dirs_exist_ok=True)
         else:
             with building(folder) as partial_folder:
                 self._write_peft(self._find(source), partial_folder)
+
+    def _read_weights(self, source: str | Path) -> Mapping[str, Tensor]:
+        """Return the full weights that a model, or a folder of one, is sampled with."""
+        if isinstance(source, str):
+            model = self._find(source)
+            return model.averages or model.matrices
+        self._read_record(source)
+        tensors = load_file(source / TENSORS)
+        weights = {name: tensor for name, tensor in tensors.items() if "/" not in name}
+        return {name: tensors.get(f"average/{name}", tensor) for name, tensor in weights.items()}
+
+    def _write_full(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write full weights as a folder that transformers and vLLM load."""
+        self._filled = None
+        self._slot.fill(weights, None)
+        self._role.save_hf(folder)
+
+    def _load_into_engine(self, name: str) -> None:
+        """Give the rollout engine the full weights of a sampler, or of the base."""
+        weights = self._slot.init(None, 0) if name == _BASE else load_file(self._folder / name / TENSORS)
+        self._filled = None
+        self._slot.fill(weights, None)
+        self._replica.load(self._role.stream, next(self._versions))
 
     def _fill_for_sampling(self, model: _Model) -> Mapping[str, Tensor]:
         """Fill the slot with the matrices that a model samples with, and return them."""
@@ -376,6 +431,7 @@ class Tenants:
         return matrices
 
     def _write_peft(self, model: _Model, folder: Path) -> None:
+        assert model.settings is not None
         matrices = self._fill_for_sampling(model)
         head: dict[str, tuple[Tensor, Tensor]] = {}
         if _HEAD_A in matrices:
@@ -384,6 +440,9 @@ class Tenants:
 
     def export_merged(self, model_id: str, folder: Path) -> None:
         """Write a model as a folder that transformers and vLLM load without an adapter: the base with its matrices added."""
+        if self._trains_all:
+            self.export_adapter(model_id, folder)
+            return
         model = self._find(model_id)
         matrices = self._fill_for_sampling(model)
         with building(folder) as partial_folder:
@@ -394,6 +453,7 @@ class Tenants:
         """Return the output layer with its adapter added; None without one."""
         if _HEAD_A not in matrices:
             return None
+        assert model.settings is not None
         chunk = self._role.model.models[-1]
         tied = chunk.share_embeddings_and_output_weights
         weight = cast(Tensor, chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight)
@@ -407,46 +467,53 @@ class Tenants:
         """See `Backend.make_sampler`."""
         name = next(self._sampler_names)
         if source is None:
-            self._samplers[name] = None
+            self._samplers[name] = _Sampler(None, _BASE)
             return name
         folder = self._folder / name
-        self.export_adapter(source, folder)
-        self._samplers[name] = self._sampling.add_adapter(folder)
+        if self._trains_all:
+            weights = self._read_weights(source)
+            with building(folder) as partial_folder:
+                tensors = {key: weight.detach().cpu().contiguous() for key, weight in weights.items()}
+                save_file(tensors, partial_folder / TENSORS)
+            self._samplers[name] = _Sampler(None, name)
+        else:
+            self.export_adapter(source, folder)
+            self._samplers[name] = _Sampler(self._sampling.add_adapter(folder), _BASE)
         return name
 
     def drop_sampler(self, sampler: str) -> None:
         """See `Backend.drop_sampler`; none of its calls is running."""
-        adapter = self._find_sampler(sampler)
+        adapter = self._find_sampler(sampler).adapter
         del self._samplers[sampler]
         if adapter is not None:
             self._sampling.drop_adapter(adapter)
-            shutil.rmtree(self._folder / sampler, ignore_errors=True)
+        shutil.rmtree(self._folder / sampler, ignore_errors=True)
 
-    def _find_sampler(self, sampler: str) -> int | None:
+    def _find_sampler(self, sampler: str) -> _Sampler:
         if sampler not in self._samplers:
             raise CallError(f"sampler {sampler} does not exist.")
         return self._samplers[sampler]
 
     def start_sampling(self, sampler: str, call: SampleCall) -> str:
         """Add a call to the engine; its result comes from a `step_sampling` under the name that is returned."""
-        adapter = self._find_sampler(sampler)
+        found = self._find_sampler(sampler)
         call.check(self.capabilities)
         name = next(self._call_names)
-        self._sampling.start(name, call, adapter, self._sampling.sampling.stop_token_ids)
+        self._turns.start(name, call, found.adapter, found.weights)
         return name
 
     @property
     def is_sampling(self) -> bool:
         """Return whether calls are in the engine."""
-        return self._sampling.has_calls
+        return self._turns.has_calls
 
     def step_sampling(self) -> list[tuple[str, SampleResult]]:
         """Compute a step of all calls; return those that have ended."""
-        return self._sampling.step_calls()
+        return self._turns.step()
 
     def abort_sampling(self, name: str) -> None:
         """Abort a call."""
-        self._sampling.abort_call(name)
+        self._turns.abort(name)
 
     def sample(self, sampler: str, calls: Sequence[SampleCall]) -> list[SampleResult]:
         """Sample all calls together; no other one is in the engine."""
@@ -464,6 +531,10 @@ class Tenants:
     def close(self) -> None:
         """Remove the files of samplers; engines end with the process."""
         self._remove_folder()
+
+
+def _drop_seed(spec: AdapterSpec | None) -> AdapterSpec | None:
+    return None if spec is None else replace(spec, seed=None)
 
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:

@@ -38,30 +38,32 @@ SPECS = {
 }
 
 
+def run_tree(folder: str) -> dict[str, Any]:
+    return {
+        "platform": "cpu",
+        "megatron_training": {"bf16": False, "tokenizer_name_or_path": folder, "reset_attention_mask": True},
+        "actor_config": {
+            "finetune": True,
+            "load": folder,
+            "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
+            "lora_r": 8,
+            "lora_alpha": 32,
+        },
+        "rl_config": {"actor_resource": {"num_npus": 1}, "use_remove_padding": True, "exact_log_probs": True},
+        "generate_config": {
+            "infer_tensor_parallel_size": 1,
+            "max_num_seqs": 16,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 256,
+            "dtype": "float32",
+            "kv_cache_memory_gib": 0.1,
+        },
+        "serve_config": {"model_name": "tiny", "num_models": 4},
+    }
+
+
 def run_config(folder: str) -> RunConfig:
-    return build_run_config(
-        {
-            "platform": "cpu",
-            "megatron_training": {"bf16": False, "tokenizer_name_or_path": folder, "reset_attention_mask": True},
-            "actor_config": {
-                "finetune": True,
-                "load": folder,
-                "lora_target_modules": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"],
-                "lora_r": 8,
-                "lora_alpha": 32,
-            },
-            "rl_config": {"actor_resource": {"num_npus": 1}, "use_remove_padding": True, "exact_log_probs": True},
-            "generate_config": {
-                "infer_tensor_parallel_size": 1,
-                "max_num_seqs": 16,
-                "max_model_len": 64,
-                "max_num_batched_tokens": 256,
-                "dtype": "float32",
-                "kv_cache_memory_gib": 0.1,
-            },
-            "serve_config": {"model_name": "tiny", "num_models": 4},
-        }
-    )
+    return build_run_config(run_tree(folder))
 
 
 def draw(seed: int, length: int, **inputs: Any) -> Datum:

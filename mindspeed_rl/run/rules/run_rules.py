@@ -712,9 +712,17 @@ def _server(run: Run) -> Iterator[Broken]:
     assert serve is not None
     if generate is None:
         yield violate("server_engine", "serve_config needs the group generate_config: its clients sample", keys={})
-    if not actor.lora_target_modules:
-        text = "serve_config needs actor_config.lora_target_modules: the models of its clients are adapters of one base"
-        yield violate("server_adapters", text, {"actor_config.lora_target_modules": list(LORA_TARGETS)})
+    if not actor.lora_target_modules and serve.num_models > 1:
+        text = (
+            "[serve_config.num_models] needs actor_config.lora_target_modules: models of several clients are adapters of one "
+            "base; without them one model trains full weights"
+        )
+        yield violate(
+            "server_adapters",
+            text,
+            {"serve_config.num_models": 1},
+            {"actor_config.lora_target_modules": list(LORA_TARGETS)},
+        )
     if (size := run.placement.num_devices) > 1:
         text = f"serve_config trains and samples on one device, and the run file has {size}"
         yield violate("server_devices", text, {"rl_config.actor_resource.num_npus": 1})

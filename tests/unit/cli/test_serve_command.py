@@ -15,6 +15,12 @@ def test_explain_shows_what_a_server_offers_and_no_loop(capsys):
     assert "Objective" not in shown and "train_iters" not in shown and "Still needed" not in shown
 
 
+def test_explain_shows_a_server_of_full_weights(capsys):
+    words = ["actor_config.lora_target_modules=null", "serve_config.num_models=1"]
+    assert main(["explain", "--config-name", "serve_tiny_cpu", *words]) == 0
+    assert "one, with full weights" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
@@ -22,6 +28,7 @@ def test_explain_shows_what_a_server_offers_and_no_loop(capsys):
         (["train", "--config-name", "serve_tiny_cpu"], "mindspeed-rl serve starts it"),
         (["serve", "--config-name", "serve_tiny_cpu", "serve_config.api_keys_file=/nowhere"], "/nowhere cannot be read"),
         (["serve", "--config-name", "serve_tiny_cpu", "serve_config.port=-1"], "port"),
+        (["serve", "--config-name", "serve_tiny_cpu", "actor_config.lora_target_modules=null"], "trains full weights"),
         (["serve", "--config-name", "serve_tiny_cpu", "serve_config.host=0.0.0.0"], "api_keys_file"),
     ],
 )

@@ -42,6 +42,15 @@ def test_the_engine_has_room_for_the_adapters_of_a_step() -> None:
     assert _owners("serve_config.num_engine_adapters=2")["engine adapters"] == 2 * adapter
 
 
+def test_a_model_of_full_weights_has_five_numbers_for_each_weight_on_the_cpu() -> None:
+    owners = _owners("actor_config.lora_target_modules=null", "serve_config.num_models=1")
+    # query, key and value with their biases, output, gate and up, down, two norms
+    layer = (128 + 1) * 256 + 128 * 128 + 128 * 768 + 384 * 128 + 2 * 128
+    # float32 weights, gradient, two moments and the base's weights in host memory, which the device is; a tied head
+    assert owners["client models"] == 5 * 4 * (128 * 128 + 4 * layer + 128)
+    assert "engine adapters" not in owners
+
+
 def test_nothing_of_a_loop_is_planned() -> None:
     assert not {"optimizer", "reference", "critic"} & set(_owners())
 
@@ -50,13 +59,15 @@ _WORDS = ["--config-name", "serve_tiny_cpu", "serve_config.num_models=4000"]
 
 
 def test_a_server_that_does_not_fit_is_refused_with_the_models_that_would() -> None:
-    run = draft(load_run_config("serve_tiny_cpu", None, ["serve_config.num_models=4000"]), platform="cpu")
-    one = plan_memory(draft(load_run_config("serve_tiny_cpu", None, ["serve_config.num_models=1"]), platform="cpu"), DEVICES["cpu"])
+    run, one = (
+        draft(load_run_config("serve_tiny_cpu", None, [f"serve_config.num_models={count}"]), platform="cpu")
+        for count in (4000, 1)
+    )
     plan = plan_server(run, DEVICES["cpu"])
     # a model is on the device once for training and once in the engine; the rest does not depend on their number
     layer = (128 + 128) + 2 * (128 + 64) + (128 + 128) + 2 * (128 + 384) + (384 + 128)
     assert plan.model_bytes == 16 * _MODEL + 4 * 32 * (4 * layer + 256)
-    room = DEVICES["cpu"].memory - one.fullest.peak.total
+    room = DEVICES["cpu"].memory - plan_memory(one, DEVICES["cpu"]).fullest.peak.total
     assert plan.max_models == 1 + room // plan.model_bytes
     with pytest.raises(ConfigError, match=rf"memory: .*num_models 4000; .* MiB for each model. {plan.max_models} would fit"):
         plan.check()

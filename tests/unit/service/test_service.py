@@ -30,7 +30,8 @@ class Server:
     def __init__(self, folder, *, limits=None, **backend):
         self.folder, self.failures, self.now_s = folder, [], 1_800_000_000.0
         self.backend = BigramBackend(folder, **backend)
-        self.service = Service(self.backend, folder, limits or Limits(), self.failures.append, now_s=lambda: self.now_s)
+        settings = {"price": 36.0, "now_s": lambda: self.now_s}
+        self.service = Service(self.backend, folder, limits or Limits(), self.failures.append, **settings)
         self.app = TinkerApp(self.service, Keys(OWNERS, b"s" * 32, only_local=True), compresses=False)
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://127.0.0.1")
 
@@ -861,6 +862,35 @@ def test_a_session_that_ends_before_its_model_has_its_turn_keeps_no_slot(tmp_pat
     run(work())
 
 
+def test_full_weights_are_made_without_an_adapter_and_come_back_after_a_restart(tmp_path):
+    options = {"num_slots": 1, "full_weights": True}
+
+    async def before():
+        server = Server(tmp_path, **options)
+        server.service.start()
+        session = (await server.post("create_session", {}))["session_id"]
+        asked = {"session_id": session, "model_seq_id": 0, "base_model": "bigram"}
+        reply = await server.send("POST", "create_model", asked | {"lora_config": {"rank": 2}})
+        assert reply.status_code == 400 and "it trains full weights" in reply.json()["detail"]
+        model = (await server.do("create_model", asked))["model_id"]
+        info = await server.post("get_info", {"model_id": model})
+        assert (info["is_lora"], info["lora_rank"]) == (False, None)
+        await server.fetch(await _train(server, model, 1, 12))
+        path = (await server.do("save_weights", {"model_id": model, "seq_id": 25, "path": "a"}))["path"]
+        return model, path
+
+    model, path = run(before())
+
+    async def after():
+        async with opened(tmp_path, **options) as server:
+            assert (await server.post("weights_info", {"tinker_path": path}))["is_lora"] is False
+            await server.fetch(await _train(server, model, 26, 1))
+            weights = server.backend.models[model].weights
+            assert weights == pytest.approx(train_alone(_batches(0, 12) + _batches(0, 1)))
+
+    run(after())
+
+
 def test_requests_after_the_end_of_a_model_are_answered(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
@@ -1023,6 +1053,7 @@ def test_what_a_tenant_has_used_is_counted_and_written_as_a_run(tmp_path):
             used = (await server.send("GET", "usage")).json()
             assert (used["train_tokens"], used["prompt_tokens"], used["sample_tokens"]) == (2, 2, 6)
             assert used["num_requests"] == 6 and used["device_s"] > 0
+            assert used["price"] == pytest.approx(used["device_s"] / 100), "36 for an hour"
             return model
 
     model = run(work())
