@@ -16,7 +16,7 @@ def test_explain_shows_what_a_server_offers_and_no_loop(capsys):
 
 
 def test_explain_shows_a_server_of_full_weights(capsys):
-    words = ["actor_config.lora_target_modules=null", "serve_config.num_models=1"]
+    words = ["actor_config.lora_target_modules=null", "generate_config.lora_push=merged", "serve_config.num_models=1"]
     assert main(["explain", "--config-name", "serve_tiny_cpu", *words]) == 0
     assert "one, with full weights" in capsys.readouterr().out
 

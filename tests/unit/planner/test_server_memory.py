@@ -43,7 +43,8 @@ def test_the_engine_has_room_for_the_adapters_of_a_step() -> None:
 
 
 def test_a_model_of_full_weights_has_five_numbers_for_each_weight_on_the_cpu() -> None:
-    owners = _owners("actor_config.lora_target_modules=null", "serve_config.num_models=1")
+    full = ("actor_config.lora_target_modules=null", "generate_config.lora_push=merged", "serve_config.num_models=1")
+    owners = _owners(*full)
     # query, key and value with their biases, output, gate and up, down, two norms
     layer = (128 + 1) * 256 + 128 * 128 + 128 * 768 + 384 * 128 + 2 * 128
     # float32 weights, gradient, two moments and the base's weights in host memory, which the device is; a tied head
