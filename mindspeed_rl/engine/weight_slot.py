@@ -1,4 +1,4 @@
-"""All weights of a model as the slot of a service that trains full weights; `lora.AdapterSlot` is that of adapters."""
+"""All weights of a model as the slot of a service that trains full weights; for adapters there is `lora.AdapterSlot`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class SamplerTurns:
 
         Args:
             name: no other call has it.
-            adapter: from `SamplingEngine.add_adapter`; None for the weights alone.
+            adapter: from `SamplingEngine.add_adapter`; None for the weights without one.
             weights: name of its weights.
         """
         self._waiting.append(_Waiting(name, call, adapter, weights))
