@@ -33,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 MAX_AHEAD = 100_000
 #: a snapshot is written after as many steps of the optimizer, and after as many bytes of requests
 _SNAPSHOT_STEPS, _SNAPSHOT_BYTES = 10, 32 << 20
+#: bytes of a tenant's passes that have to run again after a restart: without a step there is no snapshot that replaces them
+_MAX_KEPT_BYTES = 8 << 30
 #: a model without work for so long makes room for one that waits, and between two looks for such a model
 _IDLE_S, _LOOK_S = 30.0, 1.0
 #: end of the name of an export that is a model of its own, without an adapter
@@ -283,6 +285,10 @@ class Lanes:
     async def _pass(self, request: Request, model: Model) -> Outcome:
         data, loss = await asyncio.to_thread(self._read_pass, request)
         forward_only = request.kind == "forward"
+        kept = self._ledger.kept_bytes[model.tenant]
+        if not forward_only and kept > _MAX_KEPT_BYTES:
+            text = f"passes of this API key with {kept} bytes wait for an optim_step, and at most {_MAX_KEPT_BYTES} are kept"
+            raise CallError(f"forward_backward: {text}; make a step, and send it again.")
         result = await self._backend.forward_backward(model.id, data, loss, forward_only=forward_only)
         if not forward_only:
             metrics = self._lane(model.id).metrics

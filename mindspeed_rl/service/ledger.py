@@ -98,8 +98,12 @@ class Ledger:
         #: tokens and bytes of requests that wait or run, by tenant
         self._in_flight: defaultdict[str, int] = defaultdict(int)
         self._held_bytes: defaultdict[str, int] = defaultdict(int)
+        #: bytes of finished requests that have to run again after a restart, by tenant
+        self.kept_bytes: defaultdict[str, int] = defaultdict(int)
         for request in requests:
-            if request.finished_s is None:
+            if request.finished_s is not None:
+                self.kept_bytes[request.tenant] += len(request.body or b"")
+            else:
                 self._in_flight[request.tenant] += request.cost
                 self._held_bytes[request.tenant] += _count_bytes(request)
         #: futures of requests that are not on the disk yet, and events of those that are not finished
@@ -243,6 +247,7 @@ class Ledger:
         self._in_flight[request.tenant] -= request.cost
         self._held_bytes[request.tenant] -= _count_bytes(request)
         change = self.store.requests.put(request.id, **values)
+        self.kept_bytes[request.tenant] += len(request.body or b"")
         written = self.journal.append(change, *outcome.changes, self._charge(request.tenant, outcome, device_s))
         written.add_done_callback(lambda future: future.cancelled() or future.exception() or self._publish(request))
         await asyncio.shield(written)
@@ -339,10 +344,12 @@ class Ledger:
             )
             kept_bytes[request.tenant] += len(request.payload or b"")
             is_old = now_s - (since_s or now_s) > limit_s or kept_bytes[request.tenant] > _MAX_RESULT_BYTES
+            if request.body is not None and not self.is_redone(request):
+                self.kept_bytes[request.tenant] -= len(request.body)
+                request.body = None  # the journal loses it when it is written anew
             if not is_old:
-                if request.body is not None and not self.is_redone(request):
-                    request.body = None  # the journal loses it when it is written anew
-            elif not self.is_redone(request):
+                continue
+            if not self.is_redone(request):
                 changes.append(self.store.requests.drop(request.id))
                 dropped.add(request.target)
             elif request.payload is not None:

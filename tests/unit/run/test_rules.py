@@ -726,7 +726,7 @@ def test_old_tokens_that_train_uncorrected_are_mentioned() -> None:
     [
         ("serve_config.host=0.0.0.0", "serve_config.host (0.0.0.0) is not loopback, which needs serve_config.api_keys_file"),
         ("rl_config.actor_resource.num_npus=2", "serve_config trains and samples on one device, and the run file has 2"),
-        ("actor_config.lora_target_modules=null", "serve_config needs actor_config.lora_target_modules"),
+        ("actor_config.lora_target_modules=null", "serve_config.num_models (4) needs actor_config.lora_target_modules"),
         ("generate_config.engine=transformers", "serve_config needs generate_config.engine (transformers) vllm"),
     ],
 )

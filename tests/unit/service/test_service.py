@@ -891,6 +891,30 @@ def test_full_weights_are_made_without_an_adapter_and_come_back_after_a_restart(
     run(after())
 
 
+def test_passes_that_never_make_a_step_have_a_limit(tmp_path, monkeypatch):
+    """Their bodies are kept for a restart: one key could fill the memory of the server."""
+
+    async def work():
+        async with opened(tmp_path) as server:
+            model, other = await server.open_model(), await server.open_model(BOB)
+            for seq in range(1, 40):
+                reply = await server.fetch((await server.run_pass(model, seq, [2], [3])).json())
+                if isinstance(reply, dict):
+                    break
+            assert 2 < seq < 39 and "wait for an optim_step" in reply["error"] and reply["category"] == "user"
+            read_pass(await server.fetch((await server.run_pass(other, 1, [2], [3], key=BOB)).json(), BOB))
+            await server.fetch(await server.step(model, seq + 1))
+            # ten steps, a snapshot, and a sweep that forgets what it replaces
+            for index in range(10):
+                await server.fetch(await server.step(model, seq + 2 + index))
+            await server.fetch((await server.run_pass(model, seq + 12, [2], [3], forward_only=True)).json())
+            await server.service.sweep()
+            read_pass(await server.fetch((await server.run_pass(model, seq + 13, [2], [3])).json()))
+
+    monkeypatch.setattr("mindspeed_rl.service.lanes._MAX_KEPT_BYTES", 1500)
+    run(work())
+
+
 def test_requests_after_the_end_of_a_model_are_answered(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
