@@ -11,6 +11,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,7 @@ class _Lane:
         task: works on them; None while the next one has not arrived.
         running: number of the request that runs; None for none, and -1 for what must not be interrupted either.
         waits_for_slot: all slots of the backend are taken.
+        gives_way: it leaves its slot before the next operation, and waits for one again.
         idle_since_s: end of its last operation.
         metrics: of the passes since the last step: sums of losses and of tokens.
     """
@@ -62,6 +64,7 @@ class _Lane:
     task: asyncio.Task[None] | None = None
     running: int | None = None
     waits_for_slot: bool = False
+    gives_way: bool = False
     idle_since_s: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
 
@@ -87,6 +90,8 @@ class Lanes:
         self._lanes: dict[str, _Lane] = {}
         #: models that have a slot of the backend, or are about to get their state there
         self._loaded: set[str] = set()
+        #: models that wait for a slot, in the order of their arrival
+        self._waiting: dict[str, Model] = {}
         self._slot_freed = asyncio.Event()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._operations: Mapping[str, Callable[[Request, Model], Awaitable[Outcome]]] = {
@@ -153,8 +158,10 @@ class Lanes:
     async def _run(self, model_id: str, lane: _Lane) -> None:
         model = self._ledger.store.models[model_id]
         while model.done_seq + 1 in lane.waiting:
+            if lane.gives_way and model.is_alive and model_id in self._loaded:
+                await self._leave(model, lane)
             if model.is_alive and model_id not in self._loaded:
-                await self._take_slot(model_id, lane)
+                await self._take_slot(model, lane)
                 if (problem := await self._try_to_restore(model)) is not None:
                     await self.end(model_id, f"its state cannot be restored: {problem}")
                     continue  # a request may have arrived meanwhile
@@ -183,7 +190,7 @@ class Lanes:
         try:
             # before the turn: others can have theirs while it waits
             if request.kind in ("create_model", "load_weights"):
-                await self._take_slot(model.id, lane)
+                await self._take_slot(model, lane)
             async with self._queue.turn(model.tenant, request.cost):
                 lane.running = request.seq
                 with self._meter.measure(model.tenant):
@@ -219,21 +226,52 @@ class Lanes:
         if request.kind == "optim_step" and outcome.succeeded:
             await self._take_snapshot_where_due(model)
 
-    async def _take_slot(self, model_id: str, lane: _Lane) -> None:
-        """Wait for a slot of the backend; a model without work for some time makes room, and comes back when it has some."""
-        while model_id not in self._loaded:
-            if len(self._loaded) < self._offered.num_slots:
-                self._loaded.add(model_id)
-                return
-            idle = [(id, self._lanes[id]) for id in self._loaded if self._is_idle(self._lanes[id])]
-            if idle:
-                await self._park(*min(idle, key=lambda item: item[1].idle_since_s))
-                continue
-            self._slot_freed.clear()
-            lane.waits_for_slot = True
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._slot_freed.wait(), _LOOK_S)
+    async def _take_slot(self, model: Model, lane: _Lane) -> None:
+        """Wait for a slot of the backend; a model without work for some time makes room, and comes back when it has some.
+
+        After that time a busy one makes room too, where its tenant has two more slots than this one's.
+        """
+        since_s = time.monotonic()
+        self._waiting[model.id] = model
+        try:
+            while model.id not in self._loaded:
+                if len(self._loaded) < self._offered.num_slots and self._find_next() == model.id:
+                    self._loaded.add(model.id)
+                    return
+                if len(self._loaded) >= self._offered.num_slots:
+                    idle = [(id, self._lanes[id]) for id in self._loaded if self._is_idle(self._lanes[id])]
+                    if idle:
+                        await self._park(*min(idle, key=lambda item: item[1].idle_since_s))
+                        continue
+                    if time.monotonic() - since_s > _IDLE_S:
+                        self._request_room(model.tenant)
+                self._slot_freed.clear()
+                lane.waits_for_slot = True
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._slot_freed.wait(), _LOOK_S)
+        finally:
             lane.waits_for_slot = False
+            del self._waiting[model.id]
+            self._slot_freed.set()  # another one may be next now
+
+    def _count_slots(self) -> Counter[str]:
+        """Return the slots of each tenant."""
+        return Counter(self._ledger.store.models[id].tenant for id in self._loaded)
+
+    def _find_next(self) -> str:
+        """Return the model that takes the next slot: of the tenant with the fewest, the one that has waited longest."""
+        counts = self._count_slots()
+        return min(self._waiting, key=lambda id: counts[self._waiting[id].tenant])
+
+    def _request_room(self, tenant: str) -> None:
+        """Let a model of the tenant with the most slots give way, where it has at least two more than this tenant."""
+        counts = self._count_slots()
+        if not counts or any(self._lanes[id].gives_way for id in self._loaded):
+            return
+        (most, count), models = counts.most_common(1)[0], self._ledger.store.models
+        if count - counts[tenant] >= 2:
+            id = min((id for id in self._loaded if models[id].tenant == most), key=lambda id: self._lanes[id].idle_since_s)
+            self._lanes[id].gives_way = True
 
     @staticmethod
     def _is_idle(lane: _Lane) -> bool:
@@ -257,8 +295,9 @@ class Lanes:
             if redone and redone[-1].kind == "optim_step" and redone[-1].succeeded:  # no gradient waits
                 await self._take_snapshot(model)
             await self._unload(model.id)
+            self._slot_freed.set()
         finally:
-            lane.running = None
+            lane.running, lane.gives_way = None, False
 
     async def _unload(self, model_id: str) -> None:
         with contextlib.suppress(Exception):  # it may not be there

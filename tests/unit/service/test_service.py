@@ -915,6 +915,28 @@ def test_passes_that_never_make_a_step_have_a_limit(tmp_path, monkeypatch):
     run(work())
 
 
+def test_a_key_that_keeps_all_slots_busy_makes_room_for_another_key(tmp_path, monkeypatch):
+    async def work():
+        async with opened(tmp_path, num_slots=2, pause_s=0.015) as server:
+            models = [await server.open_model() for _ in range(2)]
+            last = [await _train(server, model, 1, 14) for model in models]  # 28 operations wait for each of them
+            other = await server.open_model(BOB)
+            reply = await server.send("POST", "retrieve_future", {"request_id": last[0]["request_id"]})
+            assert reply.json()["type"] == "try_again", "the first key is still busy"
+            read_pass(await server.fetch((await server.run_pass(other, 1, [2], [3], key=BOB)).json(), BOB))
+            await server.do("unload_model", {"model_id": other}, BOB)
+            for model, future in zip(models, last):
+                assert (await server.fetch(future))["metrics"]["step:max"] == 14
+                forward = await server.fetch((await server.run_pass(model, 29, [2], [3], forward_only=True)).json())
+                expected = log_softmax(train_alone(_batches(0, 14)))[2, 3]
+                assert read_pass(forward)[1] == pytest.approx([expected]), "it came back as it was"
+
+    monkeypatch.setattr("mindspeed_rl.service.lanes._IDLE_S", 0.1)
+    monkeypatch.setattr("mindspeed_rl.service.lanes._LOOK_S", 0.02)
+    monkeypatch.setattr("mindspeed_rl.service.service._LONG_POLL_S", 0.05)
+    run(work())
+
+
 def test_requests_after_the_end_of_a_model_are_answered(tmp_path):
     async def work():
         async with opened(tmp_path) as server:
