@@ -501,7 +501,8 @@ class Lanes:
             await self._ledger.journal.append(self._ledger.store.models.put(model_id, is_alive=False, snapshot=""))
             await self._remove_snapshot(snapshot)
         self._slot_freed.set()
-        if not lane.waiting and (lane.task is None or lane.task.done()):
+        is_done = lane.task is None or lane.task.done()
+        if is_done and not lane.waiting and model_id not in self._loaded:  # a checkpoint may have been loaded meanwhile
             self._lanes.pop(model_id, None)
 
     async def close(self) -> None:
