@@ -107,7 +107,7 @@ OPENRLHF_DPO = "deepspeed --module openrlhf.cli.train_dpo --model.model_name_or_
         ("models/base", "--ds.zero_stage 3", "fsdp"),
         ("models/base", "--ds.zero_stage 2", None),
         ("models/base", "", None),
-        ("mistralai/Mixtral-8x7B", "--ds.zero_stage 3", None),
+        ("openai/gpt-oss-20b", "--ds.zero_stage 3", None),
         ("models/base", "--ds.zero_stage 3 --ds.lora.rank 8", None),
     ],
 )
@@ -126,7 +126,7 @@ def test_zero_3_of_openrlhf_keeps_weights_divided(model: str, options: str, expe
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "fsdp"),
         ({"deepspeed": "examples/deepspeed/ds_z2_config.json"}, None),
         ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "finetuning_type": "lora"}, None),
-        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, None),
+        ({"deepspeed": "examples/deepspeed/ds_z3_config.json", "model_name_or_path": "openai/gpt-oss-20b"}, None),
         ({}, None),
     ],
 )
