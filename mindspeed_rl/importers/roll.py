@@ -67,7 +67,7 @@ _AVERAGES = {
     "seq-mean-token-sum": ("summed", "luspo"),
 }
 _FORMATS: dict[str | None, str | None] = {None: None, "fp32": None, "float32": None, "bf16": "bfloat16", "bfloat16": "bfloat16"}
-_MOST_DEVICES = 100_000
+_MAX_DEVICES = 100_000
 _STYLES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 
 # ----------------------------------------------------------------------------------------------------------------- options
@@ -347,7 +347,7 @@ def _read_list(node: ast.expr) -> list[int]:
         return _read_list(node.args[0])
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "range":
         devices = range(*(ast.literal_eval(argument) for argument in node.args))
-        if len(devices) > _MOST_DEVICES:
+        if len(devices) > _MAX_DEVICES:
             raise ValueError("more devices than there are")
         return list(devices)
     return [int(item) for item in ast.literal_eval(node)]

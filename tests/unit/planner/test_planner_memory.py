@@ -568,12 +568,12 @@ def test_advice_takes_a_reference_off_the_device_or_out_of_the_run() -> None:
     for coefficient, named in ((0.001, True), (0.05, False)):
         values = {"rl_config.init_kl_coef": coefficient, "generate_config.offload_train_param": False}
         run = draft(build_run_config(apply_values(tree, values)))
-        candidates = dict((*values, costs) for values, costs in advice._candidates_of_the_reference(run) if len(values) == 1)
+        candidates = dict((*values, costs) for values, costs in advice._candidates_of_ref(run) if len(values) == 1)
         assert "actor_config.stream_ref_weights" in candidates
         assert ("rl_config.init_kl_coef" in candidates) == named
     # without a KL there is no reference
     values = {"rl_config.init_kl_coef": 0.0}
-    assert not list(advice._candidates_of_the_reference(draft(build_run_config(apply_values(tree, values)))))
+    assert not list(advice._candidates_of_ref(draft(build_run_config(apply_values(tree, values)))))
 
 
 def test_the_engines_share_is_of_what_a_process_sees() -> None:
