@@ -80,6 +80,7 @@ class SourcePlan:
         whitened_over: tokens that advantages are whitened over if it is not all tokens of the batch.
         advantage_bound: absolute value at which advantages are cut.
         value_average: average of the critic's loss if it is not that of the tokens.
+        rejected_tokens: what becomes of tokens that the rollout's log-probs reject if they do not lose their policy term alone.
         rewards: names of reward functions and models, sorted.
         data: files or datasets, in order.
         model: the weights that are trained.
@@ -157,6 +158,7 @@ class SourcePlan:
     whitened_over: str | None = None
     advantage_bound: str | None = None
     value_average: str | None = None
+    rejected_tokens: str | None = None
     rewards: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     model: str | None = None
@@ -195,6 +197,7 @@ _ALWAYS_HERE = {
     "whitened_over": "all tokens of the batch",
     "advantage_bound": "none",
     "value_average": "token",
+    "rejected_tokens": "lose their policy term, and count in the mean",
     "weights": "float32",
 }
 #: numbers that only some projects have

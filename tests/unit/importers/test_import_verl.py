@@ -431,7 +431,10 @@ def test_rollout_corrections() -> None:
         assert values(imported(option), *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     # in its decoupled form verl takes rejected tokens out of the mean too
     decoupled = f"{prefix}.rollout_rs=token_k1 {prefix}.rollout_rs_threshold=2.0"
-    assert "tokens that leave the mean" in refusal(decoupled)
+    assert "leave policy loss, KL and entropy, and their means in verl; --accept rejected_tokens" in refusal(decoupled)
+    run = imported(decoupled, accepted=frozenset(("rejected_tokens",)))
+    expected = ["token_rejection_mask", 2.0, 0.5]
+    assert values(run, *(f"rl_config.rollout_importance_sampling_{key}" for key in keys)) == expected
     recorded = imported(f"{prefix}.bypass_mode=True {prefix}.rollout_is=token")
     assert recorded.get("rl_config.old_log_probs") == "rollout" and recorded.get("rl_config.old_log_probs_fallback") == "warn"
     assert recorded.get("rl_config.rollout_importance_sampling_mode") is None  # verl measures these weights only
