@@ -1052,6 +1052,28 @@ def _describe_objective(run: Import, command: SourceCommand, shared: Recipe, *, 
     )
 
 
+def _read_evaluation(run: Import, command: SourceCommand) -> dict[str, object]:
+    """Return the sampling of an evaluation: greedy, or with its temperature and number of samples, and else as in training."""
+    prefix = f"{_ROLLOUT}val_kwargs."
+    if not any(name.startswith(prefix) for name in command.options):
+        return {}
+    count, temperature = command.count(f"{prefix}n", 1), command.number(f"{prefix}temperature", 0.0)
+    greedy = not command.flag(f"{prefix}do_sample") or temperature == 0
+    for name, default in (("top_p", 1.0), ("top_k", -1)):
+        value, training = (command.number(f"{place}{name}", default) for place in (prefix, _ROLLOUT))
+        other = f"{value:g}: held-out prompts are sampled as in training, with {training:g}"
+        note = "the evaluation is greedy" if greedy else other if value != training else "as in training"
+        run.note_given(f"{prefix}{name}", note)
+    keys: dict[str, object] = {f"{RL}.eval_greedy": greedy}
+    if greedy and count > 1:
+        run.note(f"{prefix}n", "one sample of each held-out prompt: greedy ones are all the same")
+    if not greedy:
+        keys[f"{ACTOR}.eval_n_samples"] = count if count > 1 else None
+        differs = temperature != command.number(f"{_ROLLOUT}temperature", 1.0)
+        keys[f"{ACTOR}.eval_temperature"] = temperature if differs else None
+    return keys
+
+
 def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, layout: Layout, shared: Recipe) -> Recipe:
     """Return the run with its batch, data, rewards, engine and devices."""
     response, tensor = (
@@ -1099,6 +1121,7 @@ def _describe_generation(run: Import, command: SourceCommand, batch: _Batch, lay
             **teachers,
             **_read_age(run, command),
             **_read_profiler(run, command),
+            **_read_evaluation(run, command),
             **tokens,
             **_add_column(columns, teachers.get(f"{RL}.distillation.teacher_key")),
             f"{ACTOR}.data_path": data,

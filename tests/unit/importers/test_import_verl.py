@@ -445,6 +445,26 @@ def test_rollout_corrections() -> None:
     assert imported(f"{bypass} {prefix}.rollout_is=token {prefix}.rollout_is_batch_normalize=True").plans is not None
 
 
+@pytest.mark.parametrize(
+    ("options", "expected", "note"),
+    [
+        ("do_sample=True V.n=16 V.temperature=0.6 V.top_p=0.7", [False, 16, 0.6], "0.7: held-out prompts"),
+        ("do_sample=True V.temperature=1.0 V.top_p=1.0", [False, None, None], "as in training"),
+        # verl's default temperature of an evaluation is 0
+        ("do_sample=True V.n=4 V.top_p=0.7", [True, None, None], "the evaluation is greedy"),
+        ("do_sample=False V.n=4 V.temperature=1.0 V.top_p=1", [True, None, None], "the evaluation is greedy"),
+    ],
+)
+def test_evaluations_are_sampled_as_there(options: str, expected: list[object], note: str) -> None:
+    prefix = "actor_rollout_ref.rollout.val_kwargs."
+    run = imported(f"{prefix}{options.replace('V.', prefix)}")
+    keys = ("rl_config.eval_greedy", "megatron_training.eval_n_samples", "megatron_training.eval_temperature")
+    assert values(run, *keys) == expected
+    assert note in run.without_effect[f"{prefix}top_p"]
+    if "n=4" in options:
+        assert "greedy ones are all the same" in run.without_effect[f"{prefix}n"]
+
+
 def test_bypass_with_reinforce_is_the_plain_policy_gradient_with_weights() -> None:
     prefix, key = "algorithm.rollout_correction", "rl_config.rollout_importance_sampling_mode"
     reinforce = f"{prefix}.bypass_mode=True {prefix}.loss_type=reinforce"
