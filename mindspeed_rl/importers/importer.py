@@ -30,6 +30,8 @@ from mindspeed_rl.run.rules.violation import format_value
 _OFF = ("", "0", "false", "False")
 #: no option counts further, and no float holds much larger whole numbers
 _LARGEST_WHOLE = 2**63
+#: what stands for the value of a variable that a script does not set; see `make_mark`
+_UNKNOWN = re.compile(r"\0(\w+)@\d+\0")
 #: characters of a word that a message repeats
 _SHOWN = 120
 
@@ -56,7 +58,7 @@ def import_command(project: SourceProject, text: str, settings: ImportSettings) 
 
 def _shorten(sentence: str) -> str:
     """Return a sentence on one line, with the names of unknown variables and without the rest of endless words."""
-    named = re.sub(r"\0(\w+)@\d+\0", r"$\1", sentence)
+    named = _UNKNOWN.sub(r"$\1", sentence)
     flat = " ".join(re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "?", named).split())
     return re.sub(rf"\S{{{2 * _SHOWN},}}", lambda word: f"{word[0][:_SHOWN]}... ({len(word[0])} characters)", flat)
 
@@ -64,7 +66,7 @@ def _shorten(sentence: str) -> str:
 def _import_command(project: SourceProject, text: str, settings: ImportSettings) -> Import:
     if unknown_names := sorted(settings.accepted - {*PLAN_NUMBERS}):
         raise ConfigError([f"--accept {', '.join(unknown_names)}: no number of a plan; they are {', '.join(PLAN_NUMBERS)}"])
-    if "\0" in text:
+    if "\0" in _UNKNOWN.sub("", text):
         raise ConfigError(["the command has a null byte, which no script has"])
     if is_program(text):
         raise ConfigError([f"this is a Python program, whose arguments are in its code: import the command or the script of "
@@ -182,7 +184,7 @@ def _list_refused(run: Import) -> list[str]:
 
 
 def _compare_plans(run: Import, there: Recipe) -> Run:
-    """Compare the numbers of the command with those of its run file, and return the run.
+    """Compare the numbers of the command with its run file's, and return the run.
 
     Raises:
         ConfigError: the run file breaks a rule, needs what this version does not have, or numbers differ.

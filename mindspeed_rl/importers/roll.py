@@ -240,7 +240,9 @@ def _describe(run: Import, command: SourceCommand) -> Recipe:
     if not command.devices:
         raise ConfigError([f"{role}device_mapping has no device"])
     if command.devices % layout.devices:
-        raise ConfigError([f"{command.devices} devices of {role[:-1]} are no multiple of the {layout.devices} of its layout"])
+        raise ConfigError(
+            [f"{command.devices} devices of {role[:-1]} are not a multiple of the {layout.devices} of its layout"]
+        )
     model = command.text(f"{role}model_args.model_name_or_path") or command.text("pretrain")
     if not model:
         raise ConfigError(["the file names no model: pretrain is missing"])
@@ -330,7 +332,7 @@ def _read_model(
 def _list_experts(
     run: Import, command: SourceCommand, role: str, model: str, layout: Layout
 ) -> tuple[tuple[str, object, str], ...]:
-    """Return the balancing of experts: FSDP has none, and Megatron that of config.json, where its converter reads it."""
+    """Return the balancing of experts: none with FSDP, and config.json's weight with Megatron where its converter reads it."""
     names = f"{role}model_args.moe_aux_loss_coef {role}strategy_args.strategy_config.moe_aux_loss_coeff"
     if not has_experts(model):
         run.note_given(names, "the model has no experts")
@@ -364,7 +366,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
     prompts, group = command.count("rollout_batch_size", 128), command.count("num_return_sequences_in_group", 1)
     step, epochs = shared.step_samples, command.count("ppo_epochs", 1)
     if prompts * group % step:
-        raise ConfigError([f"{prompts * group} responses of a rollout are no whole optimizer steps of {step}"])
+        raise ConfigError([f"{prompts * group} responses of a rollout are not whole optimizer steps of {step}"])
     steps, iterations = prompts * group // step * epochs, command.count("max_steps", 500)
     rate, schedule = read_rate(command, TRAIN, iterations * steps)
     prompt, response = _read_lengths(command)
@@ -509,7 +511,7 @@ def _read_filter(run: Import, command: SourceCommand) -> dict[str, object]:
 
 
 def _read_data(run: Import, command: SourceCommand, model: str) -> str:
-    """Return the prompts; those of several domains are one file of the user, as ROLL draws from each by its share."""
+    """Return the prompts; several domains are one file of the user, as ROLL samples each by its share."""
     prefix = f"{TRAIN}data_args."
     files, given = command.list_texts(f"{prefix}file_name"), command.environment.get(_PROMPTS)
     shares = [name for name in command.options if name.startswith(f"{prefix}domain_interleave_probs.")]

@@ -33,7 +33,7 @@ def read_rate(
 
     Args:
         total: optimizer steps of the run.
-        decay: steps until the floor where they are not those of the run.
+        decay: steps until the floor; None for the steps of the run.
     """
     prefix, length = f"{role}training_args.", total if decay is None else decay
     peak, name = command.number(f"{prefix}learning_rate", 5e-5), command.text(f"{prefix}lr_scheduler_type", "linear")
@@ -178,7 +178,7 @@ def _read_difficulty(run: Import, command: SourceCommand, group: int) -> str | N
     masks = command.flag("difficulty_mask") and group > 1
     note = "see trained_groups" if masks else "groups of all scores train"
     run.note_given("difficulty_mask difficulty_low_threshold difficulty_high_threshold", note, changes_nothing=not masks)
-    return f"those of a mean score between {low:g} and {high:g}" if masks else None
+    return f"with a mean score between {low:g} and {high:g}" if masks else None
 
 
 def _read_bounds(run: Import, command: SourceCommand, found: _Estimate, group: int) -> str | None:

@@ -20,18 +20,18 @@ _LOGS = no_effect("logs and folders: metrics.jsonl and TensorBoard files are in 
 _MEMORY = no_effect("memory and speed: results do not depend on it")
 _DEVICES = "actor_resource.num_npus rollout_resource.num_npus num_npus"
 _HELD_OUT = no_effect("held-out rows change no update: write their file in eval_data_path")
-_OF_PIPELINE = no_effect("that of the pipeline is read")
+_OF_PIPELINE = no_effect("the pipeline's value is read")
 
 #: of every pipeline
 _PIPELINE: dict[str, Option] = {
     **_list("exp_name logging_dir output_dir base_dir rollout_dump_dir track_with logging_steps profiler_output_dir", _LOGS),
     **_list("profiler_timeline profiler_memory report_length_and_rewards length_profiler_dir otlp_output_dir", _LOGS),
-    **_list("rpc_timeout checkpoint_config tracker_kwargs system_envs rollout_mock save_logging_board_dir", _LOGS),
+    **_list("rpc_timeout checkpoint_config tracker_kwargs system_envs rollout_mock", _LOGS),
     **_list("num_nodes num_gpus_per_node", no_effect("device_mapping of the roles is read")),
-    **_list("model_update_buffer_size_mb offload_nccl max_running_requests is_num_return_sequences_expand local_rank", _MEMORY),
-    **_list("generate_opt_level transfer_backend model_download_type use_remove_padding is_offload_states", _MEMORY),
+    **_list("model_update_buffer_size_mb max_running_requests is_num_return_sequences_expand local_rank", _MEMORY),
+    **_list("generate_opt_level transfer_backend model_download_type is_offload_states", _MEMORY),
     **_list("router_args is_offload_optimizer_states_in_train_step", _MEMORY),
-    **_list("eval_steps val_batch_size val_prompt_length val_sequence_length val_greedy val_n_sample", _HELD_OUT),
+    **_list("eval_steps val_batch_size val_prompt_length val_sequence_length", _HELD_OUT),
     "resume_from_checkpoint": refused("training that continues from a checkpoint of ROLL"),
     "save_steps": interval(f"{ACTOR}.save_interval"),
     "max_ckpt_to_keep": interval(f"{ACTOR}.keep_last"),
@@ -50,7 +50,6 @@ def _build_training(role: str) -> dict[str, Option]:
         **_list("backend_timeout system_envs num_gpus_per_worker", _MEMORY, role),
         **_list("algorithm max_packed_sequence_length_forward max_packed_sequence_length_train min_num_micro_batches_forward "
                 "min_num_micro_batches_train", _MEMORY, f"{role}sequence_packing_args."),
-        f"{role}sequence_packing_args": _MEMORY,
         **_list("infer_batch_size use_dynamic_batching_in_train max_tokens_per_microbatch_in_train "
                 "sequence_length_round_in_train use_dynamic_batching_in_infer max_tokens_per_microbatch_in_infer "
                 "sequence_length_round_in_infer offload_nccl use_sequence_packing use_remove_padding logits_in_fp32 "
@@ -64,7 +63,7 @@ def _build_training(role: str) -> dict[str, Option]:
         f"{role}model_args.ulysses_size": part("context_parallel_size"),
         f"{role}model_args.freeze_module_prefix": with_others("freeze_vit and freeze_aligner"),
         f"{role}model_args.moe_aux_loss_coef": with_others("moe_aux_loss_coeff"),
-        f"{role}model_args.model_config_kwargs": refused("other numbers of the model than those of config.json"),
+        f"{role}model_args.model_config_kwargs": refused("other numbers of the model than in config.json"),
         **_list("lora_rank lora_alpha lora_target lora_dropout", part(LORA, off="without adapters"), f"{role}model_args."),
         **_list("adapter_name_or_path additional_target", refused("adapters that continue, and layers that train next to them"),
                 f"{role}model_args."),
@@ -120,6 +119,9 @@ _NO_CORRECTION = no_effect("the actor's log-probs are the old ones")
 _ROLLOUT: dict[str, Option] = {
     **_PIPELINE,
     **_build_training(TRAIN),
+    "save_logging_board_dir": _LOGS,
+    **_list("offload_nccl use_remove_padding", _MEMORY),
+    **_list("val_greedy val_n_sample", _HELD_OUT),
     "max_steps": part("train_iters"),
     "is_use_additional_prompts": no_effect("prompts that are started ahead fill the batch; no group is dropped"),
     "max_additional_running_prompts": no_effect("prompts that are started ahead"),
@@ -157,6 +159,7 @@ _ROLLOUT: dict[str, Option] = {
     **_list("enable_old_logprobs_recompute force_disable_old_logprobs_recompute", _NO_CORRECTION),
     **_list("balance_length minibatch_data_iter_num", _BY_LENGTH),
     "pg_variant": same("the clipped loss, or a name in the experiment's", None, "ppo"),
+    "tag_to_template": refused("a chat template for each domain"),
     **_list("lora_rank lora_alpha lora_target", no_effect("read by references to them")),
     "dataset_filter": refused("rows that are left out by their difficulty"),
     **_list("is_pure_opd use_opd", with_others("distillation")),
@@ -172,7 +175,7 @@ _ROLLOUT: dict[str, Option] = {
     f"{TRAIN}router_replay.mode": refused("replayed routing", unless=("disable",)),
     **_list("do_sample include_stop_str_in_output length_penalty logprobs max_length max_new_tokens num_beams "
             "num_return_sequences repetition_penalty stop_strings temperature top_k top_p",
-            no_effect("that of actor_infer is read"), f"{TRAIN}generating_args."),
+            no_effect("actor_infer's value is read"), f"{TRAIN}generating_args."),
     f"{TRAIN}worker_cls": with_others("the clipped loss"),
     f"{TRAIN}pg_variant": same("the clipped loss", None, "ppo"),
     # the rollout
@@ -191,10 +194,21 @@ _ROLLOUT: dict[str, Option] = {
     f"{INFER}strategy_args.strategy_config.enforce_eager": to(f"{ENGINE}.enforce_eager"),
     f"{INFER}strategy_args.strategy_config.max_num_batched_tokens": to(f"{ENGINE}.max_num_batched_tokens"),
 }  # fmt: skip
+_OF_ROLLOUTS = no_effect("only rollouts read it")
+
+
+def _build_rows(role: str) -> dict[str, Option]:
+    """Return the records of a pipeline that learns from rows, whose configuration has names of rollouts too."""
+    names = ("is_use_additional_prompts max_additional_running_prompts prompt_length response_length rollout_batch_size "
+             "user_defined_rollout_loop_cls")  # fmt: skip
+    own = ("model_update_frequency opd_kl_coef pg_variant router_replay.mode tag_included topr_negative_weight "
+           "topr_positive_weight")  # fmt: skip
+    return {**_PIPELINE, **_build_training(role), **_list(names, _OF_ROLLOUTS), **_list(own, _OF_ROLLOUTS, role)}
+
+
 #: of DPO, whose loss reads three of its options nowhere
 _PREFERENCES: dict[str, Option] = {
-    **_PIPELINE,
-    **_build_training(TRAIN),
+    **_build_rows(TRAIN),
     "max_steps": part("train_iters"),
     f"{TRAIN}training_args.num_train_epochs": part("train_epochs"),
     "sequence_length": part("seq_length"),
@@ -205,8 +219,7 @@ _PREFERENCES: dict[str, Option] = {
     f"{TRAIN}worker_cls": same("the loss of pairs", None, "roll.pipeline.dpo.actor_worker.ActorWorker"),
 }
 _SUPERVISED: dict[str, Option] = {
-    **_PIPELINE,
-    **_build_training(SFT),
+    **_build_rows(SFT),
     "max_steps": no_effect("the epochs of the role that trains are read"),
     f"{SFT}training_args.num_train_epochs": part("train_epochs"),
     "sequence_length": part("seq_length"),
@@ -219,10 +232,10 @@ _SHARED_LAYOUT = no_effect("the reference has the actor's layout, which changes 
 _COMMON_GROUPS: tuple[tuple[str, Option], ...] = (
     (r"validation\..+", _HELD_OUT),
     (r"(tracker_kwargs|checkpoint_config|system_envs|hydra|rollout_mock)(\..+)?", _LOGS),
-    (r"(actor|sft)_train\.strategy_args\.strategy_config\.wrap_policy\..+", _MEMORY),
+    (r"(actor|sft)_train\.(strategy_args\.strategy_config\.wrap_policy\..+|sequence_packing_args)", _MEMORY),
     (r"(actor|sft)_train\.data_args\.domain_interleave_probs\..+", with_others("data_path")),
     (r"(actor|sft)_train\.model_args\.model_config_kwargs\..+",
-     refused("other numbers of the model than those of config.json")),
+     refused("other numbers of the model than in config.json")),
     (r"reference(\..+)?", _SHARED_LAYOUT),
 )  # fmt: skip
 _SCORED = with_others("the function that --set REWARD names")
@@ -233,7 +246,7 @@ GROUPS: dict[str, tuple[tuple[str, Option], ...]] = {
         (r"rewards\.[^.]+\.(query|response)_filter_config\..+", with_others("filter_groups_enable")),
         (r"(rewards|reward_model|reward_system_config)\..+", _SCORED),
         (r"teacher\..+", with_others("distillation")),
-        (r"tag_to_template(\..+)?", refused("a chat template for each domain")),
+        (r"tag_to_template\..+", refused("a chat template for each domain")),
         (r"critic\..+", no_effect("there is no critic, or it shares the actor's layout")),
         (r"(train_infer_correction|dataset_filter|student_train|student_infer)(\..+)?", refused("a feature of ROLL")),
         (r"actor_infer\..+", _MEMORY),
@@ -253,7 +266,7 @@ CRITIC_NAMES = tuple(
 
 
 def find_records(program: str, options: dict[str, object]) -> dict[str, Option]:
-    """Return the records of a program, with those of the options that belong to a group of names."""
+    """Return the records of a program, and of the options that belong to a group of names."""
     table = dict(TABLES[program])
     for name in options:
         if name not in table:

@@ -48,7 +48,7 @@ def describe_rows(run: Import, command: SourceCommand, shared: Recipe, role: str
         loss="sigmoid" if is_dpo else "cross_entropy",
         beta=_BETA if is_dpo else None,
         sequence_length=length,
-        trained_tokens="those of the answers and of the head of their turn" if is_dpo else None,
+        trained_tokens="the answers and the head of their turn" if is_dpo else None,
         weight_decay=rate.weight_decay,
         clip_grad=rate.clip_grad,
         rates=(replace(rate, decay=decay if decay != total else None),),

@@ -12,7 +12,7 @@ def load_yaml_text(text: str) -> object:
     """Return what a YAML text holds.
 
     Raises:
-        yaml.YAMLError: it is no YAML, refers to itself, is nested too deeply or grows too large by its aliases.
+        yaml.YAMLError: it is not YAML, refers to itself, is nested too deeply or grows too large by its aliases.
     """
     try:
         content = yaml.safe_load(text)

@@ -126,7 +126,7 @@ def test_words_of_a_command_are_over_the_file(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected", "keys"),
     [
-        # without a spread of the group, that of the batch divides alone
+        # without a spread of the group, only the batch's divides
         ({"std_level: group": "std_level: null"}, {"advantage_scale": "none"}, {"adv_epsilon": 1e-5}),
         # rewards less the mean of the other three are 4/3 as large, so epsilon is 3/4
         ({"std_level: group": "std_level: null, mean_leave1out: true"}, {"advantage_scale": "none"}, {"adv_epsilon": 7.5e-6}),
@@ -221,7 +221,7 @@ def test_numbers_that_differ_are_accepted_by_name(
         ("openai/gsm8k", "hiyouga/geometry3k", "rows with images"),
         ("tokenizer_path: ${actor.path}", "tokenizer_path: ${absent.path}", "absent"),
         ("eps_clip: 0.2", "eps_clip: 0.2\n  use_lora: true\n  target_modules: [router]", "adapters in router"),
-        ("seed: 3", "seed: [3", "own/run.yaml: while parsing"),
+        ("seed: 3", "seed: [3", "own/run.yaml: line 4: expected ',' or ']'"),
         ("max_head_offpolicyness: 2", "max_head_offpolicyness: 2\n  agent: {mode: online}", "prompts that a service sends"),
         ("seed: 3", "total_train_steps: 0", "total_train_steps is 0"),
         ("seed: 3", "seed: 3\nteacher: {path: own/teacher, backend: 'fsdp:d1'}", "a teacher next to rewards"),
@@ -249,7 +249,7 @@ def test_what_is_not_available_is_named(folder: Path, before: str, after: str, m
         ("args, GRPOConfig)", "args, OwnConfig)", "OwnConfig, its own configuration"),
         ("enable_thinking=True", "enable_thinking=args[0]", "enable_thinking is code"),
         ("PPOTrainer", "Trainer", "train.py starts no trainer"),
-        ("def main", "def main:", "is no Python program"),
+        ("def main", "def main:", "is not a Python program"),
     ],
 )
 def test_what_a_program_changes_is_named(folder: Path, before: str, after: str, message: str) -> None:

@@ -147,7 +147,7 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
         (
             "difficulty_mask: false",
             "difficulty_mask: true\ndifficulty_high_threshold: 0.9",
-            "those of a mean score between 0 and 0.9 in ROLL; --accept trained_groups",
+            "with a mean score between 0 and 0.9 in ROLL; --accept trained_groups",
         ),
         ("advantage_clip: 10.0", "advantage_clip: 2.0", "is 2 in ROLL; --accept advantage_bound"),
         ("adv_estimator: grpo", "adv_estimator: gae\nnorm_mean_type: batch", "adv_estimator=gae.*not available here"),
@@ -174,7 +174,7 @@ def test_objectives_and_devices(folder: Path, changes: dict[str, str], expected:
         ("megatron_train", "deepspeed_train", "megatron_train and fsdp2_train are"),
         ("list(range(0,8))\nreference", "[0, x]\nreference", "must be a list of devices"),
         ("response_length: 1024", "response_length: ${absent}", "a reference has no value"),
-        ("rollout_batch_size: 32", "rollout_batch_size: 20", "no whole optimizer steps"),
+        ("rollout_batch_size: 32", "rollout_batch_size: 20", "not whole optimizer steps"),
         ("use_kl_loss: true", "use_kl_loss: true\nadd_token_level_kl: true", "has one place here"),
     ],
 )
@@ -295,7 +295,7 @@ def test_sft_reads_rows_in_their_order(folder: Path) -> None:
 
 def test_dpo_ends_after_max_steps_and_has_the_beta_of_the_loss(folder: Path) -> None:
     text = f"pretrain: Qwen/Qwen2.5-7B\nsequence_length: 512\nmax_steps: 8\nbeta: 0.1\nreference: {{}}\nactor_train:{ROLE}"
-    with pytest.raises(ConfigError, match="of the head of their turn in ROLL; --accept trained_tokens"):
+    with pytest.raises(ConfigError, match="the head of their turn in ROLL; --accept trained_tokens"):
         import_rows(text)
     run = import_rows(text, frozenset(("trained_tokens",)))
     assert run.plans is not None
