@@ -305,7 +305,7 @@ def _read_model(
     run.note_given(f"{role}model_args.disable_gradient_checkpointing", "recompute_granularity", changes_nothing=False)
     strategy = f"{role}strategy_args.strategy_config."
     splits = layout.engine == "megatron" and layout.tensor > 1 and command.flag(f"{strategy}sequence_parallel")
-    keys = {
+    keys: dict[str, object] = {
         f"{ACTOR}.load": model,
         f"{ACTOR}.tokenizer_name_or_path": model,
         f"{ACTOR}.tensor_model_parallel_size": layout.tensor,
@@ -321,8 +321,12 @@ def _read_model(
         parts = command.text(frozen).replace(" ", "")
         if parts not in _FROZEN:
             run.refuse(frozen, f"frozen parts {parts}; {', '.join(filter(None, _FROZEN))} are")
+        if adapters is not None:
+            run.refuse(
+                f"{role}model_args.lora_target", "adapters of a model of images, whose tower has layers of these names too"
+            )
         for name, value in zip(("freeze_vit", "freeze_aligner"), _FROZEN.get(parts, (True, True))):
-            keys[f"{ACTOR}.{name}"] = value or adapters is not None
+            keys[f"{ACTOR}.{name}"] = value
     elif _OTHER_IMAGES.search(model) or command.get(frozen) is not None or command.has(f"{role}data_args.image_max_pixels"):
         run.refuse("pretrain", f"{model}: models with sound, and models of images but Qwen2.5-VL and Qwen3-VL")
     run.note_given(frozen, "freeze_vit and freeze_aligner", changes_nothing=False)
@@ -395,6 +399,7 @@ def _describe_rollout(run: Import, command: SourceCommand, shared: Recipe) -> Re
             f"{RL}.max_prompt_length": prompt,
             f"{RL}.long_prompts": "drop_longer",
             f"{SAMPLING}.max_tokens": response,
+            f"{RL}.dropout_in_update": True if shared.adapters is not None and shared.adapters.dropout else None,
         },
         notes={**shared.notes, "train_iters": "pipeline steps"},
         defaults=(

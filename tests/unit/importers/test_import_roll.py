@@ -249,6 +249,15 @@ def test_parts_of_a_model_of_images_are_frozen_as_there(folder: Path, parts: str
     assert tuple(run.get(f"megatron_training.{name}") for name in names) == (*expected, 1048576)
 
 
+def test_dropout_of_adapters_is_active_in_updates_and_images_have_none(folder: Path) -> None:
+    adapters = {"dtype: bf16,": "dtype: bf16, lora_target: all-linear, lora_dropout: 0.1,"}
+    run = run_import(adapters)
+    names = ("megatron_training.lora_dropout", "megatron_training.lora_alpha", "rl_config.dropout_in_update")
+    assert [run.get(name) for name in names] == [0.1, 16, True]
+    with pytest.raises(ConfigError, match="lora_target: not available here: adapters of a model of images"):
+        run_import({**adapters, "Qwen/Qwen3-8B": "Qwen/Qwen2.5-VL-7B-Instruct"}, PROMPTS="p.jsonl")
+
+
 DISTILLATION = {
     "actor_train:": "student_train:", "actor_infer:": "student_infer:", "adv_estimator: grpo": "adv_estimator: reinforce",
     "use_kl_loss: true": "use_kl_loss: false", "reference: {device_mapping: \"list(range(0,8))\"}":
