@@ -222,8 +222,8 @@ class VllmEngine:
         if running:
             self._llm.llm_engine.abort_request(running)
 
-    def check_prompt_length(self, num_tokens: int) -> None:
-        """Check that a prompt leaves room for another token.
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
+        """Check that a prompt leaves room for another token; all that `Sampling` has can be sampled.
 
         Raises:
             ValueError: it does not.

@@ -22,6 +22,7 @@ from mindspeed_rl.data.images import ImageRules
 from mindspeed_rl.models.costs import read_kv_bytes
 from mindspeed_rl.rollout.arguments import (
     SOCKET_PREFIX,
+    EngineArguments,
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
@@ -175,7 +176,7 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     os.environ[OWNER_VARIABLE] = f"{os.getpid()} {psutil.Process().create_time()}"
     os.environ[PLATFORM_VARIABLE] = settings.platform
     generate, hooks = settings.generate, adaptors.engine_hooks()
-    changes = {
+    changes: EngineArguments = {
         "distributed_executor_backend": "mp" if generate.infer_tensor_parallel_size > 1 else "uni",
         "worker_extension_cls": f"{EngineExtension.__module__}.{EngineExtension.__name__}",
         # on dedicated devices memory is not offloaded
@@ -183,6 +184,8 @@ def build_engine(settings: ServerSettings) -> AsyncEngine:
     }
     if settings.with_tokenizer:
         changes["skip_tokenizer_init"] = False
+    if settings.tokenizer is not None:
+        changes["tokenizer"] = settings.tokenizer
     if settings.load_weights:
         changes["load_format"] = "auto"
     rules = ImageRules.read(settings.hf_folder, settings.min_pixels, settings.max_pixels)

@@ -112,6 +112,7 @@ def build_vllm(
             **(_build_routing_arguments(key) if replays or config.eplb_token_collects else {}),
             # read only where texts or a form end a response
             "tokenizer": tokenizer.name_or_path,
+            **({"skip_tokenizer_init": False} if run.rl.requests_have_texts else {}),
         },
     )
 

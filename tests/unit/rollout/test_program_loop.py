@@ -25,7 +25,7 @@ from mindspeed_rl.data.turns import ChatTurns
 from mindspeed_rl.rollout.agents import load_agent_loop
 from mindspeed_rl.rollout.agents.loop import AgentRunner, Task
 from mindspeed_rl.rollout.in_process import InProcessEngine
-from mindspeed_rl.rollout.requests import Completion
+from mindspeed_rl.rollout.requests import Completion, Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.tools.agent_program import check_program
 
@@ -79,7 +79,7 @@ def test_what_a_program_does_wrong_fails_its_own_sample(with_library: None, tmp_
 class Stubborn(Stepped):
     """Stands where vLLM's engine does, and says 1 whatever it is told."""
 
-    def check_prompt_length(self, num_tokens: int) -> None:
+    def check_request(self, num_tokens: int, sampling: Sampling) -> None:
         pass
 
     def step(self) -> list[tuple[str, Completion]]:
