@@ -49,6 +49,7 @@ class TrainBatch:
     Attributes:
         iteration: the first is 0.
         inputs: inputs of the estimator; `inputs.response_mask` is False in rows without a score.
+        totals: [B] total rewards, also where teachers judge alone and none trains; NaN where there is none.
         advantages: [B, R].
         young_mask: [B, R] bool; tokens that are young enough to train.
         loss_mask: [B, R] bool; tokens that train.
@@ -61,6 +62,7 @@ class TrainBatch:
 
     iteration: int
     inputs: AdvantageInputs
+    totals: Tensor
     advantages: Tensor
     young_mask: Tensor
     loss_mask: Tensor
@@ -143,7 +145,7 @@ class Advantages:
         versions, version = list(batch["weight_versions"]), admission.version(iteration)
         check_versions(versions, version, admission.bound, iteration)
         masks = ragged(batch["response_mask"])
-        rewards = ragged(batch["rewards"]).tensor()
+        totals = rewards = ragged(batch["rewards"]).tensor()
         sampled, lengths = masks.pad(0), masks.lengths().tolist()
         width = sampled.size(1)
         measured = rewards[~rewards.isnan()]
@@ -198,6 +200,7 @@ class Advantages:
         prepared = TrainBatch(
             iteration,
             inputs,
+            totals,
             advantages,
             young,
             loss_mask,

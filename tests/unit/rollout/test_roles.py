@@ -21,7 +21,7 @@ from mindspeed_rl.rollout.agents.conversation import TrajectoryLimits
 from mindspeed_rl.rollout.requests import Sampling
 from mindspeed_rl.rollout.trajectory import Trajectory
 from mindspeed_rl.run.draft import draft
-from mindspeed_rl.trainers.advantages import Advantages
+from mindspeed_rl.trainers.advantages import Advantages, TrainBatch
 from mindspeed_rl.trainers.rl_setup import DATA_PLANE_USERS
 from mindspeed_rl.trainers.role_advantages import compute_role_advantages
 from mindspeed_rl.trainers.schedule import Schedule
@@ -192,11 +192,15 @@ def test_rewards_that_do_not_train_are_nothing_to_a_role_either(trains: bool) ->
     run = draft(build_run_config({**keys, "rl_config": rl}))
     played = [play(Speaker(["A", text, "C", "D"])) for text in ("B", "I give up")]
     columns = build_response_columns(played)
-    columns |= {"rewards": [0.0, 0.0], "reward_results": [RewardResult(0.0, {})] * 2}
+    columns |= {"rewards": [0.75, 0.25], "reward_results": [RewardResult(0.75, {}), RewardResult(0.25, {})]}
     plane: Any = Rows(columns)
     nothing: Any = None
-    metrics = Advantages(run, plane, nothing, Schedule(run), ()).compute(0, kl_coef=0.0).results()
+    batches: list[TrainBatch] = []
+    metrics = Advantages(run, plane, nothing, Schedule(run), (batches.append,)).compute(0, kl_coef=0.0).results()
     advantages = torch.cat(list(plane.written["advantages"]))
     assert bool(advantages.any()) == trains
     # 0.25 + 1 of pro's two turns, and 1 where con gives up, less those of the others, of which 0 is the sum
     assert (metrics["roles/con/reward"] != 0.0) == trains
+    # the order of prompts depends on them in any case: they are measured
+    (batch,) = batches
+    assert batch.totals.tolist() == [0.75, 0.25]
