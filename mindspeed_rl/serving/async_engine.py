@@ -26,6 +26,7 @@ from mindspeed_rl.rollout.arguments import (
     build_engine_arguments,
     build_prompt,
     build_sampling_params,
+    check_texts,
     use_socket_folder,
 )
 from mindspeed_rl.rollout.protocol import Continuation, Finish, Generated, GrowingResponse, PauseMode
@@ -90,6 +91,7 @@ class AsyncEngine:
             raise ValueError(f"prompt_ids has {num_tokens} tokens, but the context has {model.max_model_len}")
         check_token_ids(request.prompt_ids, num_ids, "prompt_ids")
         check_token_ids(request.sampling.stop_token_ids, num_ids, "stop_token_ids")
+        check_texts(request.sampling, self.llm.vllm_config)
         params = build_sampling_params(request.sampling, request.seed, output_kind=RequestOutputKind.DELTA)
         prompt = build_prompt(request.prompt_ids, request.sampling.images, self._image_rules)
         async for output in self.llm.generate(prompt, params, f"rollout-{next(self._request_ids)}"):
