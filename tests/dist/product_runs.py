@@ -400,7 +400,7 @@ class ProductRun:
         return "; ".join(reason for reason, names in reasons.items() if names <= self.names)
 
     def check_prompts(self, columns: Mapping[str, Any], iteration: int) -> None:
-        """Prompts are those of their rows, cut where they are too long; with a curriculum those of a large pass rate first."""
+        """Prompts come from their rows, cut where they are too long; with a curriculum, large pass rates come first."""
         path = Path(self.written["megatron_training"]["data_path"])
         names = ("question", "answer") if "renamed_columns" in self.names else ("prompt", "labels")
         rows = {row["rate"]: [row[name] for name in names] for row in map(json.loads, path.read_text().splitlines())}
@@ -452,7 +452,7 @@ class ProductRun:
         return dict(list({"left": float(_count_a(own[0]) - lost), "right": float(lost)}.items())[: len(own)])
 
     def check_reward(self, row: Row, reward: float, columns: Mapping[str, Any], index: int) -> None:
-        """The total reward is that of the tokens."""
+        """The total reward follows from the tokens."""
         expected = self.score(row)
         if expected != 0.0 or reward != 0.0:
             assert abs(reward - expected) < 1e-5, f"reward of row {index}: {reward} instead of {expected}"
@@ -605,7 +605,7 @@ def make_folders(root: Path) -> dict[str, dict[str, str]]:
             results[name]["critic"] = str(folder / "critic")
     for place, (kind, count) in enumerate({"prompts": _NUM_PROMPTS, "held_out": 4, "others": 5}.items()):
         rows = _make_rows(random.Random(5 + place), count)
-        # the names of the plain columns are those of others
+        # the plain columns have other columns' names
         renamed = [
             {"question": row.pop("prompt"), "answer": row.pop("labels"), **row, "prompt": "other=", "labels": "other"}
             for row in copy.deepcopy(rows)
@@ -675,7 +675,7 @@ class Rules:
         self._known: dict[frozenset[str], str] = {}
 
     def refusal(self, names: frozenset[str]) -> str:
-        """Why a set of ingredients is no run; empty for a run."""
+        """Why a set of ingredients is not a run; empty for a run."""
         if names not in self._known:
             run = ProductRun(names, 1, plain_objective())
             try:
@@ -760,7 +760,7 @@ def cover(
 def _extend(
     rules: Rules, pairs: Mapping[frozenset[str], Any], names: frozenset[str], name: str, rough: frozenset[str]
 ) -> frozenset[str] | None:
-    """The set with one more ingredient; None where that is no run, or makes a comparison rough."""
+    """The set with one more ingredient; None where that is not a run, or makes a comparison rough."""
     if any(frozenset((name, other)) not in pairs for other in names):
         return None
     options = (names | option for option in complete([name]))
