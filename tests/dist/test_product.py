@@ -129,12 +129,16 @@ def build_without(run: ProductRun, names: frozenset[str], folders: Folders, fold
 
 
 def _check_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], text: str) -> None:
-    """Responses and weights of all iterations have the same bits."""
+    """Responses and weights of all iterations have the same bits; drafts of a rollout are counted alike."""
     pairs = [[record for record in reports[0]["records"] if "columns" in record] for reports in (ours, theirs)]
     for number, (one, other) in enumerate(zip(*pairs, strict=True), start=1):
         for name in ("responses", "rollout_log_probs", "rewards"):
             for first, second in zip(one["columns"][name], other["columns"][name], strict=True):
                 assert np.array_equal(first, second, equal_nan=True), f"{text}: {name} of iteration {number}"
+        counted = {line["iteration"]: line for line in theirs[0]["metrics"]}
+        for line in ours[0]["metrics"]:
+            for name in ("rollout/tokens_per_step", "rollout/draft_acceptance"):
+                assert line.get(name) == counted[line["iteration"]].get(name), f"{text}: {name} of {line['iteration']}"
         for name, value in one["after"]["actor"].items():
             assert np.array_equal(value, other["after"]["actor"][name]), f"{text}: {name} after iteration {number}"
 
