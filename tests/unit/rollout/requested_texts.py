@@ -37,7 +37,8 @@ config = transformers.Qwen2Config(
 )
 torch.manual_seed(0)
 transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
-vocabulary = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {chr(code): code for code in range(32, 127)}
+# of 97 tokens: the class of the model type would add one of its own as the token of the letter a
+vocabulary = {"<pad>": 0, "<eos>": 1} | {chr(code): code for code in range(32, 127)}
 plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
 plain.decoder = decoders.Fuse()
 transformers.PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<pad>").save_pretrained(folder)
