@@ -307,7 +307,7 @@ def test_the_phases_of_a_run_that_a_machine_has_no_memory_for_are_named(tmp_path
     save = HostPhase("save", {"optimizer": 30 * gib, "tensors of the save": 40 * gib})
     # of two devices: 20, 60 and 140 GiB
     findings = check_host_memory([start, iteration, save], 2, read_machine_memory(machine_files(tmp_path)))
-    assert [(found.name, found.status) for found in findings] == [("in start", "ok"), ("in iteration", "warn"), ("in save", "fail")]
+    assert {found.name: found.status for found in findings} == {"in start": "ok", "in iteration": "warn", "in save": "fail"}
     assert "60.0 GiB of 2 devices" in findings[1].text and "50.0 of 100.0 GiB are available" in findings[1].text
     assert "optimizer_offload_path" in findings[1].fix and "async_save" in findings[2].fix
     assert "140.0 GiB" in findings[2].text and "tensors of the save 80.0, optimizer 60.0" in findings[2].text

@@ -16,10 +16,7 @@ SPEC.loader.exec_module(switches)
 
 
 #: switches that no simulated run takes yet -> the reason; an entry that has a run, or that is refused, must go
-OPEN: dict[str, str] = {
-    "generate_config.enforce_eager: false": "vllm-ascend's compiler of graphs needs torch 2.10, and the simulator has 2.13",
-    "generate_config.cudagraph_capture_sizes: set": "vllm-ascend's compiler of graphs needs torch 2.10",
-}
+OPEN: dict[str, str] = {}
 
 
 def test_every_switch_has_a_run_or_a_refusal() -> None:
@@ -35,6 +32,9 @@ def test_the_switches_are_read_from_the_code() -> None:
     # by the table of MindSpeed's keys, an attribute in the engine, an argument of vLLM, a key that only NPUs read
     assert {("swap_optimizer", "true"), ("recompute_modules", "moe_act"), ("enforce_eager", "false")} <= listed
     assert {("infer_moe_token_dispatcher_type", "allgather"), ("tensor_model_parallel_size", "set")} <= listed
+    # of the features beside the algorithm: averages, recorded log-probs, engines, the service
+    assert {("ema_decay", "set"), ("old_log_probs", "rollout"), ("engine", "transformers")} <= listed
+    assert {("stop_token_ids", "set"), ("sync_ref_model", "true"), ("sampler_ema_decay", "set")} <= listed
     # a size of the model, a default, a number, a key of another platform, one of the host
     assert not {"hidden_size", "lr", "kv_cache_memory_gib", "deterministic", "keep_last"} & {key for key, _ in listed}
     assert ("bf16", "true") not in listed
