@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ sys.path.append(str(Path(__file__).parents[1] / "dist"))  # which has a module `
 
 from grpo_command import Command, finished
 from measured_figures import select_computed
+from patience import patient
 from ranks import run_ranks
 from test_training import BF16, COMMON, LIMIT_S, layout
 
@@ -122,6 +124,20 @@ def test_the_exported_average_is_that_of_the_exported_weights(whole: tuple[Comma
         for name, value in exported.items():  # in bf16, as the model is
             torch.testing.assert_close(value.double(), average[name], rtol=2**-8, atol=1e-6)
         assert any(not torch.equal(value, weights[name]) for name, value in exported.items())
+
+
+def test_its_export_is_merged_with_that_of_the_weights(whole: tuple[Command, list[str]], tmp_path: Path) -> None:
+    command, _ = whole
+    models = [str(command.folder / "save" / name / f"iter_{ITERATIONS:07d}") for name in ("hf", "hf_ema")]
+    words = ["merge", "--method", "linear", "--models", *models, "--weights", "1", "3", "--params-dtype", "fp32"]
+    line = [sys.executable, "-m", "mindspeed_rl.cli.main", *words, "-o", str(tmp_path / "merged")]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=patient(300), check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    weights, average = (export(command, name, ITERATIONS) for name in ("hf", "hf_ema"))
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    for name, value in merged.items():
+        expected = 0.25 * weights[name].double() + 0.75 * average[name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=1e-8)
 
 
 def test_it_is_evaluated_audited_and_held_to_its_promise(whole: tuple[Command, list[str]]) -> None:
