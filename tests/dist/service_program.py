@@ -324,6 +324,7 @@ async def check_sampling(backend: LocalBackend) -> dict[str, Any]:
         "stopped": [stopped.samples[0].tokens == tokens[: tokens.index(tokens[4]) + 1], stopped.samples[0].stop_reason],
         "by_text": [by_text.samples[0].tokens == tokens[: tokens.index(tokens[2]) + 1], by_text.samples[0].stop_reason],
         "first_of_two": two.samples[0] == free.samples[0] and two.samples[1] != free.samples[0],
+        "first_tokens_of_two": two.samples[0].tokens == free.samples[0].tokens != two.samples[1].tokens,
         "greedy": all(top[0][0] == token for top, token in zip(greedy.samples[0].top_log_probs, greedy.samples[0].tokens)),
         "untempered": abs(cold.samples[0].log_probs[0] - greedy.samples[0].log_probs[0]),
         "prompt": [

@@ -186,8 +186,8 @@ MODULE = (
     "+rl_config.old_log_probs=rollout",
     "+rl_config.old_log_probs_fallback=warn",
     "rl_config.log_probs_diff_limit=auto",
-    f"+generate_config.sampling_config.stop_token_ids=[{STOP}]",
-    *layout(1),
+    "rl_config.dropout_in_update=true",
+    *layout(1, attention_dropout=0.1),
 )
 
 
@@ -195,9 +195,9 @@ def test_a_rollout_by_the_module_of_transformers_trains(task: Path, tmp_path: Pa
     command = finished(task, tmp_path, *MODULE, timeout_s=LIMIT_S)
     assert [record["iteration"] for record in command.metrics] == [1, 2]
     for record in command.metrics:
-        # trainer and module compute the same in float32, on the device's operators both
-        assert record["rollout/log_probs_diff_max"] < FP32 and record["actor/grad_norm"] > 0
-        assert record["rollout/old_log_probs_diff_max"] < FP32
+        # trainer and module compute the same in float32, both on the device's operators; the update alone has dropout
+        assert record["rollout/old_log_probs_diff_max"] < FP32 and record["actor/grad_norm"] > 0
+        assert record["rollout/log_probs_diff_max"] > 100 * FP32
 
 
 @pytest.mark.parametrize("model", ["qwen2", "qwen3_moe", "deepseek3", "qwen3_5_predicting"])
@@ -213,9 +213,8 @@ def test_a_model_plays_a_game_of_two_roles_against_itself(task: Path, tmp_path: 
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(cpu.HERE), os.environ["PYTHONPATH"]]))
     keys = [key for key in cpu.keys_of(task, tmp_path, "Duel") if key not in cpu.ONE_PROCESS]
-    # rows as long as the longest one, and a dropout that the rollout does not have
-    keys += ["rl_config.use_remove_padding=false", "rl_config.use_prefix_grouper=false", "rl_config.dropout_in_update=true"]
-    keys += ["actor_config.attention_dropout=0.1", "actor_config.lr=3e-4"]
+    # rows as long as the longest one
+    keys += ["rl_config.use_remove_padding=false", "rl_config.use_prefix_grouper=false", "actor_config.lr=3e-4"]
     command = finished(task, tmp_path, *COMMON, *layout(2), *keys, timeout_s=LIMIT_S)
     assert len(command.metrics) == ITERATIONS
     for record in command.metrics:
@@ -238,5 +237,6 @@ def test_a_service_trains_and_samples_with_the_numbers_of_transformers_and_peft(
     assert state["resumes"] and state["is_fresh"] and state["samples"] and state["lives"]
     assert all(error != "nothing" for error in state["errors"])
     assert sampling["length"] == [10, "length"] and sampling["stopped"] == sampling["by_text"] == [True, "stop"]
-    assert sampling["first_of_two"] and sampling["greedy"] and sampling["cancelled"] and sampling["after"]
+    # sums of two rows round otherwise than those of one: only the CPU has kernels by which they do not
+    assert sampling["first_tokens_of_two"] and sampling["greedy"] and sampling["cancelled"] and sampling["after"]
     assert sampling["untempered"] < FP32
