@@ -86,7 +86,7 @@ ROWS = (
      "change no token",
      "在 A2、A3、950 上单独运行 vllm-ascend 0.23：其选择的专家交换方式，及按配置改用 allgather；不改变 token 的键",
      ("test_rollout.test_each_device", "test_rollout.test_an_a3", "test_rollout.test_keys")),
-    ("vllm-ascend 0.23 by itself: the experts of each token that it reports are those of transformers",
+    ("vllm-ascend 0.23 by itself: the experts that it reports for each token equal transformers'",
      "单独运行 vllm-ascend 0.23：所报告的每个 token 的专家与 transformers 一致", ("test_rollout.test_the_experts",)),
     ("vllm-ascend 0.23 by itself: graphs of whole decoding steps, captured once, read the weights of every sync",
      "单独运行 vllm-ascend 0.23：整个解码步的计算图只捕获一次，每次权重同步后读到新权重", ("test_rollout.test_graphs",)),
