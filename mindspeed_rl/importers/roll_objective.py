@@ -101,7 +101,7 @@ def describe_objective(run: Import, command: SourceCommand, shared: Recipe, grou
     """Return the run with loss, estimator, masks and KL.
 
     Args:
-        domains: domains of prompts; ROLL estimates advantages of each alone.
+        domains: domains of prompts; ROLL estimates advantages for each by itself.
     """
     average = command.text("loss_agg_mode", "seq-mean-token-mean")
     if average not in _AVERAGES:
@@ -219,9 +219,9 @@ def _read_kl(command: SourceCommand, found: _Estimate) -> tuple[float, str | Non
 
 def _describe_teacher(run: Import, command: SourceCommand, recipe: Recipe, found: _Estimate) -> Recipe:
     """Return the run with a teacher: coef * (its log-prob - the student's) is the advantage, or added to it."""
-    alone, added = command.flag("is_pure_opd"), command.flag("use_opd")
+    only, added = command.flag("is_pure_opd"), command.flag("use_opd")
     teachers = [name for name in command.options if name.startswith("teacher.")]
-    if not alone and not added:
+    if not only and not added:
         run.note_given("is_pure_opd use_opd", "there is no teacher", changes_nothing=False)
         run.note_given(" ".join(teachers), "no pipeline of distillation reads it")
         return recipe
@@ -242,11 +242,11 @@ def _describe_teacher(run: Import, command: SourceCommand, recipe: Recipe, found
         "teacher_models": [model],
         "loss_mode": "k1",
         "use_policy_gradient": True,
-        "use_task_rewards": not alone,
+        "use_task_rewards": not only,
         "distillation_loss_coef": command.number("teacher.opd_kl_coef", 1.0) if added else None,
     }
     scale = command.number("teacher.opd_kl_coef", 1.0)
-    if alone and scale != 1:
+    if only and scale != 1:
         run.refuse("teacher.opd_kl_coef", "another weight than 1 of a teacher that is the only objective")
     note = "distillation; the student's log-probs are the trainer's, in ROLL the engine's where a rollout is one step"
     run.note_given("is_pure_opd use_opd", note, changes_nothing=False)
